@@ -1,0 +1,10 @@
+"""nufed: meta federated learning, for models that are good after ν fine-tuning steps."""
+
+from nufed.adapt import adapt, trajectory
+from nufed.algorithms import GMeta, fedavg, gmeta, per_fedavg
+from nufed.data import Federation, Samples, Split
+from nufed.errors import InputError, NufedError, NumericalWarning
+from nufed.metagrad import Exact, FirstOrder, HessianFree, MetaBatch, meta_gradient
+from nufed.objective import Batch, Objective
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,59 @@
+"""Fine-tuning: plain gradient steps on an agent's own batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from torch import Tensor
+
+from nufed.errors import require
+from nufed.objective import AnyBatch, Objective
+
+Rate: TypeAlias = float | Tensor
+"""A step size: one number, or one per coordinate of w."""
+
+
+def trajectory(
+    objective: Objective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
+) -> Iterator[Tensor]:
+    """The models w₀ = w, w₁, …, w_ν of fine-tuning, one after another.
+
+    w_{l+1} = w_l − α∇f(w_l, 𝒟_l)   (the paper's w̃_l, Remark 2)
+
+    >>> import torch
+    >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
+    >>> batch = (torch.ones(1, 1), torch.zeros(1, 1))
+    >>> list(trajectory(objective, torch.tensor([8.0]), [batch, batch], lr=0.25))
+    [tensor([8.]), tensor([4.]), tensor([2.])]
+    """
+    check_rate(lr, w)
+    yield w
+    for batch in batches:
+        w = w - lr * objective.grad(w, batch)
+        yield w
+
+
+def adapt(objective: Objective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate) -> Tensor:
+    """The model after one fine-tuning step on each of ``batches``; w itself is not changed.
+
+    >>> import torch
+    >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
+    >>> batch = (torch.ones(1, 1), torch.zeros(1, 1))
+    >>> adapt(objective, torch.tensor([8.0]), [batch, batch], lr=0.25)
+    tensor([2.])
+    """
+    for w in trajectory(objective, w, batches, lr):  # noqa: B020 - the last one is the answer
+        pass
+    return w
+
+
+def check_rate(lr: Rate, w: Tensor) -> None:
+    """Refuse a step size that is neither one number nor one number per coordinate of w."""
+    if isinstance(lr, Tensor):
+        require(
+            lr.ndim == 0 or lr.shape == w.shape,
+            "lr",
+            tuple(lr.shape),
+            f"a tensor of step sizes must be a scalar or have the shape of w, {tuple(w.shape)}",
+        )

@@ -1,0 +1,133 @@
+"""Generalized meta federated averaging (Algorithm 1) with the local updates 2, 3 and 4.
+
+The agents look for one model w that is good after ν fine-tuning steps on each agent's own data:
+
+    min_w  (1/N) Σ_i f_i(w^i_ν),   w^i_0 = w,   w^i_{l+1} = w^i_l − α∇f_i(w^i_l).
+
+ν = 0 is FedAvg and ν = 1 is Per-FedAvg.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nufed.adapt import Rate, trajectory
+from nufed.aggregate import AVERAGING, Averaging, average
+from nufed.algorithm import BatchSource, ClientResult, ClientUpdate, Cost, State
+from nufed.errors import require
+from nufed.metagrad import Curvature, Exact, FirstOrder, MetaBatch, meta_gradient
+from nufed.objective import Objective
+
+
+@dataclass(frozen=True)
+class GMeta:
+    """Algorithm 1 of the paper.
+
+    Args:
+        adapt_steps: ν, the fine-tuning steps that the model is trained for.
+        adapt_lr: α, their step size; a number or a vector like w.
+        meta_lr: β, the step size of a local update.
+        local_steps: τ, local updates per round.
+        batch_size: D, samples per batch.
+        curvature: how the Hessian enters: ``Exact()``, ``FirstOrder()`` or ``HessianFree()``.
+        averaging: ``"uniform"`` (the paper) or by ``"samples"``.
+    """
+
+    adapt_steps: int = 1
+    adapt_lr: Rate = 0.01
+    meta_lr: float = 0.001
+    local_steps: int = 4
+    batch_size: int = 40
+    curvature: Curvature = Exact()
+    averaging: Averaging = "uniform"
+
+    receives = ("model",)
+    sends = ("model",)
+
+    def __post_init__(self) -> None:
+        for name, least in (("adapt_steps", 0), ("local_steps", 1), ("batch_size", 1)):
+            value = getattr(self, name)
+            ok = isinstance(value, int) and value >= least
+            require(ok, name, value, f"must be a whole number, {least} or more")
+        for name in ("adapt_lr", "meta_lr"):
+            value = getattr(self, name)
+            ok = isinstance(value, Tensor) or 0 <= value < float("inf")
+            require(ok, name, value, "must be a finite number, 0 or more")
+        allowed = "must be " + " or ".join(AVERAGING)
+        require(self.averaging in AVERAGING, "averaging", self.averaging, allowed)
+
+    def server_init(self, w: Tensor) -> State:
+        return {"model": w}
+
+    def client_init(self, w: Tensor) -> State:
+        return {}
+
+    def client_update(
+        self, objective: Objective, received: State, state: State, batches: BatchSource
+    ) -> ClientResult:
+        w = received["model"]
+        for t in range(self.local_steps):
+            d = meta_gradient(
+                objective, w, self._meta_batch(batches, t), lr=self.adapt_lr, curvature=self.curvature
+            )
+            w = w - self.meta_lr * d
+        return ClientResult({"model": w}, state, self._cost())
+
+    def server_update(self, server: State, updates: Sequence[ClientUpdate]) -> State:
+        return {"model": average(updates, "model", self.averaging)}
+
+    def personalize(
+        self, objective: Objective, server: State, state: State, batches: BatchSource, steps: int
+    ) -> Iterator[Tensor]:
+        own = batches.draw("adapt", self.batch_size, steps)
+        return trajectory(objective, server["model"], own, self.adapt_lr)
+
+    def _meta_batch(self, batches: BatchSource, t: int) -> MetaBatch:
+        """The 2ν+1 independent batches of local update t (ν+1 for first-order)."""
+        nu, size = self.adapt_steps, self.batch_size
+        return MetaBatch(
+            adapt=batches.draw("adapt", size, nu, t),
+            outer=batches.draw("outer", size, 1, t)[0],
+            curvature=batches.draw(
+                "curvature", size, nu * self.curvature.batches_per_product, t
+            ),
+        )
+
+    def _cost(self) -> Cost:
+        """What one call of ``client_update`` evaluates."""
+        nu, tau, curvature = self.adapt_steps, self.local_steps, self.curvature
+        return Cost(
+            gradients=tau * (nu + 1 + nu * curvature.gradients_per_product),
+            hvps=tau * nu * curvature.hvps_per_product,
+        )
+
+
+def fedavg(
+    *,
+    adapt_lr: Rate = 0.01,
+    meta_lr: float = 0.001,
+    local_steps: int = 4,
+    batch_size: int = 40,
+    averaging: Averaging = "uniform",
+) -> GMeta:
+    """FedAvg: ν = 0. ``adapt_lr`` matters only when its model is fine-tuned afterwards."""
+    return GMeta(0, adapt_lr, meta_lr, local_steps, batch_size, FirstOrder(), averaging)
+
+
+def per_fedavg(
+    *,
+    adapt_lr: Rate = 0.01,
+    meta_lr: float = 0.001,
+    local_steps: int = 4,
+    batch_size: int = 40,
+    curvature: Curvature = Exact(),
+    averaging: Averaging = "uniform",
+) -> GMeta:
+    """Per-FedAvg: ν = 1."""
+    return GMeta(1, adapt_lr, meta_lr, local_steps, batch_size, curvature, averaging)
+
+
+gmeta = GMeta

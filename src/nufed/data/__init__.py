@@ -1,0 +1,31 @@
+"""Data: where samples come from, who holds them, and how they come out as batches."""
+
+from nufed.data.federation import AgentBatches, Federation, SmallAgents
+from nufed.data.partition import Reuse, dirichlet, given, iid, shards
+from nufed.data.samples import Samples, as_samples
+from nufed.data.sources import SOURCES
+from nufed.data.split import Split, make_split
+
+PARTITIONS: dict[str, str] = {
+    "dirichlet": "each agent draws a class distribution (α_d), then its samples by it (the paper)",
+    "iid": "every agent gets a random part of the data",
+    "shards": "every agent holds classes_per_agent classes",
+    "given": "one agent per owner of the data (a natural federation)",
+}
+
+__all__ = [
+    "PARTITIONS",
+    "SOURCES",
+    "AgentBatches",
+    "Federation",
+    "Reuse",
+    "Samples",
+    "SmallAgents",
+    "Split",
+    "as_samples",
+    "dirichlet",
+    "given",
+    "iid",
+    "make_split",
+    "shards",
+]

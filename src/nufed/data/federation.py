@@ -1,0 +1,79 @@
+"""The samples together with who holds them: what engines train and evaluate on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from nufed.data.partition import Rows
+from nufed.data.samples import Samples
+from nufed.data.split import Split
+from nufed.errors import InputError
+from nufed.objective import Batch, Inputs
+from nufed.seeding import stream, torch_seed
+
+SmallAgents: TypeAlias = Literal["refuse", "use_all"]
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Samples, a split, and what to do with agents that have fewer samples than a batch.
+
+    ``small_agents="refuse"`` is an error that names the agent; ``"use_all"`` lets such an agent
+    use all its training samples as its batch.
+    """
+
+    samples: Samples
+    split: Split
+    small_agents: SmallAgents = "refuse"
+
+    def batches(self, agent: int, seed: int, use: str, round: int = 0) -> AgentBatches:
+        """The training part of an agent as seeded batches; ``use`` names the streams."""
+        return AgentBatches(self, agent, seed, use, round)
+
+    def test(self, agent: int) -> tuple[Inputs, Tensor]:
+        """The test part of an agent. Only evaluation may ask for it."""
+        return self.samples.take(self.split.test[agent])
+
+    def check_batch_size(self, size: int) -> None:
+        """Refuse, before anything runs, a batch size that some agent can't fill."""
+        for agent in self.split.agents:
+            self.batch_rows(agent, size)
+
+    def batch_rows(self, agent: int, size: int) -> tuple[Rows, int]:
+        """An agent's training rows, and how many of them make a batch."""
+        rows = self.split.train[agent]
+        if size > len(rows) and self.small_agents == "refuse":
+            raise InputError(
+                f"agent {self.split.names[agent]} has {len(rows)} training samples and batch_size "
+                f"is {size}: lower batch_size, give agents more samples, or set "
+                'data.small_agents = "use_all" to let such agents train on all they have'
+            )
+        return rows, min(size, len(rows))
+
+
+@dataclass(frozen=True)
+class AgentBatches:
+    """One agent's training data in one round (a :class:`nufed.algorithm.BatchSource`)."""
+
+    federation: Federation
+    agent: int
+    seed: int
+    use: str
+    round: int
+
+    def draw(self, purpose: str, size: int, count: int = 1, step: int = 0) -> list[Batch]:
+        """Independent batches, each drawn without replacement, each with a dropout seed."""
+        if count == 0:
+            return []
+        rows, size = self.federation.batch_rows(self.agent, size)
+        rng = stream(self.seed, f"{self.use}/{purpose}", self.round, self.agent, step)
+        return [self._batch(rows, size, rng) for _ in range(count)]
+
+    def _batch(self, rows: Rows, size: int, rng: np.random.Generator) -> Batch:
+        picked = rng.choice(len(rows), size, replace=False)
+        inputs, targets = self.federation.samples.take(rows[picked])
+        return Batch(inputs, targets, torch_seed(rng))

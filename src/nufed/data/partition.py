@@ -1,0 +1,156 @@
+"""Ways to deal samples out to agents. Each returns one array of row numbers per agent.
+
+No function here ever gives a row twice to one agent, and all of them finish.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from nufed.errors import InputError
+
+Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Reuse: TypeAlias = Literal["never", "across_agents"]
+
+
+def dirichlet(
+    labels: Rows,
+    agents: int,
+    samples_per_agent: int,
+    concentration: float,
+    rng: np.random.Generator,
+    reuse: Reuse = "never",
+) -> list[Rows]:
+    """The paper's split: each agent draws a class distribution, then samples by it.
+
+    The distribution of each agent comes from a symmetric Dirichlet with parameter
+    ``concentration`` (α_d): near 0 an agent holds one class, towards infinity all are alike.
+
+    ``reuse="never"``: no two agents share a sample. A class that runs out is left out and the
+    agent's distribution renormalised over the classes left, so that later agents may get classes
+    that they did not ask for. ``reuse="across_agents"``: every agent draws from the whole data.
+    In both, where the classes left have no probability, they are drawn by their remaining counts.
+
+    >>> labels = np.array([0] * 5 + [1] * 5)
+    >>> [len(rows) for rows in dirichlet(labels, 2, 5, 0.1, np.random.default_rng(0))]
+    [5, 5]
+    """
+    needed = samples_per_agent * (agents if reuse == "never" else 1)
+    _check_enough(len(labels), needed, agents, samples_per_agent)
+    pools = _shuffled_classes(labels, rng)
+    sizes = np.array([len(pool) for pool in pools])
+    taken = np.zeros(len(pools), dtype=np.int64)
+    parts = []
+    for _ in range(agents):
+        pmf = rng.dirichlet(np.full(len(pools), concentration))
+        if reuse == "across_agents":
+            counts = _draw_counts(pmf, sizes, samples_per_agent, rng)
+            rows = [rng.choice(p, n, replace=False) for p, n in zip(pools, counts, strict=True)]
+        else:
+            counts = _draw_counts(pmf, sizes - taken, samples_per_agent, rng)
+            rows = [p[t : t + n] for p, t, n in zip(pools, taken, counts, strict=True)]
+            taken += counts
+        parts.append(np.concatenate(rows))
+    return parts
+
+
+def _draw_counts(
+    pmf: np.ndarray[Any, Any], available: Rows, total: int, rng: np.random.Generator
+) -> Rows:
+    """How many samples of each class ``total`` draws by ``pmf`` give, within what is available.
+
+    The same distribution as drawing one by one and renormalising whenever a class runs out. Each
+    turn either finishes or uses up a class.
+    """
+    counts = np.zeros_like(available)
+    while (missing := total - counts.sum()) > 0:
+        left = available - counts
+        weights = np.where(left > 0, pmf, 0.0)
+        if weights.sum() < np.finfo(float).tiny:
+            weights = left.astype(float)
+        drawn = rng.multinomial(missing, weights / weights.sum())
+        counts += np.minimum(drawn, left)
+    return counts
+
+
+def iid(
+    labels: Rows, agents: int, samples_per_agent: int | None, rng: np.random.Generator
+) -> list[Rows]:
+    """Every agent gets a random part of the data; without a size, all of it dealt out evenly."""
+    rows = rng.permutation(len(labels))
+    if samples_per_agent is None:
+        _check_enough(len(labels), agents, agents, 1)
+        return np.array_split(rows, agents)
+    needed = agents * samples_per_agent
+    _check_enough(len(labels), needed, agents, samples_per_agent)
+    return np.split(rows[:needed], agents)
+
+
+def shards(
+    labels: Rows,
+    agents: int,
+    classes_per_agent: int,
+    samples_per_agent: int | None,
+    rng: np.random.Generator,
+) -> list[Rows]:
+    """Every agent holds samples of exactly ``classes_per_agent`` classes.
+
+    Classes are given out as evenly as possible, and each class's samples dealt evenly among its
+    holders. With a size, each agent keeps that many, spread evenly over its classes.
+    """
+    pools = _shuffled_classes(labels, rng)
+    if not 1 <= classes_per_agent <= len(pools):
+        raise InputError(
+            f"classes_per_agent = {classes_per_agent}: must lie in 1 … {len(pools)}, the number of "
+            "classes that have samples"
+        )
+    uses = np.zeros(len(pools), dtype=np.int64)
+    held: list[list[int]] = []
+    for _ in range(agents):
+        least_used = np.lexsort((rng.random(len(pools)), uses))[:classes_per_agent]
+        uses[least_used] += 1
+        held.append(least_used.tolist())
+    dealt = [iter(np.array_split(p, max(u, 1))) for p, u in zip(pools, uses, strict=True)]
+    parts = []
+    for agent, classes in enumerate(held):
+        pieces = [next(dealt[c]) for c in classes]
+        wanted = [len(piece) for piece in pieces]
+        if samples_per_agent is not None:
+            share, extra = divmod(samples_per_agent, classes_per_agent)
+            wanted = [share + (i < extra) for i in range(classes_per_agent)]
+        if any(n < 1 or n > len(piece) for n, piece in zip(wanted, pieces, strict=True)):
+            raise InputError(
+                f"agent {agent} would get {[len(p) for p in pieces]} samples of its classes where "
+                f"{wanted} are needed: ask for fewer agents, fewer samples_per_agent or more "
+                "classes_per_agent"
+            )
+        parts.append(np.concatenate([p[:n] for p, n in zip(pieces, wanted, strict=True)]))
+    return parts
+
+
+def given(owners: np.ndarray[Any, Any]) -> tuple[list[Rows], tuple[str, ...]]:
+    """One agent per owner (a natural federation), with the owners' names.
+
+    >>> given(np.array(["ann", "bob", "ann"]))
+    ([array([0, 2]), array([1])], ('ann', 'bob'))
+    """
+    names, index = np.unique(owners, return_inverse=True)
+    order = np.argsort(index, kind="stable")
+    ends = np.cumsum(np.bincount(index))[:-1]
+    return np.split(order, ends), tuple(str(name) for name in names)
+
+
+def _shuffled_classes(labels: Rows, rng: np.random.Generator) -> list[Rows]:
+    """The rows of every class that has any, each in random order."""
+    return [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+
+
+def _check_enough(have: int, needed: int, agents: int, samples_per_agent: int) -> None:
+    if needed > have:
+        raise InputError(
+            f"{agents} agents with {samples_per_agent} samples each need {needed} samples and the "
+            f"data has {have}: ask for fewer agents or samples_per_agent, or with the dirichlet "
+            'partition allow data.reuse = "across_agents"'
+        )

@@ -1,0 +1,144 @@
+"""Samples in memory: one array for all agents, from which agents take rows by index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from nufed.errors import InputError
+from nufed.objective import Inputs
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Inputs and targets, row by row.
+
+    Args:
+        inputs: a tensor, or a tuple or mapping of tensors for modules with several inputs.
+            Bytes (uint8) stay bytes until a batch is taken, and are then multiplied by ``scale``.
+        targets: class numbers (int64) or regression targets (floating-point).
+        classes: the names of the classes; empty for regression.
+        owners: who each sample belongs to, for a natural federation.
+        scale: what bytes are multiplied by.
+    """
+
+    inputs: Inputs
+    targets: Tensor
+    classes: tuple[str, ...] = ()
+    owners: np.ndarray[Any, Any] | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        lengths = {len(x) for x in (*_tensors(self.inputs), self.targets)}
+        if self.owners is not None:
+            lengths.add(len(self.owners))
+        if len(lengths) != 1 or lengths == {0}:
+            raise InputError(
+                f"the data has arrays of {sorted(lengths)} rows: inputs, targets and owners must "
+                "have the same number of rows, at least one"
+            )
+        if self.classes and not 0 <= int(self.targets.min()) <= int(self.targets.max()) < len(
+            self.classes
+        ):
+            raise InputError(
+                f"class numbers run from {int(self.targets.min())} to {int(self.targets.max())}: "
+                f"with {len(self.classes)} classes they must lie in 0 … {len(self.classes) - 1}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input (the first, if there are several)."""
+        return tuple(_tensors(self.inputs)[0].shape[1:])
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs a model for this data needs: classes, or numbers per target."""
+        if self.classes:
+            return len(self.classes)
+        return int(np.prod(self.targets.shape[1:], dtype=int))
+
+    def take(self, rows: np.ndarray[Any, Any]) -> tuple[Inputs, Tensor]:
+        """The inputs and targets of these rows, as a model takes them."""
+        index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
+        if isinstance(self.inputs, Mapping):
+            inputs: Inputs = {k: self._prepare(x[index]) for k, x in self.inputs.items()}
+        elif isinstance(self.inputs, Tensor):
+            inputs = self._prepare(self.inputs[index])
+        else:
+            inputs = tuple(self._prepare(x[index]) for x in self.inputs)
+        return inputs, self.targets[index]
+
+    def _prepare(self, x: Tensor) -> Tensor:
+        return x.to(torch.float32) * self.scale if x.dtype == torch.uint8 else x
+
+
+def as_samples(data: Any) -> Samples:
+    """The user's own data as :class:`Samples`.
+
+    ``data`` is one of: ``Samples``; ``(inputs, targets)`` or ``(inputs, targets, owners)`` of
+    tensors or arrays; a map-style ``torch.utils.data.Dataset`` of ``(input, target)`` pairs.
+    Whole-number targets in one dimension are class numbers; others are regression targets.
+
+    >>> import numpy as np
+    >>> samples = as_samples((np.zeros((4, 3), dtype=np.float32), [0, 1, 2, 1]))
+    >>> len(samples), samples.classes, samples.input_shape
+    (4, ('0', '1', '2'), (3,))
+    """
+    if isinstance(data, Samples):
+        return data
+    if isinstance(data, Dataset):
+        inputs, targets = zip(*(data[i] for i in range(len(data))), strict=True)  # type: ignore[arg-type]
+        data = (torch.stack([torch.as_tensor(x) for x in inputs]), np.asarray(targets))
+    if not isinstance(data, tuple | list) or len(data) not in (2, 3):
+        raise InputError(
+            f"data of type {type(data).__name__} can't be used: give (inputs, targets), "
+            "(inputs, targets, owners), a Dataset of (input, target) pairs, or nufed.Samples"
+        )
+    inputs, targets, owners = (*data, None)[:3]
+    target_tensor = _tensor(targets)
+    classes: tuple[str, ...] = ()
+    if not target_tensor.is_floating_point() and target_tensor.ndim == 1:
+        target_tensor = target_tensor.long()
+        classes = tuple(str(c) for c in range(int(target_tensor.max()) + 1 if len(targets) else 0))
+    return Samples(
+        inputs=_inputs(inputs),
+        targets=target_tensor,
+        classes=classes,
+        owners=None if owners is None else np.asarray(owners),
+    )
+
+
+def _inputs(inputs: Any) -> Inputs:
+    if isinstance(inputs, Mapping):
+        return {name: _tensor(x) for name, x in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(_tensor(x) for x in inputs)
+    return _tensor(inputs)
+
+
+def _tensor(array: Any) -> Tensor:
+    """As a tensor; double precision from numpy becomes torch's default precision."""
+    if isinstance(array, Tensor):
+        return array
+    array = np.asarray(array)
+    if array.dtype.kind not in "biuf":
+        raise InputError(
+            f"an array of dtype {array.dtype} can't be used as data: give numbers or booleans"
+        )
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    return list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs)

@@ -1,0 +1,119 @@
+"""Who holds which rows, and which of them are for training, validation and test."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from nufed.data.partition import Rows
+from nufed.errors import InputError
+from nufed.seeding import stream
+
+PARTS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of every agent in three disjoint parts, and the agents held out from training.
+
+    Agents are numbered from 0; ``names`` are what people call them.
+    """
+
+    train: list[Rows]
+    validation: list[Rows]
+    test: list[Rows]
+    names: tuple[str, ...]
+    unseen: tuple[int, ...] = ()
+
+    @property
+    def agents(self) -> range:
+        return range(len(self.names))
+
+    @property
+    def seen(self) -> list[int]:
+        """The agents that take part in training."""
+        return sorted(set(self.agents) - set(self.unseen))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything the split holds."""
+        digest = hashlib.sha256(json.dumps([self.names, self.unseen]).encode())
+        for name, array in sorted(self._arrays().items()):
+            digest.update(name.encode() + array.tobytes())
+        return digest.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write the split to ``path`` (safetensors)."""
+        # one metadata key: safetensors does not keep the order of several
+        about = {"names": self.names, "unseen": self.unseen, "sha256": self.fingerprint}
+        save_file(self._arrays(), path, metadata={"nufed": json.dumps(about)})
+
+    @classmethod
+    def load(cls, path: Path) -> Split:
+        """Read a split back; a file that does not match its own SHA-256 is refused."""
+        try:
+            with safe_open(path, framework="numpy") as file:
+                about = json.loads(file.metadata()["nufed"])
+                rows = {p: _unpack(file.get_tensor(p), file.get_tensor(p + "_sizes")) for p in PARTS}
+            split = cls(**rows, names=tuple(about["names"]), unseen=tuple(about["unseen"]))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path} can't be read as a split: {error}") from error
+        if split.fingerprint != about["sha256"]:
+            raise InputError(f"{path} is damaged: its contents do not match its SHA-256")
+        return split
+
+    def _arrays(self) -> dict[str, Rows]:
+        arrays = {}
+        for part in PARTS:
+            rows: list[Rows] = getattr(self, part)
+            arrays[part] = np.concatenate(rows).astype(np.int64)
+            arrays[part + "_sizes"] = np.array([len(r) for r in rows], dtype=np.int64)
+        return arrays
+
+
+def make_split(
+    rows: list[Rows],
+    seed: int,
+    *,
+    validation: float,
+    test: float,
+    unseen_agents: int = 0,
+    names: tuple[str, ...] | None = None,
+) -> Split:
+    """Cut every agent's rows into disjoint parts, and pick the agents held out from training.
+
+    Of n rows round(test·n) are for test and round(validation·n) for validation; the rest train.
+    """
+    names = names or tuple(str(agent) for agent in range(len(rows)))
+    if not 0 <= unseen_agents < len(rows):
+        raise InputError(
+            f"unseen_agents = {unseen_agents}: of {len(rows)} agents at least one must take part "
+            f"in training, so it must lie in 0 … {len(rows) - 1}"
+        )
+    parts: dict[str, list[Rows]] = {part: [] for part in PARTS}
+    for agent, own in enumerate(rows):
+        shuffled = stream(seed, "parts", agent=agent).permutation(own)
+        tests, validations = round(test * len(own)), round(validation * len(own))
+        trains = len(own) - tests - validations
+        if trains < 1 or (test > 0 and tests < 1) or (validation > 0 and validations < 1):
+            raise InputError(
+                f"agent {names[agent]} has {len(own)} samples, too few for a training part beside "
+                f"validation = {validation} and test = {test}: give it more samples or change "
+                "these fractions"
+            )
+        cuts = [trains, trains + validations]
+        for part, piece in zip(PARTS, np.split(shuffled, cuts), strict=True):
+            parts[part].append(piece)
+    unseen = stream(seed, "unseen").choice(len(rows), unseen_agents, replace=False)
+    return Split(**parts, names=names, unseen=tuple(sorted(unseen.tolist())))
+
+
+def _unpack(rows: Rows, sizes: Rows) -> list[np.ndarray[Any, Any]]:
+    return np.split(rows, np.cumsum(sizes)[:-1])

@@ -1,0 +1,56 @@
+"""The errors and warnings that nufed raises on purpose.
+
+::
+
+    NufedError                 everything below; the command line prints it as one sentence
+    ├── InputError             a value, key, file or module that was given can't be used (a ValueError)
+    ├── UpdateError            one agent's update must not be averaged in; it names agent and round
+    ├── TrainingError          training can't go on
+    └── RunError               a run directory can't be written or read
+    NumericalWarning           a result was computed, but the numbers behind it are poor
+
+Every message says what was given, what is allowed, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class NufedError(Exception):
+    """Base of every error that nufed raises on purpose."""
+
+
+class InputError(NufedError, ValueError):
+    """A value, key, file or module that was given can't be used."""
+
+
+class UpdateError(NufedError):
+    """One agent's update must not be averaged in."""
+
+    def __init__(self, agent: int, round: int, reason: str) -> None:
+        super().__init__(f"agent {agent}, round {round}: {reason}")
+        self.agent = agent
+        self.round = round
+        self.reason = reason
+
+
+class TrainingError(NufedError):
+    """Training can't go on."""
+
+
+class RunError(NufedError):
+    """A run directory can't be written or read."""
+
+
+class NumericalWarning(UserWarning):
+    """A result was computed, but the numbers behind it are poor."""
+
+
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raise an :class:`InputError` about the argument or key ``name`` unless ``ok``.
+
+    >>> require(False, "adapt_steps", -1, "must be a whole number, 0 or more")
+    Traceback (most recent call last):
+    nufed.errors.InputError: adapt_steps = -1: must be a whole number, 0 or more
+    """
+    if not ok:
+        raise InputError(f"{name} = {value!r}: {allowed}")

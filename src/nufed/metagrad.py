@@ -1,0 +1,172 @@
+"""The meta-gradient: one backward recursion, and the three ways curvature enters it.
+
+F(w) = f(w_ν) is the loss after ν fine-tuning steps from w. Its gradient is the product (eq. for
+∇F_i and its stochastic form, Remark 2)
+
+    ∇F(w) = (I − α∇²f(w₀)) (I − α∇²f(w₁)) ⋯ (I − α∇²f(w_{ν−1})) ∇f(w_ν)
+
+which is applied to the last gradient from right to left, one Hessian-vector product at a time.
+Algorithm 2 (exact), 3 (first-order) and 4 (Hessian-free) differ only in that product.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from nufed.adapt import Rate, trajectory
+from nufed.differences import central_difference, double_difference, trouble_with
+from nufed.errors import NumericalWarning, require
+from nufed.objective import AnyBatch, Objective
+
+
+class MetaBatch(NamedTuple):
+    """The independent batches of one meta-gradient.
+
+    ``adapt`` holds 𝒟₀ … 𝒟_{ν−1} (so ν is its length), ``outer`` is 𝒟_ν, ``curvature`` holds
+    𝒟′₀ … 𝒟′_{ν−1} (empty for first-order). Passing the adaptation batches as ``curvature``
+    gives the gradient of the sampled loop itself, as MAML implementations compute it.
+    """
+
+    adapt: Sequence[AnyBatch]
+    outer: AnyBatch
+    curvature: Sequence[AnyBatch] = ()
+
+
+class Curvature(Protocol):
+    """How the product ∇²f(w, batch)·v is computed, and what it takes."""
+
+    batches_per_product: ClassVar[int]
+    gradients_per_product: ClassVar[int]
+    hvps_per_product: ClassVar[int]
+
+    def product(self, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        """∇²f(w, batch)·v, or what stands for it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exact:
+    """∇²f(w)·v by automatic differentiation (Algorithm 2)."""
+
+    batches_per_product: ClassVar[int] = 1
+    gradients_per_product: ClassVar[int] = 0
+    hvps_per_product: ClassVar[int] = 1
+
+    def product(self, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        return objective.hvp(w, batch, v)
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """∇²f(w)·v taken as zero, which leaves the last gradient as it is (Algorithm 3)."""
+
+    batches_per_product: ClassVar[int] = 0
+    gradients_per_product: ClassVar[int] = 0
+    hvps_per_product: ClassVar[int] = 0
+
+    def product(self, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        return v.new_zeros(v.shape)
+
+
+@dataclass(frozen=True)
+class HessianFree:
+    """∇²f(w)·v by a central difference of gradients (Algorithm 4).
+
+    Args:
+        fd_step: the paper's δ as a number, used as it is in w ± δv; or ``"auto"``, which picks δ
+            per product from the norms of w and v and takes the difference in float64
+            (:mod:`nufed.differences` says why and what it costs). A fixed step is compared with
+            the automatic one at products 1, 10, 100, …, and warned about, once, where it is poor.
+    """
+
+    fd_step: float | Literal["auto"] = "auto"
+    batches_per_product: ClassVar[int] = 1
+    gradients_per_product: ClassVar[int] = 2
+    hvps_per_product: ClassVar[int] = 0
+    _watch: _Watch = field(default_factory=lambda: _Watch(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ok = self.fd_step == "auto" or (
+            isinstance(self.fd_step, int | float) and 0 < self.fd_step < float("inf")
+        )
+        require(ok, "fd_step", self.fd_step, 'must be "auto" or a number above 0')
+
+    def product(self, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        if self.fd_step == "auto":
+            return double_difference(objective, w, batch, v)
+        if self._watch.due():
+            trouble = trouble_with(self.fd_step, objective, w, batch, v)
+            if trouble:
+                self._watch.stop()
+                warnings.warn(trouble, NumericalWarning, stacklevel=2)
+        return central_difference(objective, w, batch, v, self.fd_step)
+
+
+def meta_gradient(
+    objective: Objective, w: Tensor, batch: MetaBatch, *, lr: Rate, curvature: Curvature
+) -> Tensor:
+    """The stochastic gradient of f(w_ν) with respect to w, for any ν (lines 1-8 of Algorithm 2).
+
+        w₀ = w;  w_{l+1} = w_l − α∇f(w_l, 𝒟_l)
+        d ← ∇f(w_ν, 𝒟_ν);  for l = ν−1 … 0:  d ← d − α∇²f(w_l, 𝒟′_l)·d
+
+    It keeps ν iterates and no graph. With step sizes per coordinate, diag(a) in place of α, the
+    transposed Jacobian is I − ∇²f·diag(a), so that the product is taken of a⊙d.
+
+    Args:
+        objective, w: the loss and the model.
+        batch: the 2ν+1 batches (ν+1 for first-order); ν is ``len(batch.adapt)``, 0 is allowed.
+        lr: the step size α of fine-tuning, a number or a vector like w.
+        curvature: :class:`Exact`, :class:`FirstOrder` or :class:`HessianFree`.
+
+    >>> import torch
+    >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
+    >>> x = (torch.ones(1, 1), torch.zeros(1, 1))          # f(w) = w², ∇²f = 2
+    >>> batch = MetaBatch(adapt=[x, x], outer=x, curvature=[x, x])
+    >>> meta_gradient(objective, torch.tensor([8.0]), batch, lr=0.25, curvature=Exact())
+    tensor([1.])
+    """
+    steps = len(batch.adapt)
+    require(
+        len(batch.curvature) in (steps, steps * curvature.batches_per_product),
+        "len(batch.curvature)",
+        len(batch.curvature),
+        f"{type(curvature).__name__} needs one curvature batch per adaptation step, {steps}",
+    )
+    *iterates, adapted = trajectory(objective, w, batch.adapt, lr)
+    d = objective.grad(adapted, batch.outer)
+    scale, shape = _scale_and_shape(lr)
+    for w_l, batch_l in reversed(list(zip(iterates, batch.curvature, strict=False))):
+        d = d - scale * curvature.product(objective, w_l, batch_l, shape * d)
+    return d
+
+
+def _scale_and_shape(lr: Rate) -> tuple[Rate, Rate]:
+    """lr as scale·shape, so that a vector of equal rates gives what the single number gives."""
+    if not isinstance(lr, Tensor) or lr.ndim == 0:
+        return lr, 1
+    scale = lr.abs().max()
+    return scale, lr / scale if scale > 0 else lr
+
+
+class _Watch:
+    """Says at which products a fixed step is checked: 1, 10, 100, …, until stopped."""
+
+    def __init__(self) -> None:
+        self._products = count(1)
+        self._next: float = 1
+
+    def due(self) -> bool:
+        if next(self._products) < self._next:
+            return False
+        self._next *= 10
+        return True
+
+    def stop(self) -> None:
+        self._next = float("inf")

@@ -1,0 +1,275 @@
+"""An ``nn.Module`` and a loss, seen as functions of one flat parameter vector."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from nufed.errors import InputError, require
+
+Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+class Batch(NamedTuple):
+    """Samples, and the seed of their dropout masks.
+
+    ``inputs`` is a tensor, a tuple of tensors (``module(*inputs)``) or a mapping
+    (``module(**inputs)``). With a ``seed`` the module runs in training mode and its random layers
+    draw from that seed: the same batch always meets the same masks. Without one it runs in
+    evaluation mode: no seed, no noise.
+    """
+
+    inputs: Inputs
+    targets: Tensor
+    seed: int | None = None
+
+
+AnyBatch: TypeAlias = Batch | tuple[Inputs, Tensor]
+
+
+class Objective:
+    """The loss of a module on a batch, as a function f(w, batch) of its flat parameters w.
+
+    The vector holds every trainable parameter once (tied weights are one parameter, frozen ones
+    are left out), in the order of ``module.named_parameters()``. All methods are pure: they change
+    neither w nor the module, of which the objective keeps its own copy.
+
+    Args:
+        module: any ``nn.Module`` with trainable floating-point parameters of one dtype.
+        loss: ``loss(outputs, targets) -> scalar``; cross-entropy by default.
+        running_stats: what to do about layers that keep running statistics (BatchNorm).
+            ``"refuse"`` raises; ``"frozen"`` always uses the statistics stored in the module and
+            never changes them.
+
+    >>> objective = Objective(nn.Linear(2, 1, bias=False), F.mse_loss)
+    >>> w = torch.tensor([1.0, 2.0])
+    >>> batch = (torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0]]))
+    >>> objective.value(w, batch), objective.grad(w, batch)
+    (tensor(9.), tensor([6., 6.]))
+    >>> objective.hvp(w, batch, torch.tensor([1.0, 0.0]))
+    tensor([2., 2.])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss = F.cross_entropy,
+        *,
+        running_stats: Literal["refuse", "frozen"] = "refuse",
+    ) -> None:
+        require(
+            running_stats in ("refuse", "frozen"),
+            "running_stats",
+            running_stats,
+            'must be "refuse" or "frozen"',
+        )
+        self._keepers = _layers_with_running_stats(module)
+        if self._keepers and running_stats == "refuse":
+            raise InputError(
+                f"the module has layers with running statistics ({', '.join(self._keepers)}), which "
+                "averaging over agents would silently corrupt; use nn.GroupNorm instead, or pass "
+                'running_stats="frozen" to keep the stored statistics fixed'
+            )
+        self._module = copy.deepcopy(module)
+        self._loss_function = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+        self._running_stats = running_stats
+        parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        _check_parameters(module, list(parameters.values()))
+        self._names = list(parameters)
+        self._shapes = [p.shape for p in parameters.values()]
+        self._sizes = [p.numel() for p in parameters.values()]
+        self._initial = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
+        self._buffers_unchecked = any(True for _ in self._module.buffers())
+        self._set_training(False)
+
+    @property
+    def size(self) -> int:
+        """How many numbers the flat vector holds."""
+        return self._initial.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the flat vector."""
+        return self._initial.dtype
+
+    @cached_property
+    def double(self) -> Objective:
+        """The same objective in float64 (it casts the batches it is given)."""
+        loss = self._loss_function
+        if isinstance(loss, nn.Module):
+            loss = copy.deepcopy(loss).double()
+        module = copy.deepcopy(self._module).double()
+        return Objective(module, loss, running_stats=self._running_stats)
+
+    def initial(self) -> Tensor:
+        """A copy of the module's parameters as one flat vector."""
+        return self._initial.clone()
+
+    def value(self, w: Tensor, batch: AnyBatch) -> Tensor:
+        """f(w, batch), a scalar tensor."""
+        with torch.no_grad():
+            return self._loss(w, batch)
+
+    def grad(self, w: Tensor, batch: AnyBatch) -> Tensor:
+        """∇f(w, batch)."""
+        w = w.detach().requires_grad_()
+        with torch.enable_grad():
+            return _derivative(self._loss(w, batch), w)
+
+    def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        """∇²f(w, batch)·v, by differentiating ⟨∇f, v⟩; the Hessian is never formed."""
+        require(v.shape == w.shape, "v", tuple(v.shape), f"must have the shape of w, {w.shape}")
+        w = w.detach().requires_grad_()
+        with torch.enable_grad():
+            gradient = _derivative(self._loss(w, batch), w, create_graph=True)
+            return _derivative(gradient, w, v)
+
+    def predict(self, w: Tensor, inputs: Inputs) -> Tensor:
+        """The module's outputs for ``inputs`` in evaluation mode."""
+        with torch.no_grad(), self._mode(seed=None):
+            return self._outputs(w, inputs)
+
+    def module(self, w: Tensor) -> nn.Module:
+        """A copy of the module that holds the parameters w, in evaluation mode."""
+        self._check_vector(w)
+        module = copy.deepcopy(self._module).eval()
+        parameters = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, value in self._unflatten(w).items():
+                parameters[name].copy_(value)
+        return module
+
+    def _loss(self, w: Tensor, batch: AnyBatch) -> Tensor:
+        batch = Batch(*batch)
+        with self._mode(batch.seed):
+            outputs = self._outputs(w, batch.inputs)
+            loss = self._loss_function(outputs, _cast(batch.targets, self.dtype))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"the loss returned {given}: it must return one number as a tensor")
+        return loss.reshape(())
+
+    def _outputs(self, w: Tensor, inputs: Inputs) -> Tensor:
+        self._check_vector(w)
+        arguments: tuple[Tensor, ...] = ()
+        keywords: dict[str, Tensor] = {}
+        if isinstance(inputs, Mapping):
+            keywords = {name: _cast(x, self.dtype) for name, x in inputs.items()}
+        elif isinstance(inputs, Tensor):
+            arguments = (_cast(inputs, self.dtype),)
+        else:
+            arguments = tuple(_cast(x, self.dtype) for x in inputs)
+        outputs: Tensor = functional_call(self._module, self._unflatten(w), arguments, keywords)
+        return outputs
+
+    def _unflatten(self, w: Tensor) -> dict[str, Tensor]:
+        # split, not slicing: its backward pass is one concatenation
+        parts = w.split(self._sizes)
+        return {n: p.view(s) for n, p, s in zip(self._names, parts, self._shapes, strict=True)}
+
+    def _check_vector(self, w: Tensor) -> None:
+        if w.shape != self._initial.shape or w.dtype != self.dtype:
+            raise InputError(
+                f"w has shape {tuple(w.shape)} and dtype {w.dtype}: this objective takes a flat "
+                f"vector of {self.size} numbers of dtype {self.dtype}, as initial() gives"
+            )
+
+    @contextmanager
+    def _mode(self, seed: int | None) -> Iterator[None]:
+        """Evaluation mode without a seed; with one, training mode and randomness from it."""
+        if self._module.training != (seed is not None):
+            self._set_training(seed is not None)
+        if seed is None:
+            yield
+            return
+        with _seeded(seed, self._initial.device):
+            if self._buffers_unchecked:
+                before = {n: b.clone() for n, b in self._module.named_buffers()}
+                yield
+                self._check_buffers(before)
+            else:
+                yield
+
+    def _set_training(self, training: bool) -> None:
+        self._module.train(training)
+        for name in self._keepers:
+            self._module.get_submodule(name).eval()
+
+    def _check_buffers(self, before: dict[str, Tensor]) -> None:
+        for name, buffer in self._module.named_buffers():
+            if not torch.equal(buffer, before[name]):
+                raise InputError(
+                    f"the module changes its buffer {name!r} in training mode, and such state "
+                    "cannot be part of a meta-gradient; remove the layer that keeps it, or put "
+                    "that layer into evaluation mode in the module's forward"
+                )
+        self._buffers_unchecked = False
+
+
+def _derivative(
+    of: Tensor, w: Tensor, direction: Tensor | None = None, create_graph: bool = False
+) -> Tensor:
+    """The derivative of ``of`` (against ``direction``) with respect to w; zero if it has none."""
+    if not of.requires_grad:
+        return torch.zeros_like(w)
+    (result,) = torch.autograd.grad(
+        of, w, direction, create_graph=create_graph, materialize_grads=True
+    )
+    return result
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating-point values in the objective's dtype; class labels and token ids as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Torch's randomness from ``seed`` inside the block; the caller's is left as it was."""
+    if device.type != "cpu":
+        with torch.random.fork_rng([device], device_type=device.type):
+            torch.manual_seed(seed)
+            yield
+        return
+    # what fork_rng does, sixty times faster for the CPU alone
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _layers_with_running_stats(module: nn.Module) -> list[str]:
+    return [
+        name
+        for name, layer in module.named_modules()
+        if any(b.startswith("running_") for b, _ in layer.named_buffers(recurse=False))
+    ]
+
+
+def _check_parameters(module: nn.Module, parameters: list[nn.Parameter]) -> None:
+    if not parameters:
+        raise InputError(
+            f"{type(module).__name__} has no trainable parameters: pass a module with at least one "
+            "parameter whose requires_grad is True"
+        )
+    kinds = sorted({f"{p.dtype} on {p.device}" for p in parameters})
+    if len(kinds) > 1:
+        raise InputError(
+            f"the module's parameters are of several kinds ({', '.join(kinds)}): convert it to one, "
+            "for example with module.to(torch.float32)"
+        )
+    if not parameters[0].is_floating_point():
+        raise InputError(
+            f"the module's parameters are {parameters[0].dtype}: they must be floating-point"
+        )
