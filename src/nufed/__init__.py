@@ -4,7 +4,34 @@ from nufed.adapt import adapt, trajectory
 from nufed.algorithms import GMeta, fedavg, gmeta, per_fedavg
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, NufedError, NumericalWarning
+from nufed.experiment import run
 from nufed.metagrad import Exact, FirstOrder, HessianFree, MetaBatch, meta_gradient
 from nufed.objective import Batch, Objective
+from nufed.runs import Run, load_run
 
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Batch",
+    "Exact",
+    "Federation",
+    "FirstOrder",
+    "GMeta",
+    "HessianFree",
+    "InputError",
+    "MetaBatch",
+    "NufedError",
+    "NumericalWarning",
+    "Objective",
+    "Run",
+    "Samples",
+    "Split",
+    "adapt",
+    "fedavg",
+    "gmeta",
+    "load_run",
+    "meta_gradient",
+    "per_fedavg",
+    "run",
+    "trajectory",
+]

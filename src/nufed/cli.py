@@ -1,0 +1,221 @@
+"""The command line: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from nufed import __version__
+from nufed.algorithms import ALGORITHMS
+from nufed.data import PARTITIONS, SOURCES
+from nufed.errors import InputError, NufedError
+from nufed.experiment import run as run_experiment
+from nufed.models import MODELS
+from nufed.progress import show_progress
+from nufed.report import build_report, save_counts_chart
+from nufed.report.tables import Table, headline, results_table
+from nufed.runs import Run, load_config, load_run, presets
+from nufed.runs.build import build_samples, build_split
+from nufed.runs.config import known_fields
+from nufed.runs.directory import class_counts
+
+app = typer.Typer(
+    help="Meta federated learning: one model that is good after ν fine-tuning steps.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Look at data and how it is split among agents.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+Source = Annotated[str, typer.Argument(help="A preset (see `nufed list`) or a TOML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings as key=value, for example rounds=50 method.adapt_steps=5."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+
+
+@app.command()
+def run(
+    source: Source,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="The run directory to make.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train and evaluate every method of a configuration, and write a report."""
+    with show_progress(Console(stderr=True)) as display:
+        finished = run_experiment(
+            source,
+            overrides or (),
+            out=out,
+            on_start=display.start,
+            on_progress=display.update,
+        )
+    if as_json:
+        print(json.dumps({"directory": str(finished.path), **finished.to_json()}))
+        return
+    _print_results([finished])
+    print(f"report: {finished.path / 'report.html'}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="One run directory, or several to compare.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write; needed for several runs.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild a run's report, or compare several runs on one page."""
+    loaded = [load_run(path) for path in runs]
+    if out is None:
+        if len(loaded) > 1:
+            raise InputError("comparing several runs needs a place for the page: give --out DIR")
+        out = loaded[0].path
+    page = build_report(loaded, out)
+    if as_json:
+        print(json.dumps([{"directory": str(r.path), **r.to_json()} for r in loaded]))
+        return
+    _print_results(loaded)
+    print(f"report: {page}")
+
+
+@app.command("list")
+def list_all(as_json: AsJson = False) -> None:
+    """Show presets, datasets, partitions, models, algorithms and configuration keys."""
+    contents: dict[str, dict[str, str]] = {
+        "presets": presets(),
+        "datasets": {name: _first_line(f) for name, f in SOURCES.items()},
+        "partitions": PARTITIONS,
+        "models": {name: _first_line(f) for name, f in MODELS.items()},
+        "algorithms": {name: _first_line(f) for name, f in ALGORITHMS.items()},
+        "configuration keys": {
+            key: f"{field.description or ''} (default {field.get_default()!r})".strip()
+            for key, field in known_fields()
+            if key not in ("data", "model", "method", "methods")
+        },
+    }
+    if as_json:
+        print(json.dumps(contents))
+        return
+    console = Console()
+    for title, entries in contents.items():
+        console.print(f"[bold]{title}[/bold]", highlight=False)
+        table = RichTable(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+        for name, line in entries.items():
+            table.add_row("  " + name, line)
+        console.print(table, highlight=False)
+
+
+@data_app.command("show")
+def data_show(
+    source: Source = "quickstart",
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the split.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Also draw it: a .svg, .png or .html.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw who holds how many samples of which class."""
+    config = load_config(source, overrides or ())
+    samples = build_samples(config.data)
+    split = build_split(config.data, samples, seed)
+    counts = [class_counts(split, samples, agent) for agent in split.agents]
+    classes = samples.classes or ("samples",)
+    if out is not None:
+        if out.suffix not in (".svg", ".png", ".html"):
+            raise InputError(f"--out {out}: must end in .svg, .png or .html")
+        try:
+            save_counts_chart(split.names, classes, counts, out)
+        except OSError as error:
+            raise InputError(f"--out {out}: can't be written ({error.strerror})") from error
+    if as_json:
+        held = dict(zip(split.names, counts, strict=True))
+        print(json.dumps({"sha256": split.fingerprint, "classes": classes, "agents": held}))
+        return
+    _print_counts(split.names, split.unseen, classes, counts)
+    print(f"{len(split.names)} agents, {sum(map(sum, counts))} samples, {split.fingerprint[:12]}")
+
+
+def _print_results(runs: list[Run]) -> None:
+    console = Console()
+    for line in (headline(run) for run in runs):
+        console.print(line, highlight=False)
+    for group in runs[0].groups:
+        console.print()
+        _print_table(console, f"agents {group} in training", results_table(runs, group))
+    rejected = [line for run in runs for line in run.rejected()]
+    if rejected:
+        console.print(f"[yellow]{len(rejected)} updates were left out[/yellow], first: {rejected[0]}")
+
+
+def _print_table(console: Console, title: str, table: Table) -> None:
+    shown = RichTable(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2))
+    for i, heading in enumerate(table.headings):
+        shown.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    for row, quiet in zip(table.rows, table.quiet, strict=True):
+        shown.add_row(*row, style="dim" if quiet else "")
+    console.print(shown, highlight=False)
+
+
+def _print_counts(names: Any, unseen: Any, classes: Any, counts: list[list[int]]) -> None:
+    """A heat map in text: one row per agent, darker for more samples."""
+    shades = " ░▒▓█"
+    most = max(max(row) for row in counts)
+    width = max(len(name) for name in classes)
+    margin = max(len(name) for name in names)
+    print(" " * margin, " ".join(name.rjust(width) for name in classes), " samples")
+    for agent, (name, row) in enumerate(zip(names, counts, strict=True)):
+        cells = (shades[-(-4 * n // most)] * width for n in row)
+        note = " unseen in training" if agent in unseen else ""
+        print(name.rjust(margin), " ".join(cells), str(sum(row)).rjust(8) + note)
+
+
+def _first_line(thing: Any) -> str:
+    return (thing.__doc__ or "").strip().splitlines()[0]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"nufed {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; what goes wrong for a known reason is one sentence and an exit code."""
+    warnings.showwarning = _print_warning
+    try:
+        app()
+    except NufedError as error:
+        sys.exit(_say(f"error: {error}", 2))
+    except KeyboardInterrupt:
+        sys.exit(_say("stopped; what was finished is in the run directory", 130))
+
+
+def _print_warning(message: Any, *_: Any, **__: Any) -> None:
+    _say(f"warning: {message}", 0)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"nufed: {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

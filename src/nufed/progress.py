@@ -1,0 +1,80 @@
+"""How a run shows that it is alive: a live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from nufed.experiment import Event
+from nufed.runs import Config
+
+
+class Display:
+    """Follows a run and estimates the time left from what each method's rounds took so far."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f} %  {task.fields[left]}"),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._spent: dict[str, list[float]] = {}
+
+    def start(self, config: Config, path: Path) -> None:
+        """A run begins in ``path``."""
+        self._config = config
+        self._methods = list(config.algorithms())
+        self._rounds = {method: len(config.seeds) * config.rounds for method in self._methods}
+        self._console.print(f"run directory: {path}", highlight=False)
+        self._bar.start()
+        self._task = self._bar.add_task("", total=sum(self._rounds.values()), left="")
+        self._last = time.monotonic()
+
+    def update(self, event: Event) -> None:
+        """A round is done (round 0: a method begins)."""
+        now = time.monotonic()
+        if event.round:
+            self._spent.setdefault(event.method, []).append(now - self._last)
+        self._last = now
+        left = self._left()
+        score = "" if event.score is None else f"  {event.score:.3f}"
+        where = f"seed {event.seed}  {event.method}  round {event.round}/{self._config.rounds}"
+        done = sum(map(len, self._spent.values()))
+        self._bar.update(self._task, completed=done, description=where + score, left=left)
+        plain = not self._console.is_terminal
+        if plain and event.round in (self._config.rounds // 2, self._config.rounds):
+            self._console.print(f"{where}{score}  {left}", highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+    def _left(self) -> str:
+        """Rounds still to do, at each method's own pace (unknown yet: the slowest known)."""
+        pace = {m: sum(s) / len(s) for m, s in self._spent.items()}
+        if not pace:
+            return ""
+        slowest = max(pace.values())
+        seconds = sum(
+            (rounds - len(self._spent.get(m, ()))) * pace.get(m, slowest)
+            for m, rounds in self._rounds.items()
+        )
+        return f"about {seconds / 60:.1f} min left" if seconds > 90 else f"about {seconds:.0f} s left"
+
+
+@contextmanager
+def show_progress(console: Console) -> Iterator[Display]:
+    """A display that leaves the terminal as it was, whatever happens."""
+    display = Display(console)
+    try:
+        yield display
+    finally:
+        display.stop()

@@ -1,0 +1,214 @@
+"""The charts of a report. Each is one altair chart: interactive on the page, SVG and PNG beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from nufed.report.tables import label
+from nufed.runs import Run
+
+# Okabe and Ito's colours, told apart by colour-blind readers too
+PALETTE = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#000000"]
+GREY = "#777777"
+WIDTH, HEIGHT = 560, 320
+
+
+def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
+    """Every chart of a report as (file name, caption, chart)."""
+    steps = _steps(runs)
+    for group in runs[0].groups:
+        agents = f"agents {group} in training"
+        yield (
+            f"rounds-{group}",
+            f"{_score(runs)} after {steps} fine-tuning steps by round, {agents}. Lines: mean over "
+            "agents and seeds; bands: range over seeds; dashed: null baselines.",
+            rounds_chart(runs, group),
+        )
+    yield (
+        "steps",
+        f"{_score(runs)} by number of fine-tuning steps, last round, agents seen in training. "
+        "Bands: range over seeds; dashed: null baselines.",
+        steps_chart(runs),
+    )
+    yield (
+        "agents",
+        f"{_score(runs)} of single agents after {steps} fine-tuning steps, last round, agents seen "
+        "in training, all seeds. Boxes: quartiles; whiskers: range; white ticks: medians.",
+        agents_chart(runs),
+    )
+    for run in runs:
+        if next(iter(run.splits.values()))["classes"]:
+            name = "split" if len(runs) == 1 else f"split-{run.path.name}"
+            first = run.config.seeds[0]
+            yield name, f"Samples per agent and class, seed {first}.", split_chart(run)
+
+
+def rounds_chart(runs: Sequence[Run], group: str) -> Any:
+    """Score by round."""
+    points = []
+    for run, name, part in _methods(runs):
+        lines = [[m for m in t.metrics if "evaluation" in m] for t in part.values()]
+        for same_round in zip(*lines, strict=True):
+            scores = [m["evaluation"][group]["score"][-1] for m in same_round]
+            points.append(_point(name, "round", same_round[0]["round"], scores))
+    return _curves(runs, points, "round", "communication round", group, last_step=True)
+
+
+def steps_chart(runs: Sequence[Run]) -> Any:
+    """Score by number of fine-tuning steps."""
+    points = []
+    for run, name, part in _methods(runs):
+        for step in range(run.config.eval_steps + 1):
+            scores = [_seen_mean(t.scores, step) for t in part.values()]
+            points.append(_point(name, "step", step, scores))
+    return _curves(runs, points, "step", "fine-tuning steps", "seen", last_step=False)
+
+
+def agents_chart(runs: Sequence[Run]) -> Any:
+    """The distribution of scores over agents."""
+    rows = [
+        {"method": name, "score": s.score[-1]}
+        for run, name, part in (*_methods(runs), *_baselines(runs))
+        for t in part.values()
+        for s in t.scores
+        if s.seen
+    ]
+    names = [name for _, name, _ in _methods(runs)]
+    nulls = [name for _, name, _ in _baselines(runs)]
+    colours = [*_colours(names), *[GREY] * len(nulls)]
+    return (
+        alt.Chart(alt.Data(values=rows))
+        .mark_boxplot(extent="min-max", size=22)
+        .encode(
+            y=alt.Y("method:N", sort=[*names, *nulls], title=None),
+            x=_score_axis(runs, alt.X),
+            color=alt.Color(
+                "method:N", scale=alt.Scale(domain=[*names, *nulls], range=colours), legend=None
+            ),
+        )
+        .properties(width=WIDTH, height=34 * (len(names) + len(nulls)))
+    )
+
+
+def split_chart(run: Run) -> Any:
+    """Who holds how many samples of which class."""
+    split = run.splits[run.config.seeds[0]]
+    return counts_chart(
+        [agent["name"] for agent in split["agents"]],
+        split["classes"],
+        [agent["counts"] for agent in split["agents"]],
+    )
+
+
+def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> Any:
+    """A heat map of samples per agent and class."""
+    rows = [
+        {"agent": agent, "class": name, "samples": count}
+        for agent, own in zip(agents, counts, strict=True)
+        for name, count in zip(classes, own, strict=True)
+    ]
+    return (
+        alt.Chart(alt.Data(values=rows))
+        .mark_rect()
+        .encode(
+            x=alt.X("agent:N", sort=list(agents), axis=alt.Axis(labelOverlap=True, labelAngle=0)),
+            y=alt.Y("class:N", sort=list(classes), axis=alt.Axis(labelOverlap=True)),
+            color=alt.Color("samples:Q", scale=alt.Scale(scheme="blues")),
+            tooltip=["agent:N", "class:N", "samples:Q"],
+        )
+        .properties(width=max(WIDTH, 8 * len(agents)), height=max(180, min(600, 16 * len(classes))))
+    )
+
+
+def _curves(
+    runs: Sequence[Run],
+    points: list[dict[str, Any]],
+    x: str,
+    x_title: str,
+    group: str,
+    last_step: bool,
+) -> Any:
+    """Mean lines with bands over seeds, and the null baselines dashed."""
+    names = [name for _, name, _ in _methods(runs)]
+    colour = alt.Color(
+        "method:N",
+        scale=alt.Scale(domain=names, range=_colours(names)),
+        legend=alt.Legend(title=None, symbolStrokeWidth=3),
+    )
+    axis = alt.X(f"{x}:Q", title=x_title, axis=alt.Axis(tickMinStep=1, format="d"))
+    base = alt.Chart(alt.Data(values=points)).encode(x=axis, color=colour)
+    band = base.mark_area(opacity=0.15).encode(
+        y=_score_axis(runs, alt.Y, "low"), y2=alt.Y2("high:Q")
+    )
+    line = base.mark_line(point=alt.OverlayMarkDef(size=24), strokeWidth=2).encode(
+        y=_score_axis(runs, alt.Y, "mean"),
+        tooltip=["method:N", f"{x}:Q", "mean:Q", "low:Q", "high:Q"],
+    )
+    last = max(point[x] for point in points)
+    nulls = _null_lines(runs, group, x, last, last_step)
+    dashed = alt.Chart(alt.Data(values=nulls)).encode(
+        x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"), detail="method:N"
+    )
+    named = dashed.transform_filter(alt.datum[x] == last)
+    return alt.layer(
+        dashed.mark_line(strokeDash=[5, 4], color=GREY),
+        named.mark_text(align="left", dx=6, color=GREY, fontSize=11).encode(text="method:N"),
+        band,
+        line,
+    ).properties(width=WIDTH, height=HEIGHT)
+
+
+def _null_lines(
+    runs: Sequence[Run], group: str, x: str, last: int, last_step: bool
+) -> list[dict[str, Any]]:
+    """The baselines' mean scores: level by round, or as they change with the steps."""
+    lines = []
+    for _, name, part in _baselines(runs):
+        scores = [s for t in part.values() for s in t.scores if s.seen == (group == "seen")]
+        for at in (0, last) if last_step else range(last + 1):
+            value = float(np.mean([s.score[-1 if last_step else at] for s in scores]))
+            lines.append({"method": name, x: at, "mean": value})
+    return lines
+
+
+def _methods(runs: Sequence[Run]) -> list[tuple[Run, str, Any]]:
+    return [(run, label(run, n, runs), part) for run in runs for n, part in run.methods.items()]
+
+
+def _baselines(runs: Sequence[Run]) -> list[tuple[Run, str, Any]]:
+    return [(run, label(run, n, runs), part) for run in runs for n, part in run.baselines.items()]
+
+
+def _point(name: str, x: str, at: int, scores: Sequence[float]) -> dict[str, Any]:
+    mean = float(np.mean(scores))
+    return {"method": name, x: at, "mean": mean, "low": min(scores), "high": max(scores)}
+
+
+def _seen_mean(scores: Any, step: int) -> float:
+    return float(np.mean([s.score[step] for s in scores if s.seen]))
+
+
+def _colours(names: Sequence[str]) -> list[str]:
+    return [PALETTE[i % len(PALETTE)] for i in range(len(names))]
+
+
+def _score(runs: Sequence[Run]) -> str:
+    return f"Test {runs[0].measure.name}"
+
+
+def _steps(runs: Sequence[Run]) -> str:
+    return " or ".join(str(s) for s in sorted({run.config.eval_steps for run in runs}))
+
+
+def _score_axis(runs: Sequence[Run], channel: Any, field: str = "score") -> Any:
+    percent = runs[0].measure.name == "accuracy"
+    return channel(
+        f"{field}:Q",
+        title=_score(runs).lower(),
+        scale=alt.Scale(zero=False),
+        axis=alt.Axis(format="%" if percent else "~g"),
+    )

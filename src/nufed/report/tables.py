@@ -1,0 +1,152 @@
+"""The tables of a run, as text: the terminal and the page show the same cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nufed.algorithms import GMeta
+from nufed.runs import Estimate, Row, Run
+from nufed.runs.results import BASELINES
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings and rows of text; ``quiet`` rows (baselines) stand in the background."""
+
+    headings: list[str]
+    rows: list[list[str]]
+    quiet: list[bool]
+
+
+def number_format(run: Run) -> Callable[[float], str]:
+    """Accuracies as percentages, other scores as they are."""
+    if run.measure.name == "accuracy":
+        return lambda value: f"{100 * value:.1f} %"
+    return lambda value: f"{value:.4g}"
+
+
+def label(run: Run, name: str, runs: Sequence[Run]) -> str:
+    """The name of a method, with its run's name where several runs are shown."""
+    return name if len(runs) == 1 else f"{run.path.name}: {name}"
+
+
+def results_table(runs: Sequence[Run], group: str) -> Table:
+    """Methods and null baselines on the agents of one group, after the last round."""
+    headings = ["", "before", "after steps", "± 95 %", "std", "worst 10 %", "harmed"]
+    rows, quiet = [], []
+    for run in runs:
+        show = number_format(run)
+        for row in run.rows():
+            if row.group == group:
+                rows.append([label(run, row.name, runs), *_cells(row, show)])
+                quiet.append(row.kind == "baseline")
+    return Table(headings, rows, quiet)
+
+
+def _cells(row: Row, show: Callable[[float], str]) -> list[str]:
+    return [
+        show(row.before.mean),
+        show(row.after.mean),
+        _half_width(row.after, show),
+        show(row.std),
+        show(row.worst_tenth),
+        f"{100 * row.harmed:.0f} %",
+    ]
+
+
+def _half_width(estimate: Estimate, show: Callable[[float], str]) -> str:
+    return "–" if estimate.half_width is None else show(estimate.half_width)
+
+
+def costs_table(runs: Sequence[Run]) -> Table:
+    """What training each method cost, per seed."""
+    headings = ["", "gradients", "HVPs", "MB up", "MB down", "seconds"]
+    rows = []
+    for run in runs:
+        for name in run.methods:
+            cost = run.costs(name)
+            rows.append(
+                [
+                    label(run, name, runs),
+                    f"{cost['gradients']:,.0f}",
+                    f"{cost['hvps']:,.0f}",
+                    f"{cost['bytes_up'] / 1e6:.2f}",
+                    f"{cost['bytes_down'] / 1e6:.2f}",
+                    f"{cost['seconds']:.1f}",
+                ]
+            )
+    return Table(headings, rows, [False] * len(rows))
+
+
+def methods_table(runs: Sequence[Run]) -> Table:
+    """The settings of every method, with the paper's letters."""
+    headings = [
+        "",
+        "adapt_steps (ν)",
+        "adapt_lr (α)",
+        "meta_lr (β)",
+        "local_steps (τ)",
+        "batch_size (D)",
+        "curvature",
+        "averaging",
+    ]
+    rows = []
+    for run in runs:
+        for name, algorithm in run.config.algorithms().items():
+            cells = ["–"] * 7
+            if isinstance(algorithm, GMeta):
+                cells = [
+                    str(algorithm.adapt_steps),
+                    f"{algorithm.adapt_lr:g}",
+                    f"{algorithm.meta_lr:g}",
+                    str(algorithm.local_steps),
+                    str(algorithm.batch_size),
+                    repr(algorithm.curvature) if algorithm.adapt_steps else "–",
+                    algorithm.averaging,
+                ]
+            rows.append([label(run, name, runs), *cells])
+    return Table(headings, rows, [False] * len(rows))
+
+
+def settings_table(run: Run) -> Table:
+    """The settings that all methods of a run share, with the paper's letters."""
+    config = run.config
+    cohort = max(1, round(config.participation * (run.agents - config.data.unseen_agents)))
+    partition = config.data.partition
+    if partition == "dirichlet":
+        partition += f", dirichlet (α_d) = {config.data.dirichlet:g}, reuse {config.data.reuse}"
+    rows = {
+        "agents (N)": f"{run.agents}, of which {config.data.unseen_agents} unseen in training",
+        "participation (r)": f"{config.participation:g}, a cohort of {cohort} agents a round",
+        "rounds (K)": str(config.rounds),
+        "data": f"{config.data.source}; {partition}",
+        "parts": f"validation {config.data.validation:g}, test {config.data.test:g}, rest training",
+        "model": f"{config.model.name} {config.model.args or ''}, {config.dtype}",
+        "fine-tuning steps evaluated": str(config.eval_steps),
+        "seeds": ", ".join(map(str, config.seeds)),
+        "split SHA-256": ", ".join(f"{s}: {x['sha256'][:12]}" for s, x in run.splits.items()),
+        "software": ", ".join(f"{k} {v}" for k, v in run.software.items()),
+    }
+    return Table(["", ""], [[k, v] for k, v in rows.items()], [False] * len(rows))
+
+
+def headline(run: Run) -> str:
+    """What was measured and what came out, in two sentences."""
+    config, show = run.config, number_format(run)
+    seen = [row for row in run.rows() if row.group == "seen"]
+    best = next(row for row in seen if row.kind == "method")
+    nulls = [row for row in seen if row.kind == "baseline"]
+    text = (
+        f"Personalised test {run.measure.name} after {config.eval_steps} fine-tuning steps on each "
+        f"agent's own training data, last round ({config.rounds}), mean over the "
+        f"{run.agents - config.data.unseen_agents} agents seen in training and "
+        f"{len(config.seeds)} seeds. Best method: {best.name}, {show(best.after.mean)}"
+    )
+    beside = ", ".join(f"{row.name} {show(row.after.mean)}" for row in nulls)
+    return f"{text}; null baselines: {beside}."
+
+
+def baseline_notes(run: Run) -> list[tuple[str, str]]:
+    """What each null baseline of a run is."""
+    return [(name, BASELINES[name]) for name in run.baselines]

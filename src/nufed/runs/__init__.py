@@ -1,0 +1,16 @@
+"""A run on paper: its configuration, its directory, its records and results. Knows no engine."""
+
+from nufed.runs.config import Config, load_config, presets
+from nufed.runs.directory import RunDirectory
+from nufed.runs.results import Estimate, Row, Run, load_run
+
+__all__ = [
+    "Config",
+    "Estimate",
+    "Row",
+    "Run",
+    "RunDirectory",
+    "load_config",
+    "load_run",
+    "presets",
+]

@@ -1,0 +1,158 @@
+"""From a configuration to data, a model, a loss and a metric."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nufed.data import (
+    SOURCES,
+    Federation,
+    Samples,
+    Split,
+    as_samples,
+    dirichlet,
+    given,
+    iid,
+    make_split,
+    shards,
+)
+from nufed.errors import InputError
+from nufed.evaluate import Measure, accuracy
+from nufed.models import MODELS
+from nufed.objective import Loss, Objective
+from nufed.runs.config import Config, DataConfig
+from nufed.seeding import stream, torch_seed
+
+
+def build_samples(config: DataConfig) -> Samples:
+    """The samples that ``[data]`` names."""
+    return as_samples(_call("data.source", config.source, SOURCES, config.args))
+
+
+def build_split(config: DataConfig, samples: Samples, seed: int) -> Split:
+    """The split of ``samples`` among agents that ``[data]`` describes."""
+    rng = stream(seed, "partition")
+    names = None
+    if config.partition == "given":
+        if samples.owners is None:
+            raise InputError(
+                "data.partition = 'given': this data does not say who owns which sample; give "
+                "owners with the data, or use another partition"
+            )
+        rows, names = given(samples.owners)
+    elif config.partition == "iid":
+        rows = iid(np.empty(len(samples)), config.agents, config.samples_per_agent, rng)
+    else:
+        if not samples.classes:
+            raise InputError(
+                f"data.partition = {config.partition!r}: this data has no classes; use 'iid', or "
+                "'given' with owners"
+            )
+        labels = samples.targets.numpy()
+        if config.partition == "shards":
+            rows = shards(
+                labels, config.agents, config.classes_per_agent, config.samples_per_agent, rng
+            )
+        else:
+            size = config.samples_per_agent or len(samples) // config.agents
+            rows = dirichlet(labels, config.agents, size, config.dirichlet, rng, config.reuse)
+    return make_split(
+        rows,
+        seed,
+        validation=config.validation,
+        test=config.test,
+        unseen_agents=config.unseen_agents,
+        names=names,
+    )
+
+
+def build_federation(config: DataConfig, samples: Samples, seed: int) -> Federation:
+    """The samples dealt out to agents."""
+    return Federation(samples, build_split(config, samples, seed), config.small_agents)
+
+
+def build_module(config: Config, samples: Samples, seed: int) -> nn.Module:
+    """The model that ``[model]`` names, its initial weights drawn from the seed."""
+    name, arguments = config.model.name, config.model.args
+    if name in MODELS:
+        arguments = {
+            "input_shape": samples.input_shape,
+            "outputs": samples.outputs,
+            **arguments,
+        }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_seed(stream(seed, "model")))
+        module = _call("model.name", name, MODELS, arguments)
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"model.name = {name!r}: it returned {type(module).__name__}, and must return a "
+            "torch.nn.Module"
+        )
+    return module
+
+
+def build_objective(config: Config, module: nn.Module, loss: Loss) -> Objective:
+    """The module and loss as an objective in the configured precision."""
+    dtype = getattr(torch, config.dtype)
+    return Objective(module.to(dtype), loss, running_stats=config.model.running_stats)
+
+
+def build_loss(config: Config, samples: Samples) -> Loss:
+    """The loss that ``loss`` names; ``auto`` is cross-entropy for classes, else squared error."""
+    known: dict[str, Loss] = {"cross_entropy": F.cross_entropy, "mse": F.mse_loss}
+    if config.loss == "auto":
+        return known["cross_entropy" if samples.classes else "mse"]
+    loss: Loss = _find("loss", config.loss, known)
+    return loss
+
+
+def build_measure(config: Config, samples: Samples) -> Measure:
+    """What ``metric`` names; ``auto`` is accuracy for classes, else the loss itself."""
+    known: dict[str, Any] = {"accuracy": accuracy, "none": None}
+    name = config.metric
+    if name == "auto":
+        name = "accuracy" if samples.classes else "none"
+    metric = _find("metric", name, known)
+    return Measure("loss" if metric is None else name.rpartition(":")[2], metric)
+
+
+def _call(
+    key: str, name: str, known: Mapping[str, Callable[..., Any]], arguments: Mapping[str, Any]
+) -> Any:
+    function = _find(key, name, known)
+    try:
+        return function(**arguments)
+    except TypeError as error:
+        raise InputError(
+            f"{key} = {name!r} can't be called with {dict(arguments)}: {error}"
+        ) from error
+
+
+def _find(key: str, name: str, known: Mapping[str, Any]) -> Any:
+    """What ``name`` stands for: one of nufed's own, or ``package.module:function``."""
+    if name in known:
+        return known[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise InputError(
+            f"{key} = {name!r}: must be one of {', '.join(known)}, or your own as "
+            "package.module:function"
+        )
+    if str(Path.cwd()) not in sys.path:  # as `python -m` would: the user's own files come first
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"{key} = {name!r} can't be imported: {error}; it is looked up from the directory "
+            "where the command is run"
+        ) from error

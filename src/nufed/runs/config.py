@@ -1,0 +1,278 @@
+"""The one schema of a run's configuration, and how a file and overrides become one.
+
+A configuration is a TOML file. Precedence: command line over file over default. In ``[method]``
+stands what all methods share; ``[methods.NAME]`` adds a method and says what is its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from nufed.aggregate import Averaging
+from nufed.algorithm import Algorithm
+from nufed.algorithms import ALGORITHMS
+from nufed.data import Reuse, SmallAgents
+from nufed.errors import InputError
+from nufed.metagrad import Curvature, Exact, FirstOrder, HessianFree
+
+T = TypeVar("T")
+Name = Annotated[str, Field(pattern=r"^[\w][\w.-]*$", max_length=80)]
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DataConfig(_Table):
+    """``[data]``: the samples, and how they are dealt out to agents."""
+
+    source: str = Field("digits", description="a data set by name, or package.module:function")
+    args: dict[str, Any] = Field({}, description="arguments of that function")
+    partition: Literal["dirichlet", "iid", "shards", "given"] = "dirichlet"
+    agents: Count = Field(50, description="N; not used by the partition 'given'")
+    samples_per_agent: Count | None = None
+    dirichlet: float = Field(0.01, gt=0, lt=float("inf"), description="α_d")
+    reuse: Reuse = "never"
+    classes_per_agent: Count = Field(2, description="of the partition 'shards'")
+    validation: Fraction = 0.0
+    test: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    unseen_agents: Annotated[int, Field(ge=0)] = Field(0, description="held out from training")
+    small_agents: SmallAgents = "refuse"
+
+
+class ModelConfig(_Table):
+    """``[model]``: the network."""
+
+    name: str = Field("fcnn", description="a model by name, or package.module:function")
+    args: dict[str, Any] = Field({}, description="arguments of that function")
+    running_stats: Literal["refuse", "frozen"] = "refuse"
+
+
+class MethodConfig(_Table):
+    """``[method]`` and ``[methods.NAME]``: an algorithm and its settings.
+
+    Ranges are the algorithm's own business: :meth:`build` makes it, and it checks them.
+    """
+
+    algorithm: str = "gmeta"
+    adapt_steps: int = Field(1, description="ν")
+    adapt_lr: float = Field(0.01, description="α")
+    meta_lr: float = Field(0.001, description="β")
+    local_steps: int = Field(4, description="τ")
+    batch_size: int = Field(40, description="D")
+    curvature: Literal["exact", "first_order", "hessian_free"] = "exact"
+    fd_step: float | Literal["auto"] = Field("auto", description="δ")
+    averaging: Averaging = "uniform"
+
+    def build(self) -> Algorithm:
+        """The algorithm with those of the settings that it takes."""
+        settings = {**dict(self), "curvature": self._curvature()}
+        return ALGORITHMS[self.algorithm](**{k: settings[k] for k in self.taken() & set(settings)})
+
+    def taken(self) -> set[str]:
+        """The settings that the algorithm takes."""
+        if self.algorithm not in ALGORITHMS:
+            raise InputError(
+                f"algorithm = {self.algorithm!r}: must be one of {', '.join(ALGORITHMS)}"
+                + _suggest(self.algorithm, ALGORITHMS)
+            )
+        return set(inspect.signature(ALGORITHMS[self.algorithm]).parameters)
+
+    def _curvature(self) -> Curvature:
+        if self.curvature == "hessian_free":
+            return HessianFree(self.fd_step)
+        return Exact() if self.curvature == "exact" else FirstOrder()
+
+
+class Config(_Table):
+    """A run: data, a model, and the methods and seeds to train."""
+
+    name: Name = "run"
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
+    rounds: Count = Field(100, description="K")
+    participation: float = Field(0.2, gt=0, le=1, description="r")
+    eval_steps: Annotated[int, Field(ge=0)] = Field(1, description="fine-tuning steps evaluated")
+    eval_every: Count = Field(10, description="rounds between evaluations")
+    save_every: Annotated[int, Field(ge=0)] = Field(0, description="rounds between saved models")
+    loss: str = Field("auto", description="cross_entropy, mse, or package.module:function")
+    metric: str = Field("auto", description="accuracy, none, or package.module:function")
+    dtype: Literal["float32", "float64"] = "float32"
+    threads: Count = Field(1, description="torch threads; part of what makes bits repeatable")
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    method: MethodConfig = MethodConfig()
+    methods: dict[Name, MethodConfig] = {}
+
+    def algorithms(self) -> dict[str, Algorithm]:
+        """The methods to train, by name, each with the shared settings and its own over them."""
+        _naming("method", self.method.build)
+        methods = self.methods or {self.method.algorithm: MethodConfig()}
+        return {name: self._algorithm(name, own) for name, own in methods.items()}
+
+    def _algorithm(self, name: str, own: MethodConfig) -> Algorithm:
+        given = own.model_dump(exclude_unset=True)
+        merged = self.method.model_copy(update=given)
+        where = f"methods.{name}"
+        taken = _naming(where, merged.taken)
+        for key in given:
+            used = key in ("algorithm", *taken) or (key == "fd_step" and "curvature" in taken)
+            if not used:
+                raise InputError(
+                    f"{where}.{key} = {given[key]!r}: {merged.algorithm} has no such setting, it "
+                    f"takes {', '.join(sorted(taken))}; remove it or use another algorithm"
+                )
+        return _naming(where, merged.build)
+
+    def to_toml(self) -> str:
+        """The configuration with every default written out; reading it gives it back."""
+        tables = self.model_dump(exclude={"methods"}, exclude_none=True)
+        methods = {n: m.model_dump(exclude_unset=True) for n, m in self.methods.items()}
+        return tomli_w.dumps({**tables, "methods": methods})
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """A checked configuration from a preset's name, a TOML file or a mapping, and overrides.
+
+    ``overrides`` are ``key=value`` with dotted keys and TOML values; bare words are strings.
+
+    >>> load_config({"rounds": 5}, ["method.adapt_steps=3"]).method.adapt_steps
+    3
+    """
+    tables = dict(source) if isinstance(source, Mapping) else _read(source)
+    for override in overrides:
+        tables = _with_override(tables, override)
+    try:
+        config = Config.model_validate(tables)
+    except ValidationError as error:
+        raise InputError(_sentence(error)) from None
+    if len(set(config.seeds)) < len(config.seeds):
+        raise InputError(f"seeds = {config.seeds}: each seed may stand there once")
+    config.algorithms()
+    return config
+
+
+def presets() -> dict[str, str]:
+    """The configurations shipped with nufed, with the first line of each as its description."""
+    folder = files("nufed.runs") / "presets"
+    texts = {f.name.removesuffix(".toml"): f.read_text("utf-8") for f in folder.iterdir()}
+    return {name: texts[name].splitlines()[0].lstrip("# ") for name in sorted(texts)}
+
+
+def known_keys() -> list[str]:
+    """Every key of the schema, dotted."""
+    return [key for key, _ in known_fields()]
+
+
+def known_fields(
+    table: type[BaseModel] = Config, prefix: str = ""
+) -> Iterable[tuple[str, FieldInfo]]:
+    """Every key of the schema, dotted, with what pydantic knows about it."""
+    for name, field in table.model_fields.items():
+        yield prefix + name, field
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from known_fields(kind, f"{prefix}{name}.")
+
+
+def _read(source: str | Path) -> dict[str, Any]:
+    path = Path(source)
+    if str(source) in presets():
+        text = (files("nufed.runs") / "presets" / f"{source}.toml").read_text("utf-8")
+    elif path.is_file():
+        text = path.read_text("utf-8")
+    else:
+        raise InputError(
+            f"{str(source)!r} is neither a preset ({', '.join(presets())}) nor a TOML file"
+            + _suggest(str(source), presets())
+        )
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{source} is not valid TOML: {error}") from None
+
+
+def _with_override(tables: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """A copy of ``tables`` with one ``key=value`` set."""
+    key, equals, text = override.partition("=")
+    if not (key and equals):
+        raise InputError(f"{override!r} is not an override: write key=value, for example rounds=50")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    first, *rest = key.strip().split(".")
+    if not rest:
+        return {**tables, first: value}
+    inner = tables.get(first, {})
+    if not isinstance(inner, Mapping):
+        raise InputError(f"{override!r} can't be set: {first} is a value, not a table")
+    return {**tables, first: _with_override(inner, f"{'.'.join(rest)}={text}")}
+
+
+def _naming(where: str, make: Callable[[], T]) -> T:
+    """``make()``, with ``where`` in front of the key that an error of it names."""
+    try:
+        return make()
+    except InputError as error:
+        raise InputError(f"{where}.{error}") from None
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first thing wrong with a configuration, as one sentence."""
+    errors = [(_key(e), e) for e in error.errors(include_url=False)]
+    key, first = errors[0]
+    if first["type"] == "extra_forbidden":
+        table, method, *_ = [*key.split("."), ""]
+        known = [*known_keys(), *(f"methods.{method}.{k}" for k in MethodConfig.model_fields)]
+        near = _suggest(key, known if table == "methods" else known_keys())
+        return f"unknown key {key!r}" + (near or "; `nufed list` shows all keys")
+    # a union reports once per member: what is allowed is any of them
+    reasons = [_reason(e) for k, e in errors if k == key]
+    return f"{key} = {first['input']!r}: must be {' or '.join(dict.fromkeys(reasons))}"
+
+
+def _key(error: Any) -> str:
+    """The dotted key of an error, without the member of a union that pydantic appends."""
+    parts = [str(p) for p in error["loc"]]
+    return ".".join(p for p in parts if p not in ("float", "int") and "[" not in p)
+
+
+def _reason(error: Any) -> str:
+    field = dict(known_fields()).get(_key(error))
+    limits = field.metadata if field else []
+    bounds = [_BOUNDS[k].format(getattr(m, k)) for m in limits for k in _BOUNDS if hasattr(m, k)]
+    match error["type"]:
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal" if bounds:
+            return "a number " + " and ".join(bounds)
+        case "string_pattern_mismatch":
+            return "made of letters, digits, '.', '-' and '_'"
+        case "model_type" | "dict_type":
+            return "a table"
+        case "too_short":
+            return "a list of at least one"
+    return str(error["msg"]).removeprefix("Input should be ")
+
+
+_BOUNDS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
+
+
+def _suggest(given: str, known: Iterable[str]) -> str:
+    known = list(known)
+    matches = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
+    if not matches:  # the right name in the wrong table, or a slip in the last part of the key
+        last = {k.split(".")[-1]: k for k in known}
+        close = difflib.get_close_matches(given.split(".")[-1], last, n=1, cutoff=0.6)
+        matches = [last[c] for c in close]
+    return f"; did you mean {matches[0]!r}?" if matches else ""

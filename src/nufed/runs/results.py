@@ -1,0 +1,230 @@
+"""What a finished run measured: its files read back, and the results table made from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nufed.errors import InputError, RunError
+from nufed.evaluate import AgentScores, Measure, Summary, summarise
+from nufed.runs.config import Config, load_config
+from nufed.runs.directory import FORMAT, read_lines
+
+GROUPS = ("seen", "unseen")
+BASELINES = {
+    "majority": "always the agent's most frequent class",
+    "local": "trained on the agent's data alone, as many local updates as FedAvg's busiest agent",
+    "untrained": "the initial model after the same fine-tuning",
+}
+
+# 97.5 % quantiles of Student's t for 1 … 30 degrees of freedom
+_T975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with the half-width of its 95 % confidence interval; None if it has none."""
+
+    mean: float
+    half_width: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """From independent values, by Student's t.
+
+        >>> Estimate.of([1.0, 2.0, 3.0])
+        Estimate(mean=2.0, half_width=2.484338185777984)
+        """
+        n = len(values)
+        if n < 2:
+            return cls(float(np.mean(values)), None)
+        t = _T975[n - 2] if n - 2 < len(_T975) else 1.96
+        return cls(float(np.mean(values)), float(t * np.std(values, ddof=1) / math.sqrt(n)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method or baseline, on the agents seen in training or held out from it.
+
+    Means over agents; averaged over seeds, with an interval over seeds (with one seed, over
+    agents).
+    """
+
+    name: str
+    kind: str
+    group: str
+    before: Estimate
+    after: Estimate
+    weighted_mean: float
+    std: float
+    worst_tenth: float
+    deciles: tuple[float, ...]
+    harmed: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One method (or baseline) and seed: its lines per round and its agents' final scores."""
+
+    metrics: list[dict[str, Any]]
+    scores: list[AgentScores]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, read back."""
+
+    path: Path
+    config: Config
+    measure: Measure
+    software: dict[str, Any]
+    splits: dict[int, dict[str, Any]]
+    methods: dict[str, dict[int, Trained]]
+    baselines: dict[str, dict[int, Trained]]
+    timing: list[dict[str, Any]]
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups of agents there are: seen, and unseen if any were held out."""
+        return list(GROUPS) if self.config.data.unseen_agents else ["seen"]
+
+    @property
+    def agents(self) -> int:
+        return len(next(iter(self.splits.values()))["agents"])
+
+    def rows(self) -> list[Row]:
+        """The results table, best method of each group first, then the null baselines."""
+        rows = []
+        sign = -1 if self.measure.higher_is_better else 1
+        for group in self.groups:
+            for kind, parts in (("method", self.methods), ("baseline", self.baselines)):
+                made = [self._row(name, kind, group, part) for name, part in parts.items()]
+                rows += sorted(made, key=lambda row: sign * row.after.mean)
+        return rows
+
+    def _row(self, name: str, kind: str, group: str, part: dict[int, Trained]) -> Row:
+        steps = self.config.eval_steps
+        chosen = [
+            [s for s in trained.scores if s.seen == (group == "seen")] for trained in part.values()
+        ]
+        before = [summarise(scores, 0, self.measure) for scores in chosen]
+        after = [summarise(scores, steps, self.measure) for scores in chosen]
+        if len(chosen) == 1:
+            before_values, after_values = ([s.score[i] for s in chosen[0]] for i in (0, steps))
+        else:
+            before_values, after_values = ([s.mean for s in part] for part in (before, after))
+        return Row(
+            name=name,
+            kind=kind,
+            group=group,
+            before=Estimate.of(before_values),
+            after=Estimate.of(after_values),
+            deciles=tuple(np.mean([s.deciles for s in after], axis=0).tolist()),
+            **{f: _mean(after, f) for f in ("weighted_mean", "std", "worst_tenth", "harmed", "loss")},
+        )
+
+    def costs(self, name: str) -> dict[str, float]:
+        """What training a method cost, per seed: work, traffic and seconds."""
+        part = self.methods[name]
+        keys = ("gradients", "hvps", "bytes_up", "bytes_down")
+        total = {k: sum(m.get(k, 0) for t in part.values() for m in t.metrics) for k in keys}
+        seconds = sum(t["seconds"] for t in self.timing if t.get("method") == name)
+        return {k: v / len(part) for k, v in {**total, "seconds": seconds}.items()}
+
+    def rejected(self) -> list[str]:
+        """Every update that was left out, in words."""
+        return [
+            f"{name}, seed {seed}, round {line['round']}, agent {r['agent']}: {r['reason']}"
+            for name, part in self.methods.items()
+            for seed, trained in part.items()
+            for line in trained.metrics
+            for r in line.get("rejected", ())
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The results as plain data, the same in every run of the same configuration."""
+        return {
+            "measure": self.measure.name,
+            "higher_is_better": self.measure.higher_is_better,
+            "rounds": self.config.rounds,
+            "fine_tuning_steps": self.config.eval_steps,
+            "seeds": self.config.seeds,
+            "rows": [_json_row(row) for row in self.rows()],
+        }
+
+
+def load_run(path: Path) -> Run:
+    """Read a run directory back."""
+    try:
+        about = json.loads((path / "run.json").read_text("utf-8"))
+        config = load_config(path / "config.toml")
+        splits = {
+            seed: json.loads((path / "splits" / f"seed-{seed}.json").read_text("utf-8"))
+            for seed in config.seeds
+        }
+    except (OSError, ValueError, InputError) as error:
+        raise RunError(f"{path} can't be read as a run directory: {error}") from error
+    if about["format"] != FORMAT:
+        raise RunError(
+            f"{path} has format {about['format']} and this nufed reads {FORMAT}: use the version "
+            f"that wrote it, {about['software']['nufed']}"
+        )
+    measure = about["measure"]
+    timing = path / "timing.jsonl"
+    return Run(
+        path=path,
+        config=config,
+        # of the metric only its name and direction matter from here on
+        measure=Measure(measure["name"], _known if measure["higher_is_better"] else None),
+        software=about["software"],
+        splits=splits,
+        methods={n: _parts(path / "methods" / n, config.seeds) for n in config.algorithms()},
+        baselines={
+            name: _parts(path / "baselines" / name, config.seeds)
+            for name in BASELINES
+            if (path / "baselines" / name).is_dir()
+        },
+        timing=list(read_lines(timing)) if timing.exists() else [],
+    )
+
+
+def _known(outputs: Any, targets: Any) -> float:
+    raise AssertionError("scores of a finished run are read, not computed")
+
+
+def _parts(folder: Path, seeds: Iterable[int]) -> dict[int, Trained]:
+    return {seed: _part(folder / f"seed-{seed}") for seed in seeds}
+
+
+def _part(folder: Path) -> Trained:
+    metrics = folder / "metrics.jsonl"
+    scores = [
+        AgentScores(**{**line, "loss": _floats(line["loss"]), "score": _floats(line["score"])})
+        for line in read_lines(folder / "agents.jsonl")
+    ]
+    return Trained(list(read_lines(metrics)) if metrics.exists() else [], scores)
+
+
+def _floats(values: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(math.nan if v is None else v for v in values)
+
+
+def _mean(summaries: Sequence[Summary], field: str) -> float:
+    return float(np.mean([getattr(s, field) for s in summaries]))
+
+
+def _json_row(row: Row) -> dict[str, Any]:
+    record = asdict(row)
+    record["loss"] = None if math.isnan(row.loss) else row.loss
+    return record
