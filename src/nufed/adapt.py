@@ -43,9 +43,8 @@ def adapt(objective: Objective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
     >>> adapt(objective, torch.tensor([8.0]), [batch, batch], lr=0.25)
     tensor([2.])
     """
-    for w in trajectory(objective, w, batches, lr):  # noqa: B020 - the last one is the answer
-        pass
-    return w
+    *_, adapted = trajectory(objective, w, batches, lr)
+    return adapted
 
 
 def check_rate(lr: Rate, w: Tensor) -> None:

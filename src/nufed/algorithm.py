@@ -107,5 +107,5 @@ class Algorithm(Protocol):
     def personalize(
         self, objective: Objective, server: State, state: State, batches: BatchSource, steps: int
     ) -> Iterator[Tensor]:
-        """What an agent does before it is evaluated or served: its model after 0 … ``steps`` steps."""
+        """What an agent does before it is evaluated or served: its models after 0 … ``steps``."""
         ...

@@ -153,7 +153,9 @@ def _print_results(runs: list[Run]) -> None:
         _print_table(console, f"agents {group} in training", results_table(runs, group))
     rejected = [line for run in runs for line in run.rejected()]
     if rejected:
-        console.print(f"[yellow]{len(rejected)} updates were left out[/yellow], first: {rejected[0]}")
+        console.print(
+            f"[yellow]{len(rejected)} updates were left out[/yellow], first: {rejected[0]}"
+        )
 
 
 def _print_table(console: Console, title: str, table: Table) -> None:

@@ -3,7 +3,7 @@
 ::
 
     NufedError                 everything below; the command line prints it as one sentence
-    ├── InputError             a value, key, file or module that was given can't be used (a ValueError)
+    ├── InputError             a value, key, file or module that was given can't be used
     ├── UpdateError            one agent's update must not be averaged in; it names agent and round
     ├── TrainingError          training can't go on
     └── RunError               a run directory can't be written or read

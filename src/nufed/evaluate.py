@@ -28,7 +28,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     0.5
     """
-    return float((outputs.argmax(dim=1) == targets).float().mean())
+    return int((outputs.argmax(dim=1) == targets).sum()) / len(targets)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def majority_class(federation: Federation, agent: int, steps: int) -> AgentScore
     """
     targets = federation.samples.targets
     most = torch.bincount(targets[federation.split.train[agent]]).argmax()
-    right = float((targets[federation.split.test[agent]] == most).float().mean())
+    own = targets[federation.split.test[agent]]
+    right = int((own == most).sum()) / len(own)
     return _agent_scores(federation, agent, [(float("nan"), right)] * (steps + 1))
 
 
@@ -135,10 +136,10 @@ def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Sum
 def _score_model(
     objective: Objective, w: Tensor, test: tuple[Inputs, Tensor], measure: Measure
 ) -> tuple[float, float]:
-    loss = float(objective.value(w, test))
-    if measure.metric is None:
-        return loss, loss
-    return loss, float(measure.metric(objective.predict(w, test[0]), test[1]))
+    inputs, targets = test
+    outputs = objective.predict(w, inputs)
+    loss = float(objective.loss(outputs, targets))
+    return loss, loss if measure.metric is None else float(measure.metric(outputs, targets))
 
 
 def _agent_scores(

@@ -1,4 +1,4 @@
-"""Runs a configuration: trains every method and seed, and leaves a run directory with its report."""
+"""Runs a configuration: trains every method and seed, leaves a run directory and its report."""
 
 from __future__ import annotations
 
@@ -104,9 +104,7 @@ class _Setup:
 
     @classmethod
     def make(cls, config: Config, **own: Any) -> _Setup:
-        samples = (
-            build_samples(config.data) if own["data"] is None else as_samples(own["data"])
-        )
+        samples = build_samples(config.data) if own["data"] is None else as_samples(own["data"])
         loss = own["loss"] or build_loss(config, samples)
         measure = build_measure(config, samples)
         if own["metric"] is not None:
@@ -122,9 +120,7 @@ class _Setup:
             seed: build_objective(config, _module(config, own["model"], samples, seed), loss)
             for seed in config.seeds
         }
-        setup = cls(
-            _noting(config, own), samples, federations, objectives, algorithms, measure
-        )
+        setup = cls(_noting(config, own), samples, federations, objectives, algorithms, measure)
         setup._try_model()
         return setup
 

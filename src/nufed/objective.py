@@ -75,8 +75,8 @@ class Objective:
         self._keepers = _layers_with_running_stats(module)
         if self._keepers and running_stats == "refuse":
             raise InputError(
-                f"the module has layers with running statistics ({', '.join(self._keepers)}), which "
-                "averaging over agents would silently corrupt; use nn.GroupNorm instead, or pass "
+                f"the module has layers with running statistics ({', '.join(self._keepers)}), "
+                "which averaging over agents would silently corrupt; use nn.GroupNorm, or pass "
                 'running_stats="frozen" to keep the stored statistics fixed'
             )
         self._module = copy.deepcopy(module)
@@ -117,26 +117,34 @@ class Objective:
     def value(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """f(w, batch), a scalar tensor."""
         with torch.no_grad():
-            return self._loss(w, batch)
+            return self._value(w, batch)
 
     def grad(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """∇f(w, batch)."""
         w = w.detach().requires_grad_()
         with torch.enable_grad():
-            return _derivative(self._loss(w, batch), w)
+            return _derivative(self._value(w, batch), w)
 
     def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         """∇²f(w, batch)·v, by differentiating ⟨∇f, v⟩; the Hessian is never formed."""
         require(v.shape == w.shape, "v", tuple(v.shape), f"must have the shape of w, {w.shape}")
         w = w.detach().requires_grad_()
         with torch.enable_grad():
-            gradient = _derivative(self._loss(w, batch), w, create_graph=True)
+            gradient = _derivative(self._value(w, batch), w, create_graph=True)
             return _derivative(gradient, w, v)
 
     def predict(self, w: Tensor, inputs: Inputs) -> Tensor:
         """The module's outputs for ``inputs`` in evaluation mode."""
         with torch.no_grad(), self._mode(seed=None):
             return self._outputs(w, inputs)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of outputs that :meth:`predict` gave, a scalar tensor."""
+        loss = self._loss_function(outputs, _cast(targets, self.dtype))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"the loss returned {given}: it must return one number as a tensor")
+        return loss.reshape(())
 
     def module(self, w: Tensor) -> nn.Module:
         """A copy of the module that holds the parameters w, in evaluation mode."""
@@ -148,15 +156,10 @@ class Objective:
                 parameters[name].copy_(value)
         return module
 
-    def _loss(self, w: Tensor, batch: AnyBatch) -> Tensor:
+    def _value(self, w: Tensor, batch: AnyBatch) -> Tensor:
         batch = Batch(*batch)
         with self._mode(batch.seed):
-            outputs = self._outputs(w, batch.inputs)
-            loss = self._loss_function(outputs, _cast(batch.targets, self.dtype))
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(f"the loss returned {given}: it must return one number as a tensor")
-        return loss.reshape(())
+            return self.loss(self._outputs(w, batch.inputs), batch.targets)
 
     def _outputs(self, w: Tensor, inputs: Inputs) -> Tensor:
         self._check_vector(w)
@@ -173,7 +176,7 @@ class Objective:
 
     def _unflatten(self, w: Tensor) -> dict[str, Tensor]:
         # split, not slicing: its backward pass is one concatenation
-        parts = w.split(self._sizes)
+        parts = torch.split(w, self._sizes)
         return {n: p.view(s) for n, p, s in zip(self._names, parts, self._shapes, strict=True)}
 
     def _check_vector(self, w: Tensor) -> None:
@@ -266,8 +269,8 @@ def _check_parameters(module: nn.Module, parameters: list[nn.Parameter]) -> None
     kinds = sorted({f"{p.dtype} on {p.device}" for p in parameters})
     if len(kinds) > 1:
         raise InputError(
-            f"the module's parameters are of several kinds ({', '.join(kinds)}): convert it to one, "
-            "for example with module.to(torch.float32)"
+            f"the module's parameters are of several kinds ({', '.join(kinds)}): convert it to "
+            "one, for example with module.to(torch.float32)"
         )
     if not parameters[0].is_floating_point():
         raise InputError(

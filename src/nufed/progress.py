@@ -67,7 +67,9 @@ class Display:
             (rounds - len(self._spent.get(m, ()))) * pace.get(m, slowest)
             for m, rounds in self._rounds.items()
         )
-        return f"about {seconds / 60:.1f} min left" if seconds > 90 else f"about {seconds:.0f} s left"
+        return (
+            f"about {seconds / 60:.1f} min left" if seconds > 90 else f"about {seconds:.0f} s left"
+        )
 
 
 @contextmanager

@@ -17,9 +17,7 @@ def choose_cohort(agents: Sequence[int], participation: float, seed: int, round:
     >>> choose_cohort(range(10), participation=0.3, seed=0, round=1)
     [0, 3, 9]
     """
-    require(
-        0 < participation <= 1, "participation", participation, "must be above 0 and at most 1"
-    )
+    require(0 < participation <= 1, "participation", participation, "must be above 0 and at most 1")
     size = max(1, builtins.round(participation * len(agents)))
     picked = stream(seed, "cohort", round).choice(len(agents), size, replace=False)
     return sorted(agents[i] for i in picked)

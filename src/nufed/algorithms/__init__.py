@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from nufed.algorithm import Algorithm
 from nufed.algorithms.gmeta import GMeta, fedavg, gmeta, per_fedavg

@@ -71,7 +71,11 @@ class GMeta:
         w = received["model"]
         for t in range(self.local_steps):
             d = meta_gradient(
-                objective, w, self._meta_batch(batches, t), lr=self.adapt_lr, curvature=self.curvature
+                objective,
+                w,
+                self._meta_batch(batches, t),
+                lr=self.adapt_lr,
+                curvature=self.curvature,
             )
             w = w - self.meta_lr * d
         return ClientResult({"model": w}, state, self._cost())
@@ -91,9 +95,7 @@ class GMeta:
         return MetaBatch(
             adapt=batches.draw("adapt", size, nu, t),
             outer=batches.draw("outer", size, 1, t)[0],
-            curvature=batches.draw(
-                "curvature", size, nu * self.curvature.batches_per_product, t
-            ),
+            curvature=batches.draw("curvature", size, nu * self.curvature.batches_per_product, t),
         )
 
     def _cost(self) -> Cost:

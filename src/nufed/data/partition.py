@@ -76,15 +76,15 @@ def _draw_counts(
 
 
 def iid(
-    labels: Rows, agents: int, samples_per_agent: int | None, rng: np.random.Generator
+    samples: int, agents: int, samples_per_agent: int | None, rng: np.random.Generator
 ) -> list[Rows]:
     """Every agent gets a random part of the data; without a size, all of it dealt out evenly."""
-    rows = rng.permutation(len(labels))
+    rows = rng.permutation(samples)
     if samples_per_agent is None:
-        _check_enough(len(labels), agents, agents, 1)
+        _check_enough(samples, agents, agents, 1)
         return np.array_split(rows, agents)
     needed = agents * samples_per_agent
-    _check_enough(len(labels), needed, agents, samples_per_agent)
+    _check_enough(samples, needed, agents, samples_per_agent)
     return np.split(rows[:needed], agents)
 
 
@@ -112,7 +112,7 @@ def shards(
         least_used = np.lexsort((rng.random(len(pools)), uses))[:classes_per_agent]
         uses[least_used] += 1
         held.append(least_used.tolist())
-    dealt = [iter(np.array_split(p, max(u, 1))) for p, u in zip(pools, uses, strict=True)]
+    dealt = [iter(np.array_split(p, max(int(u), 1))) for p, u in zip(pools, uses, strict=True)]
     parts = []
     for agent, classes in enumerate(held):
         pieces = [next(dealt[c]) for c in classes]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from nufed.data.partition import Rows
 from nufed.errors import InputError
@@ -53,7 +53,7 @@ class Split:
         """Write the split to ``path`` (safetensors)."""
         # one metadata key: safetensors does not keep the order of several
         about = {"names": self.names, "unseen": self.unseen, "sha256": self.fingerprint}
-        save_file(self._arrays(), path, metadata={"nufed": json.dumps(about)})
+        path.write_bytes(save(self._arrays(), metadata={"nufed": json.dumps(about)}))
 
     @classmethod
     def load(cls, path: Path) -> Split:
@@ -61,7 +61,9 @@ class Split:
         try:
             with safe_open(path, framework="numpy") as file:
                 about = json.loads(file.metadata()["nufed"])
-                rows = {p: _unpack(file.get_tensor(p), file.get_tensor(p + "_sizes")) for p in PARTS}
+                rows = {
+                    p: _unpack(file.get_tensor(p), file.get_tensor(p + "_sizes")) for p in PARTS
+                }
             split = cls(**rows, names=tuple(about["names"]), unseen=tuple(about["unseen"]))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} can't be read as a split: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 
 from torch import nn
@@ -15,9 +16,7 @@ def logistic(input_shape: Sequence[int], outputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), outputs))
 
 
-def fcnn(
-    input_shape: Sequence[int], outputs: int, hidden: Sequence[int] = (80, 60)
-) -> nn.Module:
+def fcnn(input_shape: Sequence[int], outputs: int, hidden: Sequence[int] = (80, 60)) -> nn.Module:
     """Fully connected ReLU network; hidden layers of 80 and 60 units as in the paper.
 
     >>> fcnn((32, 32, 3), 10)[1]
@@ -25,7 +24,7 @@ def fcnn(
     """
     widths = [prod(input_shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
-    for wide, narrow in zip(widths, widths[1:], strict=False):
+    for wide, narrow in pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
 
@@ -43,7 +42,7 @@ def cnn(
         )
     layers: list[nn.Module] = [nn.Flatten(), nn.Unflatten(1, tuple(input_shape))]
     widths = [input_shape[0], *channels]
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [
             nn.Conv2d(before, after, 3, padding=1),
             nn.GroupNorm(groups, after),

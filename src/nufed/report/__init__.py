@@ -15,7 +15,9 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
     return page.build_report(runs, out)
 
 
-def save_counts_chart(agents: Sequence[str], classes: Sequence[str], counts: object, path: Path) -> None:
+def save_counts_chart(
+    agents: Sequence[str], classes: Sequence[str], counts: object, path: Path
+) -> None:
     """Write a heat map of samples per agent and class (SVG, PNG or HTML by its ending)."""
     from nufed.report import charts
 

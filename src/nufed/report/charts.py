@@ -1,4 +1,4 @@
-"""The charts of a report. Each is one altair chart: interactive on the page, SVG and PNG beside it."""
+"""The charts of a report: each is interactive on the page, and an SVG and PNG beside it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
 def rounds_chart(runs: Sequence[Run], group: str) -> Any:
     """Score by round."""
     points = []
-    for run, name, part in _methods(runs):
+    for _, name, part in _methods(runs):
         lines = [[m for m in t.metrics if "evaluation" in m] for t in part.values()]
         for same_round in zip(*lines, strict=True):
             scores = [m["evaluation"][group]["score"][-1] for m in same_round]
@@ -81,7 +81,7 @@ def agents_chart(runs: Sequence[Run]) -> Any:
     nulls = [name for _, name, _ in _baselines(runs)]
     colours = [*_colours(names), *[GREY] * len(nulls)]
     return (
-        alt.Chart(alt.Data(values=rows))
+        _chart(rows)
         .mark_boxplot(extent="min-max", size=22)
         .encode(
             y=alt.Y("method:N", sort=[*names, *nulls], title=None),
@@ -112,7 +112,7 @@ def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> 
         for name, count in zip(classes, own, strict=True)
     ]
     return (
-        alt.Chart(alt.Data(values=rows))
+        _chart(rows)
         .mark_rect()
         .encode(
             x=alt.X("agent:N", sort=list(agents), axis=alt.Axis(labelOverlap=True, labelAngle=0)),
@@ -122,6 +122,10 @@ def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> 
         )
         .properties(width=max(WIDTH, 8 * len(agents)), height=max(180, min(600, 16 * len(classes))))
     )
+
+
+def _chart(rows: list[dict[str, Any]]) -> Any:
+    return alt.Chart(alt.InlineData(values=rows))
 
 
 def _curves(
@@ -140,7 +144,7 @@ def _curves(
         legend=alt.Legend(title=None, symbolStrokeWidth=3),
     )
     axis = alt.X(f"{x}:Q", title=x_title, axis=alt.Axis(tickMinStep=1, format="d"))
-    base = alt.Chart(alt.Data(values=points)).encode(x=axis, color=colour)
+    base = _chart(points).encode(x=axis, color=colour)
     band = base.mark_area(opacity=0.15).encode(
         y=_score_axis(runs, alt.Y, "low"), y2=alt.Y2("high:Q")
     )
@@ -150,9 +154,7 @@ def _curves(
     )
     last = max(point[x] for point in points)
     nulls = _null_lines(runs, group, x, last, last_step)
-    dashed = alt.Chart(alt.Data(values=nulls)).encode(
-        x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"), detail="method:N"
-    )
+    dashed = _chart(nulls).encode(x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"), detail="method:N")
     named = dashed.transform_filter(alt.datum[x] == last)
     return alt.layer(
         dashed.mark_line(strokeDash=[5, 4], color=GREY),

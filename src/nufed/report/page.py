@@ -41,7 +41,7 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         methods=methods_table(runs),
         costs=costs_table(runs),
         rejected=[line for run in runs for line in run.rejected()],
-        script=vl_convert.javascript_bundle(),
+        script=vl_convert.javascript_bundle(None),
     )
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)

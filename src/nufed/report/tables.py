@@ -113,7 +113,7 @@ def settings_table(run: Run) -> Table:
     """The settings that all methods of a run share, with the paper's letters."""
     config = run.config
     cohort = max(1, round(config.participation * (run.agents - config.data.unseen_agents)))
-    partition = config.data.partition
+    partition: str = config.data.partition
     if partition == "dirichlet":
         partition += f", dirichlet (α_d) = {config.data.dirichlet:g}, reuse {config.data.reuse}"
     rows = {

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from nufed.data import (
     SOURCES,
@@ -50,7 +49,7 @@ def build_split(config: DataConfig, samples: Samples, seed: int) -> Split:
             )
         rows, names = given(samples.owners)
     elif config.partition == "iid":
-        rows = iid(np.empty(len(samples)), config.agents, config.samples_per_agent, rng)
+        rows = iid(len(samples), config.agents, config.samples_per_agent, rng)
     else:
         if not samples.classes:
             raise InputError(

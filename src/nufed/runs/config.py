@@ -38,25 +38,29 @@ class _Table(BaseModel):
 class DataConfig(_Table):
     """``[data]``: the samples, and how they are dealt out to agents."""
 
-    source: str = Field("digits", description="a data set by name, or package.module:function")
-    args: dict[str, Any] = Field({}, description="arguments of that function")
+    source: str = Field(
+        default="digits", description="a data set by name, or package.module:function"
+    )
+    args: dict[str, Any] = Field(default={}, description="arguments of that function")
     partition: Literal["dirichlet", "iid", "shards", "given"] = "dirichlet"
-    agents: Count = Field(50, description="N; not used by the partition 'given'")
+    agents: Count = Field(default=50, description="N; not used by the partition 'given'")
     samples_per_agent: Count | None = None
-    dirichlet: float = Field(0.01, gt=0, lt=float("inf"), description="α_d")
+    dirichlet: float = Field(default=0.01, gt=0, lt=float("inf"), description="α_d")
     reuse: Reuse = "never"
-    classes_per_agent: Count = Field(2, description="of the partition 'shards'")
+    classes_per_agent: Count = Field(default=2, description="of the partition 'shards'")
     validation: Fraction = 0.0
     test: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    unseen_agents: Annotated[int, Field(ge=0)] = Field(0, description="held out from training")
+    unseen_agents: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="held out from training"
+    )
     small_agents: SmallAgents = "refuse"
 
 
 class ModelConfig(_Table):
     """``[model]``: the network."""
 
-    name: str = Field("fcnn", description="a model by name, or package.module:function")
-    args: dict[str, Any] = Field({}, description="arguments of that function")
+    name: str = Field(default="fcnn", description="a model by name, or package.module:function")
+    args: dict[str, Any] = Field(default={}, description="arguments of that function")
     running_stats: Literal["refuse", "frozen"] = "refuse"
 
 
@@ -67,13 +71,13 @@ class MethodConfig(_Table):
     """
 
     algorithm: str = "gmeta"
-    adapt_steps: int = Field(1, description="ν")
-    adapt_lr: float = Field(0.01, description="α")
-    meta_lr: float = Field(0.001, description="β")
-    local_steps: int = Field(4, description="τ")
-    batch_size: int = Field(40, description="D")
+    adapt_steps: int = Field(default=1, description="ν")
+    adapt_lr: float = Field(default=0.01, description="α")
+    meta_lr: float = Field(default=0.001, description="β")
+    local_steps: int = Field(default=4, description="τ")
+    batch_size: int = Field(default=40, description="D")
     curvature: Literal["exact", "first_order", "hessian_free"] = "exact"
-    fd_step: float | Literal["auto"] = Field("auto", description="δ")
+    fd_step: float | Literal["auto"] = Field(default="auto", description="δ")
     averaging: Averaging = "uniform"
 
     def build(self) -> Algorithm:
@@ -101,15 +105,21 @@ class Config(_Table):
 
     name: Name = "run"
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
-    rounds: Count = Field(100, description="K")
-    participation: float = Field(0.2, gt=0, le=1, description="r")
-    eval_steps: Annotated[int, Field(ge=0)] = Field(1, description="fine-tuning steps evaluated")
-    eval_every: Count = Field(10, description="rounds between evaluations")
-    save_every: Annotated[int, Field(ge=0)] = Field(0, description="rounds between saved models")
-    loss: str = Field("auto", description="cross_entropy, mse, or package.module:function")
-    metric: str = Field("auto", description="accuracy, none, or package.module:function")
+    rounds: Count = Field(default=100, description="K")
+    participation: float = Field(default=0.2, gt=0, le=1, description="r")
+    eval_steps: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="fine-tuning steps evaluated"
+    )
+    eval_every: Count = Field(default=10, description="rounds between evaluations")
+    save_every: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="rounds between saved models"
+    )
+    loss: str = Field(default="auto", description="cross_entropy, mse, or package.module:function")
+    metric: str = Field(default="auto", description="accuracy, none, or package.module:function")
     dtype: Literal["float32", "float64"] = "float32"
-    threads: Count = Field(1, description="torch threads; part of what makes bits repeatable")
+    threads: Count = Field(
+        default=1, description="torch threads; part of what makes bits repeatable"
+    )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from nufed.algorithm import State
 from nufed.data import Samples, Split
@@ -51,7 +51,9 @@ class RunDirectory:
         """A new, empty directory: ``out``, or the next free ``runs/NAME-001``; never an old run."""
         if out is not None:
             if out.exists() and (not out.is_dir() or any(out.iterdir())):
-                raise RunError(f"{out} exists and is not empty: a run never overwrites, give another")
+                raise RunError(
+                    f"{out} exists and is not empty: a run never overwrites, give another"
+                )
             return cls(_make(out, exist_ok=True))
         for number in count(1):
             path = Path("runs") / f"{name}-{number:03d}"
@@ -106,7 +108,7 @@ class RunDirectory:
         """The server's state, after ``round`` rounds or at the end."""
         file = "model.safetensors" if round is None else f"model-round-{round:06d}.safetensors"
         tensors = {k: v.detach().contiguous() for k, v in server.items()}
-        save_file(tensors, self.part("methods", name, seed) / file)
+        (self.part("methods", name, seed) / file).write_bytes(save(tensors))
 
     def write_timing(self, **values: Any) -> None:
         with (self.path / "timing.jsonl").open("a", encoding="utf-8") as file:

@@ -131,7 +131,10 @@ class Run:
             before=Estimate.of(before_values),
             after=Estimate.of(after_values),
             deciles=tuple(np.mean([s.deciles for s in after], axis=0).tolist()),
-            **{f: _mean(after, f) for f in ("weighted_mean", "std", "worst_tenth", "harmed", "loss")},
+            **{
+                f: _mean(after, f)
+                for f in ("weighted_mean", "std", "worst_tenth", "harmed", "loss")
+            },
         )
 
     def costs(self, name: str) -> dict[str, float]:

@@ -1,0 +1,132 @@
+"""Algorithm 1 and its special cases against independent code."""
+
+import pytest
+import torch
+
+from nufed import Exact, FirstOrder, GMeta, HessianFree, InputError, Objective, fedavg, per_fedavg
+from nufed.seeding import stream
+from nufed.simulation import DirectEngine, train
+from support import federation, mlp, relative_error
+
+SETTINGS = {"adapt_lr": 0.4, "meta_lr": 0.2, "local_steps": 3, "batch_size": 7}
+
+
+def final_model(algorithm, objective, data, rounds=4, seed=3):
+    engine = DirectEngine(objective, data, seed)
+    *_, last = train(algorithm, engine, objective.initial(), rounds=rounds, participation=0.5)
+    return last.server["model"]
+
+
+def test_without_adaptation_steps_it_is_fedavg_bit_for_bit():
+    module, data = mlp(torch.float32), federation()
+    objective = Objective(module)
+
+    # FedAvg, written independently
+    w = torch.cat([p.detach().flatten() for p in module.parameters()])
+    samples = data.samples
+    for k in range(1, 5):
+        locals_ = []
+        for agent in sorted(stream(3, "cohort", k).choice(6, 3, replace=False)):
+            model = w
+            for t in range(3):
+                rng = stream(3, "train/outer", k, int(agent), t)
+                rows = data.split.train[agent][rng.choice(18, 7, replace=False)]
+                torch.nn.utils.vector_to_parameters(model, module.parameters())
+                loss = torch.nn.functional.cross_entropy(
+                    module(samples.inputs[rows]), samples.targets[rows]
+                )
+                gradients = torch.autograd.grad(loss, list(module.parameters()))
+                model = model - 0.2 * torch.cat([g.flatten() for g in gradients])
+            locals_.append(model)
+        w = sum(locals_) / len(locals_)
+
+    for algorithm in (fedavg(**SETTINGS), GMeta(0, curvature=Exact(), **SETTINGS)):
+        assert torch.equal(final_model(algorithm, objective, data), w)
+
+
+@pytest.mark.parametrize(
+    ("curvature", "within"), [(Exact(), 1e-12), (FirstOrder(), 0), (HessianFree(1e-4), 1e-9)]
+)
+def test_one_step_equals_the_formula_of_per_fedavg(curvature, within):
+    objective, data = Objective(mlp()), federation()
+    alpha, beta = SETTINGS["adapt_lr"], SETTINGS["meta_lr"]
+    algorithm = per_fedavg(curvature=curvature, **{**SETTINGS, "local_steps": 1})
+    batches = data.batches(2, seed=0, use="train", round=1)
+    w = objective.initial()
+    got = algorithm.client_update(objective, {"model": w}, {}, batches).vectors["model"]
+
+    (inner,), (outer,), (other,) = (batches.draw(p, 7) for p in ("adapt", "outer", "curvature"))
+    d = objective.grad(w - alpha * objective.grad(w, inner), outer)
+    if isinstance(curvature, Exact):
+        hessian = torch.autograd.functional.hessian(lambda w: objective._value(w, other), w)
+        d = d - alpha * hessian @ d
+    elif isinstance(curvature, HessianFree):
+        ahead, behind = objective.grad(w + 1e-4 * d, other), objective.grad(w - 1e-4 * d, other)
+        d = d - alpha * (ahead - behind) / 2e-4
+    assert relative_error(w - got, beta * d) <= within + 1e-14
+
+
+def test_names_are_settings_of_one_algorithm():
+    assert fedavg(**SETTINGS) == GMeta(0, curvature=FirstOrder(), **SETTINGS)
+    assert per_fedavg(curvature=HessianFree(), **SETTINGS) == GMeta(
+        1, curvature=HessianFree(), **SETTINGS
+    )
+
+
+def test_averaging_by_samples_weighs_agents_by_their_training_part():
+    objective, data = Objective(mlp(torch.float32)), federation()
+    train_parts = [rows[: 8 + agent] for agent, rows in enumerate(data.split.train)]
+    object.__setattr__(data.split, "train", train_parts)
+    uniform, weighted = (
+        final_model(GMeta(1, averaging=how, **SETTINGS), objective, data, rounds=1)
+        for how in ("uniform", "samples")
+    )
+    assert relative_error(uniform, weighted) > 1e-4
+
+
+@pytest.mark.parametrize("nu", [0, 1, 3])
+@pytest.mark.parametrize("curvature", [Exact(), FirstOrder(), HessianFree(1e-3)])
+def test_the_cost_that_is_reported_is_the_work_that_is_done(nu, curvature, monkeypatch):
+    objective, data = Objective(mlp(torch.float64)), federation()
+    calls = {"grad": 0, "hvp": 0}
+    for name in calls:
+        original = getattr(Objective, name)
+
+        def counted(self, *arguments, name=name, original=original):
+            calls[name] += 1
+            return original(self, *arguments)
+
+        monkeypatch.setattr(Objective, name, counted)
+    monkeypatch.setattr("nufed.metagrad._Watch.due", lambda self: False)  # checks are not counted
+    algorithm = GMeta(nu, curvature=curvature, **SETTINGS)
+    result = algorithm.client_update(
+        objective, {"model": objective.initial()}, {}, data.batches(0, 0, "train", 1)
+    )
+    assert (result.cost.gradients, result.cost.hvps) == (calls["grad"], calls["hvp"])
+    assert result.cost.gradients >= SETTINGS["local_steps"]
+
+
+def test_methods_meet_the_same_batches():
+    batches = federation().batches(1, seed=0, use="train", round=2)
+    few, many = batches.draw("adapt", 5, 1, step=1), batches.draw("adapt", 5, 3, step=1)
+    assert torch.equal(few[0].inputs, many[0].inputs) and few[0].seed == many[0].seed
+    assert len({b.seed for b in many}) == 3
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"adapt_steps": -1},
+        {"adapt_steps": 1.5},
+        {"local_steps": 0},
+        {"batch_size": 0},
+        {"adapt_lr": -0.1},
+        {"meta_lr": float("nan")},
+        {"meta_lr": float("inf")},
+        {"averaging": "median"},
+    ],
+)
+def test_bad_settings_are_refused(bad):
+    (name,) = bad
+    with pytest.raises(InputError, match=f"{name} = "):
+        GMeta(**bad)

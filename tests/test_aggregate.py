@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from nufed.aggregate import average, screen
+from nufed.algorithm import ClientUpdate
+from nufed.algorithms import GMeta
+from nufed.errors import TrainingError
+from nufed.server import choose_cohort, close_round
+
+EXPECTED = {"model": torch.zeros(3)}
+
+
+def update(agent=0, vector=None, round=5, samples=10, **other):
+    vectors = {"model": torch.full((3,), float(agent)) if vector is None else vector, **other}
+    return ClientUpdate(agent, round, samples, vectors)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (update(1, torch.zeros(4)), "shape (4,) instead of (3,)"),
+        (update(1, torch.zeros(3, dtype=torch.float64)), "dtype torch.float64"),
+        (update(1, torch.tensor([0.0, float("nan"), 0.0])), "not finite"),
+        (update(1, torch.tensor([0.0, float("-inf"), 0.0])), "not finite"),
+        (update(1, round=4), "of round 4"),
+        (update(1, samples=0), "samples is 0"),
+        (update(1, samples=-3), "samples is -3"),
+        (update(1, samples=float("nan")), "samples is nan"),
+        (update(1, extra=torch.zeros(3)), "['extra', 'model'] instead of ['model']"),
+        (update(0), "second update"),
+    ],
+)
+def test_a_bad_update_is_left_out_and_named(bad, reason):
+    good = [update(2), update(0)]
+    accepted, rejected = screen([bad, *good] if bad.agent else [*good, bad], EXPECTED, round=5)
+    assert [u.agent for u in accepted] == [0, 2]
+    (error,) = rejected
+    assert (error.agent, error.round) == (bad.agent, 5)
+    assert reason in error.reason and f"agent {bad.agent}, round 5" in str(error)
+
+
+def test_a_round_equals_the_round_without_the_bad_agent():
+    algorithm, server = GMeta(), {"model": torch.zeros(3)}
+    good = [update(1), update(3)]
+    bad = update(2, torch.full((3,), float("nan")))
+    with_bad, rejected = close_round(algorithm, server, [bad, *good], 5)
+    without, none = close_round(algorithm, server, good, 5)
+    assert torch.equal(with_bad["model"], without["model"])
+    assert [r.agent for r in rejected] == [2] and not none
+
+
+def test_a_round_without_any_usable_update_stops_training():
+    bad = update(2, torch.full((3,), float("nan")))
+    with pytest.raises(TrainingError, match=r"round 5 .*agent 2.*not finite.*lower meta_lr"):
+        close_round(GMeta(), {"model": torch.zeros(3)}, [bad], 5)
+
+
+def test_averages():
+    updates = [
+        update(0, torch.tensor([0.0, 1.0, 2.0]), samples=1),
+        update(1, torch.ones(3), samples=3),
+    ]
+    assert torch.equal(average(updates, "model", "uniform"), torch.tensor([0.5, 1.0, 1.5]))
+    assert torch.equal(average(updates, "model", "samples"), torch.tensor([0.75, 1.0, 1.25]))
+
+
+def test_the_cohort_is_uniform_without_replacement_and_of_the_right_size():
+    agents = list(range(100, 110))
+    cohorts = [choose_cohort(agents, 0.3, seed=0, round=k) for k in range(3000)]
+    assert all(len(set(c)) == 3 and c == sorted(c) for c in cohorts)
+    counts = torch.bincount(torch.tensor(cohorts).flatten() - 100)
+    # 900 expected each; five standard deviations of a binomial
+    assert (counts - 900).abs().max() < 5 * (3000 * 0.3 * 0.7) ** 0.5
+    assert len(choose_cohort(agents, 0.01, 0, 0)) == 1
+    assert choose_cohort(agents, 1.0, 0, 0) == agents

@@ -1,0 +1,110 @@
+"""The automatic step lands in the good range, and poor fixed steps are noticed."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from nufed import Batch, HessianFree, InputError, NumericalWarning, Objective, adapt
+from nufed.models import fcnn
+from support import batches, mlp, relative_error
+
+
+def smooth_net():
+    """A smooth net of the quickstart's size, in float32."""
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def images(count, size, seed):
+    """Image-like inputs in [0, 1]: neighbouring pixels alike, few classes, as an agent has them."""
+    generator = torch.Generator().manual_seed(seed)
+    side = {3072: 32, 64: 8}[size]
+    channels = size // side**2
+    coarse = torch.rand(count, channels, 5, 5, generator=generator)
+    pixels = nn.functional.interpolate(coarse, size=(side, side), mode="bilinear")
+    return Batch(pixels.flatten(1), torch.randint(0, 3, (count,), generator=generator))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    ("make", "size", "within"), [(smooth_net, 64, 0.01), (lambda: fcnn((3072,), 10), 3072, 0.05)]
+)
+def test_auto_is_close_to_exact_in_float32(make, size, within, trained):
+    objective = Objective(make())
+    w = objective.initial()
+    if trained:
+        w = adapt(objective, w, [images(40, size, seed) for seed in range(100, 250)], lr=0.05)
+    for seed in range(5):
+        batch, outer = images(40, size, 2 * seed), images(40, size, 2 * seed + 1)
+        d = objective.grad(w, outer)
+        exact = objective.hvp(w, batch, d)
+        got = HessianFree("auto").product(objective, w, batch, d)
+        assert got.dtype == torch.float32
+        assert relative_error(got, exact) < within
+
+
+def test_a_fixed_step_that_crosses_kinks_is_warned_about_once():
+    objective = Objective(fcnn((3072,), 10))
+    w = objective.initial()
+    batch = images(40, 3072, 1)
+    d = objective.grad(w, images(40, 3072, 2))
+    how = HessianFree(1e-3)
+    with pytest.warns(NumericalWarning, match=r"fd_step = 0.001 .* kinks .*\"auto\"") as caught:
+        for _ in range(12):
+            how.product(objective, w, batch, d)
+    assert len(caught) == 1
+
+
+def test_a_fixed_step_that_drowns_in_rounding_is_warned_about():
+    objective = Objective(smooth_net())
+    w = objective.initial()
+    batch = images(40, 64, 1)
+    with pytest.warns(NumericalWarning, match=r"fd_step = 1e-08 .* rounding of torch.float32"):
+        HessianFree(1e-8).product(objective, w, batch, objective.grad(w, batch))
+
+
+def test_a_good_fixed_step_is_not_warned_about():
+    objective = Objective(mlp())
+    w = objective.initial()
+    (batch,) = batches(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HessianFree(1e-4).product(objective, w, batch, objective.grad(w, batch))
+
+
+def test_the_direction_zero_gives_zero():
+    objective = Objective(mlp())
+    w = objective.initial()
+    (batch,) = batches(1)
+    assert not HessianFree().product(objective, w, batch, torch.zeros_like(w)).any()
+
+
+def test_both_sides_of_the_difference_see_the_same_dropout_mask():
+    objective = Objective(
+        nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Dropout(), nn.Linear(40, 3))
+    )
+    w = objective.initial()
+    batch = Batch(*batches(1)[0][:2], seed=7)
+    v = torch.randn_like(w)
+    exact = objective.hvp(w, batch, v)
+    # float32 and float64 draw the same masks too, so that this agrees with the exact product
+    assert relative_error(HessianFree().product(objective, w, batch, v), exact) < 1e-5
+    other = objective.hvp(w, batch._replace(seed=8), v)
+    assert relative_error(other, exact) > 0.1
+
+
+def test_modules_that_cannot_run_in_double_are_named_with_the_ways_out():
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.layer(x) @ torch.eye(3, dtype=torch.float32)
+
+    objective = Objective(Stubborn())
+    w = objective.initial()
+    (batch,) = batches(1)
+    with pytest.raises(InputError, match="float64, which this module or loss does not take"):
+        HessianFree().product(objective, w, batch, w)
