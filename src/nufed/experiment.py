@@ -127,7 +127,8 @@ class _Setup:
     def _try_model(self) -> None:
         """Find out before training whether model, loss and data go together."""
         seed, objective = next(iter(self.objectives.items()))
-        batch = self.federations[seed].batches(0, seed, "train").draw("outer", 1)[0]
+        size = self.config.method.batch_size
+        (batch,) = self.federations[seed].batches(0, seed, "train").draw("outer", size)
         try:
             objective.value(objective.initial(), batch)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nufed.data import (
     SOURCES,
@@ -105,9 +105,14 @@ def build_objective(config: Config, module: nn.Module, loss: Loss) -> Objective:
     return Objective(module.to(dtype), loss, running_stats=config.model.running_stats)
 
 
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error, where (n,) targets of (n, 1) outputs are not broadcast to (n, n)."""
+    return F.mse_loss(outputs, targets.reshape(outputs.shape))
+
+
 def build_loss(config: Config, samples: Samples) -> Loss:
     """The loss that ``loss`` names; ``auto`` is cross-entropy for classes, else squared error."""
-    known: dict[str, Loss] = {"cross_entropy": F.cross_entropy, "mse": F.mse_loss}
+    known: dict[str, Loss] = {"cross_entropy": F.cross_entropy, "mse": squared_error}
     if config.loss == "auto":
         return known["cross_entropy" if samples.classes else "mse"]
     loss: Loss = _find("loss", config.loss, known)

@@ -1,0 +1,97 @@
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from nufed import Federation, InputError, Samples
+from nufed.data import SOURCES, as_samples
+from support import federation
+
+
+def test_batches_come_from_the_training_part_without_replacement():
+    data = federation(samples=24)
+    inputs = data.samples.inputs
+    for agent in data.split.agents:
+        own = {tuple(row) for row in inputs[data.split.train[agent]].tolist()}
+        for batch in data.batches(agent, 0, "train", 3).draw("adapt", 18, 4):
+            drawn = [tuple(row) for row in batch.inputs.tolist()]
+            assert len(set(drawn)) == 18 and set(drawn) <= own
+
+
+def test_batches_are_independent_of_each_other():
+    data = federation(samples=240)
+    first, second = data.batches(0, 0, "train", 1).draw("adapt", 90, 2)
+    shared = len(
+        {tuple(r) for r in first.inputs.tolist()} & {tuple(r) for r in second.inputs.tolist()}
+    )
+    assert 25 < shared < 65  # of 180 rows each takes 90: 45 shared on average
+    other = data.batches(0, 0, "train", 2).draw("adapt", 90)[0]
+    assert not torch.equal(first.inputs, other.inputs) and first.seed != other.seed
+
+
+def test_an_agent_too_small_for_a_batch_is_named_with_the_ways_out():
+    data = federation(samples=24)
+    message = r"agent 0 has 18 training samples and batch_size is 19: lower batch_size.*use_all"
+    with pytest.raises(InputError, match=message):
+        data.check_batch_size(19)
+    with pytest.raises(InputError, match=message):
+        data.batches(0, 0, "train").draw("outer", 19)
+    data.check_batch_size(18)
+    lenient = Federation(data.samples, data.split, small_agents="use_all")
+    (batch,) = lenient.batches(0, 0, "train").draw("outer", 100)
+    assert len(batch.targets) == 18
+
+
+def test_bytes_stay_bytes_until_a_batch_is_taken():
+    digits = SOURCES["digits"]()
+    assert digits.inputs.dtype == torch.uint8 and digits.inputs.max() == 16
+    inputs, targets = digits.take(np.array([3, 1]))
+    assert inputs.dtype == torch.float32 and 0.9 < inputs.max() <= 1
+    assert targets.tolist() == [3, 1]
+    assert torch.bincount(digits.targets).tolist() == [
+        178,
+        182,
+        177,
+        183,
+        181,
+        182,
+        181,
+        179,
+        174,
+        180,
+    ]
+
+
+def test_own_data_in_several_forms():
+    x, y = np.random.default_rng(0).normal(size=(6, 2)), np.array([0, 2, 1, 0, 1, 2])
+    expected = torch.from_numpy(x).float()
+    for data in (
+        (x, y),
+        [torch.from_numpy(x).float(), y.tolist()],
+        TensorDataset(torch.from_numpy(x).float(), torch.from_numpy(y)),
+        Samples(torch.from_numpy(x).float(), torch.from_numpy(y), classes=("a", "b", "c")),
+    ):
+        samples = as_samples(data)
+        assert torch.equal(samples.inputs, expected) and samples.outputs == 3
+        assert samples.targets.dtype == torch.int64
+    regression = as_samples((x, y.astype(float)[:, None]))
+    assert regression.classes == () and regression.outputs == 1
+    several = as_samples(((x, x), y, list("aabbcc")))
+    assert len(several.take(np.array([1]))[0]) == 2 and several.owners.tolist() == list("aabbcc")
+    named = as_samples(({"left": x, "right": x}, y))
+    assert set(named.take(np.array([1]))[0]) == {"left", "right"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (torch.zeros(3), "data of type Tensor can't be used"),
+        ((np.zeros((3, 2)), np.zeros(4)), r"arrays of \[3, 4\] rows"),
+        ((np.zeros((0, 2)), np.zeros(0)), "at least one"),
+        ((np.zeros((2, 2)), [-1, 0]), r"run from -1 to 0.*0 … 0"),
+        ((np.array([["a"], ["b"]]), [0, 1]), "dtype <U1 can't be used"),
+    ],
+)
+def test_unusable_data_is_refused(data, message):
+    with pytest.raises(InputError, match=message):
+        as_samples(data)

@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nufed import InputError, Split
+from nufed.data import make_split
+
+SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=12)
+
+
+@given(SIZES, st.floats(0, 0.6), st.floats(0.05, 0.6), st.integers(0, 100))
+def test_parts_are_disjoint_and_complete_and_of_the_asked_size(sizes, validation, test, seed):
+    ends = np.cumsum(sizes)
+    rows = [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    unseen = seed % len(sizes)
+    try:
+        split = make_split(rows, seed, validation=validation, test=test, unseen_agents=unseen)
+    except InputError as error:
+        assert "too few for a training part" in str(error)
+        return
+    for agent, own in enumerate(rows):
+        parts = [split.train[agent], split.validation[agent], split.test[agent]]
+        assert sorted(np.concatenate(parts)) == own.tolist()
+        assert len(parts[1]) == round(validation * len(own))
+        assert len(parts[2]) == round(test * len(own))
+        assert len(parts[0]) >= 1
+    assert len(split.unseen) == unseen and len(split.seen) + unseen == len(rows)
+
+
+def test_the_papers_parts():
+    split = make_split([np.arange(1000)], 0, validation=0.0, test=0.2)
+    assert (len(split.train[0]), len(split.validation[0]), len(split.test[0])) == (800, 0, 200)
+
+
+def example(seed=0):
+    rows = [np.arange(10), np.arange(10, 25)]
+    return make_split(rows, seed, validation=0.1, test=0.2, unseen_agents=1, names=("ann", "bob"))
+
+
+def test_a_split_is_saved_and_read_back(tmp_path):
+    split = example()
+    split.save(tmp_path / "split.safetensors")
+    back = Split.load(tmp_path / "split.safetensors")
+    assert back.fingerprint == split.fingerprint == example().fingerprint
+    assert back.names == ("ann", "bob") and back.unseen == split.unseen
+    assert all(map(np.array_equal, back.train, split.train))
+    assert example(seed=1).fingerprint != split.fingerprint
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_flipped_bit_is_noticed(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "split.safetensors"
+    example().save(path)
+    damaged = bytearray(path.read_bytes())
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(damaged)
+    with pytest.raises(InputError, match="split"):
+        Split.load(path)
+
+
+def test_bad_requests_are_refused():
+    rows = [np.arange(10), np.arange(3)]
+    with pytest.raises(InputError, match="agent 1 has 3 samples, too few"):
+        make_split(rows, 0, validation=0.0, test=0.1)
+    with pytest.raises(InputError, match=r"unseen_agents = 2: .* 0 … 1"):
+        make_split(rows, 0, validation=0.0, test=0.3, unseen_agents=2)
+    with pytest.raises(InputError, match="can't be read as a split"):
+        Split.load("nowhere.safetensors")

@@ -1,0 +1,256 @@
+"""Whole runs: repeatable, blind to test data, and open to the user's own model and data."""
+
+import hashlib
+import json
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import nufed
+from nufed import InputError, Split
+from nufed.data import SOURCES
+from nufed.errors import TrainingError
+
+SMALL = {
+    "rounds": 4,
+    "eval_every": 2,
+    "save_every": 2,
+    "eval_steps": 2,
+    "participation": 0.5,
+    "seeds": [0, 1],
+    "data": {
+        "agents": 6,
+        "samples_per_agent": 24,
+        "dirichlet": 0.5,
+        "test": 0.25,
+        "unseen_agents": 1,
+    },
+    "model": {"args": {"hidden": [8]}},
+    "method": {"adapt_steps": 2, "adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
+    "methods": {
+        "fedavg": {"algorithm": "fedavg"},
+        "exact": {},
+        "hf": {"curvature": "hessian_free"},
+    },
+}
+DRAWN = {"timing.jsonl", "report.html"}  # wall-clock values, and what shows them
+
+
+def hashes(path):
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name not in DRAWN and "figures" not in file.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return nufed.run(SMALL, out=tmp_path_factory.mktemp("runs") / "small")
+
+
+def test_the_same_seed_gives_the_same_files(finished, tmp_path):
+    again = nufed.run(SMALL, out=tmp_path / "again")
+    assert hashes(finished.path) == hashes(again.path)
+    assert len(hashes(finished.path)) == 3 + 4 + 3 * 2 * 5 + 3 * 2
+
+
+def test_a_run_leaves_everything_it_promises(finished):
+    path = finished.path
+    for seed in (0, 1):
+        split = Split.load(path / "splits" / f"seed-{seed}.safetensors")
+        about = json.loads((path / "splits" / f"seed-{seed}.json").read_text())
+        assert about["sha256"] == split.fingerprint
+        assert [sum(a["counts"]) for a in about["agents"]] == [24] * 6
+        for method in SMALL["methods"]:
+            part = path / "methods" / method / f"seed-{seed}"
+            lines = [json.loads(x) for x in (part / "metrics.jsonl").read_text().splitlines()]
+            assert [line["round"] for line in lines] == [0, 1, 2, 3, 4]
+            assert [("evaluation" in line) for line in lines] == [True, False, True, False, True]
+            final, saved = (
+                load_file(part / name)["model"]
+                for name in ("model.safetensors", "model-round-000004.safetensors")
+            )
+            assert torch.equal(final, saved) and final.shape == (64 * 8 + 8 + 8 * 10 + 10,)
+            assert not torch.equal(
+                final, load_file(part / "model-round-000002.safetensors")["model"]
+            )
+            assert (part / "model.safetensors").stat().st_mode & 0o044  # others may read it too
+    for figure in ("rounds-seen", "rounds-unseen", "steps", "agents", "split"):
+        assert (path / "figures" / f"{figure}.svg").read_text().startswith("<svg")
+        assert (path / "figures" / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_methods_of_a_run_meet_the_same_start_cohorts_and_batches(finished):
+    parts = list(finished.methods.values())
+    for seed in (0, 1):
+        first, *others = (part[seed].metrics for part in parts)
+        for other in others:
+            assert [m["cohort"] for m in other] == [m["cohort"] for m in first]
+            assert other[0]["evaluation"] == first[0]["evaluation"]
+    assert parts[0][0].metrics[0]["evaluation"] != parts[0][1].metrics[0]["evaluation"]
+
+
+def test_the_results_table_holds_methods_and_null_baselines(finished):
+    rows = {(row.group, row.name): row for row in finished.rows()}
+    names = {"fedavg", "exact", "hf", "majority", "local", "untrained"}
+    assert set(rows) == {(g, n) for g in ("seen", "unseen") for n in names}
+    scores = finished.methods["exact"]
+    means = [np.mean([s.score[-1] for s in scores[seed].scores if s.seen]) for seed in (0, 1)]
+    assert rows["seen", "exact"].after.mean == pytest.approx(np.mean(means))
+    untrained = finished.methods["fedavg"][0].metrics[0]["evaluation"]["seen"]["score"]
+    mean = np.mean([s.score[-1] for s in finished.baselines["untrained"][0].scores if s.seen])
+    assert untrained[-1] == pytest.approx(mean)
+    assert math.isnan(rows["seen", "majority"].loss)
+    reread = json.loads((finished.path / "results.json").read_text())
+    assert [r["name"] for r in reread["rows"]] == [r.name for r in finished.rows()]
+
+
+def test_costs_are_counted(finished):
+    # 5 agents train, 2 a round (round half to even of 2.5), 4 rounds, τ = 4, ν = 2
+    updates = 2 * 4 * 4
+    size = (64 * 8 + 8 + 8 * 10 + 10) * 4
+    exact, hf = finished.costs("exact"), finished.costs("hf")
+    assert (exact["gradients"], exact["hvps"]) == (updates * 3, updates * 2)
+    assert (hf["gradients"], hf["hvps"]) == (updates * 7, 0)
+    assert exact["bytes_up"] == exact["bytes_down"] == 2 * 4 * size
+    assert exact["seconds"] > 0
+
+
+def test_spoiling_every_test_input_changes_no_trained_model(finished, tmp_path, monkeypatch):
+    clean = SOURCES["digits"]()
+    inputs = clean.inputs.float() * clean.scale
+    for seed in (0, 1):
+        split = Split.load(finished.path / "splits" / f"seed-{seed}.safetensors")
+        inputs_of_seed = inputs.clone()
+        inputs_of_seed[np.concatenate(split.test)] = float("nan")
+        spoiled = nufed.Samples(inputs_of_seed, clean.targets, clean.classes)
+        run = nufed.run({**SMALL, "seeds": [seed]}, data=spoiled, out=tmp_path / str(seed))
+        for method in SMALL["methods"]:
+            models = [
+                load_file(p / "methods" / method / f"seed-{seed}" / "model.safetensors")["model"]
+                for p in (finished.path, run.path)
+            ]
+            assert torch.equal(*models)
+        # and what was tested was indeed spoiled
+        assert all(math.isnan(s.loss[-1]) for s in run.methods["exact"][seed].scores)
+
+
+def test_own_model_data_loss_and_metric(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 3)).astype(np.float32)
+    owners = np.repeat(["ann", "bob", "cho", "dee"], 30)
+    y = (x @ rng.normal(size=(3, 1)) + (owners == "bob")[:, None]).astype(np.float32)
+
+    def closeness(outputs, targets):
+        return 1 / (1 + (outputs - targets).abs().mean())
+
+    config = {**SMALL, "data": {"partition": "given"}, "model": {}, "seeds": [0]}
+    run = nufed.run(
+        config,
+        data=(x, y, owners),
+        model=lambda: nn.Linear(3, 1),
+        loss=nn.functional.huber_loss,
+        metric=closeness,
+        out=tmp_path / "own",
+    )
+    assert run.measure.name == "closeness" and run.agents == 4
+    assert [s.name for s in run.methods["exact"][0].scores] == ["ann", "bob", "cho", "dee"]
+    first, last = (run.methods["exact"][0].metrics[i]["evaluation"]["seen"] for i in (0, -1))
+    assert last["score"][-1] > first["score"][-1] and "majority" not in run.baselines
+    config_text = (run.path / "config.toml").read_text()
+    assert 'name = "given in Python"' in config_text and 'loss = "given in Python"' in config_text
+
+
+def test_regression_is_scored_by_its_loss(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(144, 3)).astype(np.float32)
+    y = (x @ rng.normal(size=3)).astype(np.float32)  # one-dimensional: must not broadcast
+    data = {**SMALL["data"], "partition": "iid"}
+    run = nufed.run(
+        {**SMALL, "data": data, "model": {"name": "logistic"}}, data=(x, y), out=tmp_path / "r"
+    )
+    assert run.measure.name == "loss" and not run.measure.higher_is_better
+    best = run.rows()[0]
+    assert best.after.mean == min(r.after.mean for r in run.rows() if r.kind == "method")
+    assert best.after.mean < 0.5 * y.var()  # it has learned something
+    assert (run.path / "report.html").exists()
+
+
+def test_functions_of_the_user_are_found_by_path(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def data(n):\n"
+        "    x = torch.arange(n * 2.0).view(n, 2) / n\n"
+        "    return x, (x.sum(1) > 2).long()\n"
+        "def net(width):\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Tanh(),"
+        " torch.nn.Linear(width, 2))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    data = {**SMALL["data"], "source": "mine:data", "args": {"n": 150}}
+    config = {**SMALL, "data": data, "model": {"name": "mine:net", "args": {"width": 3}}}
+    assert nufed.run(config, out=tmp_path / "run").agents == 6
+    for key, name, message in [
+        ("data", "mine:nothing", "data.source = 'mine:nothing' can't be imported"),
+        ("data", "nowhere:data", "can't be imported"),
+        ("data", "digitz", "data.source = 'digitz': must be one of digits"),
+        ("model", "mine:data", "can't be called with"),
+    ]:
+        changed = {**config[key], "source" if key == "data" else "name": name}
+        with pytest.raises(InputError, match=message):
+            nufed.run({**config, key: changed}, out=tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("method.batch_size=19", "agent 0 has 18 training samples and batch_size is 19"),
+        ("data.agents=200", "200 agents with 24 samples each need 4800"),
+        ("data.partition=given", "does not say who owns"),
+        ("data.unseen_agents=6", "unseen_agents = 6"),
+        ("model.name=transformer", "model.name = 'transformer': must be one of fcnn"),
+        ("loss=hinge", "loss = 'hinge': must be one of cross_entropy, mse"),
+        ("loss=mse", "the model and loss can't be used on this data"),
+        ("model.args.hidden=3", "can't be called with"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(override, message, tmp_path):
+    with pytest.raises(InputError, match=message), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about the shapes of mse itself
+        nufed.run(SMALL, [override], out=tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_divergence_stops_with_a_clear_error_and_keeps_what_was_done(tmp_path):
+    with pytest.raises(TrainingError, match=r"round \d .*not finite.*lower meta_lr"):
+        nufed.run(SMALL, ["method.meta_lr=1e30"], out=tmp_path / "diverged")
+    assert (tmp_path / "diverged" / "config.toml").exists()
+
+
+def test_threads_are_set_and_restored(tmp_path, monkeypatch):
+    used = []
+    original = nufed.experiment.train
+
+    def spy(*arguments, **keywords):
+        used.append(torch.get_num_threads())
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr("nufed.experiment.train", spy)
+    torch.set_num_threads(2)
+    nufed.run({**SMALL, "seeds": [0]}, ["rounds=1"], out=tmp_path / "run")
+    assert set(used) == {1} and torch.get_num_threads() == 2
+
+
+def test_no_path_of_the_machine_is_recorded(finished):
+    home = str(Path.home())
+    for file in finished.path.rglob("*.json*"):
+        assert home not in file.read_text()

@@ -1,0 +1,53 @@
+"""Exact keeps ν iterates and no graph: its peak memory is measured in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+import nufed
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+torch.set_num_threads(1)
+steps, width = int(sys.argv[1]), 1500
+objective = nufed.Objective(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)))
+batch = (torch.randn(2, width), torch.tensor([0, 1]))
+
+def run(steps):
+    meta = nufed.MetaBatch([batch] * steps, batch, [batch] * steps)
+    nufed.meta_gradient(objective, w, meta, lr=0.01, curvature=nufed.Exact())
+
+w = objective.initial()
+run(1)  # what is allocated once
+Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+before = status("VmRSS")
+run(steps)
+print(status("VmHWM") - before, w.nbytes)
+"""
+
+
+def peak(steps):
+    # large blocks straight from the system, so that freed memory is seen to be free
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    command = [sys.executable, "-c", SCRIPT, str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return map(int, done.stdout.split())
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
+)
+def test_exact_grows_by_one_vector_per_step():
+    one, vector = peak(1)
+    twenty, _ = peak(20)
+    assert twenty - one <= 20 * vector
+    assert twenty - one >= 15 * vector  # so that the measurement is seen to measure
