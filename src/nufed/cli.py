@@ -52,13 +52,17 @@ def run(
 ) -> None:
     """Train and evaluate every method of a configuration, and write a report."""
     with show_progress(Console(stderr=True)) as display:
-        finished = run_experiment(
-            source,
-            overrides or (),
-            out=out,
-            on_start=display.start,
-            on_progress=display.update,
-        )
+        try:
+            finished = run_experiment(
+                source,
+                overrides or (),
+                out=out,
+                on_start=display.start,
+                on_progress=display.update,
+            )
+        except KeyboardInterrupt:
+            place = f"; what was finished is in {display.path}" if display.path else ""
+            raise typer.Exit(_say(f"stopped{place}", 130)) from None
     if as_json:
         print(json.dumps({"directory": str(finished.path), **finished.to_json()}))
         return
@@ -159,7 +163,7 @@ def _print_results(runs: list[Run]) -> None:
 
 
 def _print_table(console: Console, title: str, table: Table) -> None:
-    shown = RichTable(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2))
+    shown = RichTable(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1))
     for i, heading in enumerate(table.headings):
         shown.add_column(heading, justify="right" if i else "left", no_wrap=True)
     for row, quiet in zip(table.rows, table.quiet, strict=True):
@@ -206,8 +210,6 @@ def main() -> None:
         app()
     except NufedError as error:
         sys.exit(_say(f"error: {error}", 2))
-    except KeyboardInterrupt:
-        sys.exit(_say("stopped; what was finished is in the run directory", 130))
 
 
 def _print_warning(message: Any, *_: Any, **__: Any) -> None:

@@ -128,7 +128,7 @@ def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Sum
         std=float(after.std()),
         deciles=tuple(np.quantile(after, np.linspace(0, 1, 11)).tolist()),
         worst_tenth=float(sign * np.sort(sign * after)[:tenth].mean()),
-        harmed=float((sign * after < sign * before).mean()),
+        harmed=float((~(sign * after >= sign * before)).mean()),  # not a number: harmed
         loss=float(np.mean([s.loss[step] for s in scores])),
     )
 

@@ -28,10 +28,11 @@ class Display:
             transient=True,
         )
         self._spent: dict[str, list[float]] = {}
+        self.path: Path | None = None
 
     def start(self, config: Config, path: Path) -> None:
         """A run begins in ``path``."""
-        self._config = config
+        self._config, self.path = config, path
         self._methods = list(config.algorithms())
         self._rounds = {method: len(config.seeds) * config.rounds for method in self._methods}
         self._console.print(f"run directory: {path}", highlight=False)

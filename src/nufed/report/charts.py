@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from math import nan
 from typing import Any
 
 import altair as alt
@@ -113,11 +115,13 @@ def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> 
     ]
     return (
         _chart(rows)
-        .mark_rect()
+        .mark_rect(stroke="#eeeeee")
         .encode(
             x=alt.X("agent:N", sort=list(agents), axis=alt.Axis(labelOverlap=True, labelAngle=0)),
             y=alt.Y("class:N", sort=list(classes), axis=alt.Axis(labelOverlap=True)),
-            color=alt.Color("samples:Q", scale=alt.Scale(scheme="blues")),
+            color=alt.Color(
+                "samples:Q", scale=alt.Scale(range=["#ffffff", "#08519c"], interpolate="rgb")
+            ),
             tooltip=["agent:N", "class:N", "samples:Q"],
         )
         .properties(width=max(WIDTH, 8 * len(agents)), height=max(180, min(600, 16 * len(classes))))
@@ -141,26 +145,32 @@ def _curves(
     colour = alt.Color(
         "method:N",
         scale=alt.Scale(domain=names, range=_colours(names)),
-        legend=alt.Legend(title=None, symbolStrokeWidth=3),
+        legend=alt.Legend(title=None, orient="top", symbolOpacity=1, symbolSize=80),
     )
+    shape = alt.Shape("method:N", scale=alt.Scale(domain=names), legend=None)
     axis = alt.X(f"{x}:Q", title=x_title, axis=alt.Axis(tickMinStep=1, format="d"))
     base = _chart(points).encode(x=axis, color=colour)
     band = base.mark_area(opacity=0.15).encode(
         y=_score_axis(runs, alt.Y, "low"), y2=alt.Y2("high:Q")
     )
-    line = base.mark_line(point=alt.OverlayMarkDef(size=24), strokeWidth=2).encode(
+    line = base.mark_line(strokeWidth=2).encode(y=_score_axis(runs, alt.Y, "mean"))
+    # open symbols of different shapes: methods whose lines coincide can still be told apart
+    point = base.mark_point(size=55, strokeWidth=1.5).encode(
         y=_score_axis(runs, alt.Y, "mean"),
+        shape=shape,
         tooltip=["method:N", f"{x}:Q", "mean:Q", "low:Q", "high:Q"],
     )
     last = max(point[x] for point in points)
     nulls = _null_lines(runs, group, x, last, last_step)
     dashed = _chart(nulls).encode(x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"), detail="method:N")
-    named = dashed.transform_filter(alt.datum[x] == last)
+    ends = _spread([line for line in nulls if line[x] == last], points + nulls)
+    named = _chart(ends).encode(x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"))
     return alt.layer(
         dashed.mark_line(strokeDash=[5, 4], color=GREY),
-        named.mark_text(align="left", dx=6, color=GREY, fontSize=11).encode(text="method:N"),
+        named.mark_text(align="left", dx=8, color=GREY, fontSize=11).encode(text="method:N"),
         band,
         line,
+        point,
     ).properties(width=WIDTH, height=HEIGHT)
 
 
@@ -173,8 +183,20 @@ def _null_lines(
         scores = [s for t in part.values() for s in t.scores if s.seen == (group == "seen")]
         for at in (0, last) if last_step else range(last + 1):
             value = float(np.mean([s.score[-1 if last_step else at] for s in scores]))
-            lines.append({"method": name, x: at, "mean": value})
+            if math.isfinite(value):
+                lines.append({"method": name, x: at, "mean": value})
     return lines
+
+
+def _spread(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Labels at the ends of lines, moved apart where lines end close together."""
+    values = [p[k] for p in points for k in ("mean", "low", "high") if math.isfinite(p.get(k, nan))]
+    gap = 0.05 * (max(values) - min(values))
+    spread: list[dict[str, Any]] = []
+    for end in sorted(ends, key=lambda e: float(e["mean"])):
+        lowest = spread[-1]["mean"] + gap if spread else end["mean"]
+        spread.append({**end, "mean": max(end["mean"], lowest)})
+    return spread
 
 
 def _methods(runs: Sequence[Run]) -> list[tuple[Run, str, Any]]:

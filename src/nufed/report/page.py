@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -41,19 +42,27 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         methods=methods_table(runs),
         costs=costs_table(runs),
         rejected=[line for run in runs for line in run.rejected()],
-        script=vl_convert.javascript_bundle(None),
+        script=_javascript(),
     )
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
         for name, _, chart in charts:
-            chart.save(out / "figures" / f"{name}.svg")
-            chart.save(out / "figures" / f"{name}.png", scale_factor=2)
+            svg = vl_convert.vegalite_to_svg(chart.to_json())
+            (out / "figures" / f"{name}.svg").write_text(svg, "utf-8")
+            (out / "figures" / f"{name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
         (out / "report.html").write_text(page, "utf-8")
     except OSError as error:
         raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
     return out / "report.html"
 
 
+@cache
+def _javascript() -> str:
+    """Vega with everything it needs, so that the page opens offline."""
+    return vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the default
+
+
+@cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string((files("nufed.report") / "page.html.j2").read_text("utf-8"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nufed.algorithms import GMeta
+from nufed.metagrad import Exact, HessianFree
 from nufed.runs import Estimate, Row, Run
 from nufed.runs.results import BASELINES
 
@@ -23,7 +25,7 @@ def number_format(run: Run) -> Callable[[float], str]:
     """Accuracies as percentages, other scores as they are."""
     if run.measure.name == "accuracy":
         return lambda value: f"{100 * value:.1f} %"
-    return lambda value: f"{value:.4g}"
+    return lambda value: f"{value:.3g}" if math.isfinite(value) else "diverged"
 
 
 def label(run: Run, name: str, runs: Sequence[Run]) -> str:
@@ -33,7 +35,7 @@ def label(run: Run, name: str, runs: Sequence[Run]) -> str:
 
 def results_table(runs: Sequence[Run], group: str) -> Table:
     """Methods and null baselines on the agents of one group, after the last round."""
-    headings = ["", "before", "after steps", "± 95 %", "std", "worst 10 %", "harmed"]
+    headings = ["", "before", "after", "± 95 %", "std", "worst 10 %", "harmed"]
     rows, quiet = [], []
     for run in runs:
         show = number_format(run)
@@ -102,11 +104,20 @@ def methods_table(runs: Sequence[Run]) -> Table:
                     f"{algorithm.meta_lr:g}",
                     str(algorithm.local_steps),
                     str(algorithm.batch_size),
-                    repr(algorithm.curvature) if algorithm.adapt_steps else "–",
+                    _curvature(algorithm),
                     algorithm.averaging,
                 ]
             rows.append([label(run, name, runs), *cells])
     return Table(headings, rows, [False] * len(rows))
+
+
+def _curvature(algorithm: GMeta) -> str:
+    """The curvature by its name in the configuration; without steps it plays no part."""
+    if not algorithm.adapt_steps:
+        return "–"
+    if isinstance(algorithm.curvature, HessianFree):
+        return f"hessian_free, fd_step (δ) {algorithm.curvature.fd_step}"
+    return "exact" if isinstance(algorithm.curvature, Exact) else "first_order"
 
 
 def settings_table(run: Run) -> Table:
@@ -140,11 +151,16 @@ def headline(run: Run) -> str:
     text = (
         f"Personalised test {run.measure.name} after {config.eval_steps} fine-tuning steps on each "
         f"agent's own training data, last round ({config.rounds}), mean over the "
-        f"{run.agents - config.data.unseen_agents} agents seen in training and "
-        f"{len(config.seeds)} seeds. Best method: {best.name}, {show(best.after.mean)}"
+        f"{run.agents - config.data.unseen_agents} agents seen in training"
+        f"{_over_seeds(run)}. Best method: {best.name}, {show(best.after.mean)}"
     )
     beside = ", ".join(f"{row.name} {show(row.after.mean)}" for row in nulls)
     return f"{text}; null baselines: {beside}."
+
+
+def _over_seeds(run: Run) -> str:
+    seeds = len(run.config.seeds)
+    return f" and {seeds} seeds" if seeds > 1 else ", one seed"
 
 
 def baseline_notes(run: Run) -> list[tuple[str, str]]:

@@ -127,12 +127,13 @@ def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", "utf-8")
+    """Indented JSON; values that are not finite become null."""
+    path.write_text(json.dumps(finite(value), indent=1, allow_nan=False) + "\n", "utf-8")
 
 
 def write_line(file: Any, record: Mapping[str, Any]) -> None:
     """One line of JSON; values that are not finite become null."""
-    file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+    file.write(json.dumps(finite(record), allow_nan=False) + "\n")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -143,13 +144,14 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         raise RunError(f"{path} can't be read: {error}") from error
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with null in the place of every number that is not finite, as JSON needs it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return value
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from nufed.errors import InputError, RunError
 from nufed.evaluate import AgentScores, Measure, Summary, summarise
 from nufed.runs.config import Config, load_config
-from nufed.runs.directory import FORMAT, read_lines
+from nufed.runs.directory import FORMAT, finite, read_lines
 
 GROUPS = ("seen", "unseen")
 BASELINES = {
@@ -110,7 +110,7 @@ class Run:
         for group in self.groups:
             for kind, parts in (("method", self.methods), ("baseline", self.baselines)):
                 made = [self._row(name, kind, group, part) for name, part in parts.items()]
-                rows += sorted(made, key=lambda row: sign * row.after.mean)
+                rows += sorted(made, key=lambda r: (math.isnan(r.after.mean), sign * r.after.mean))
         return rows
 
     def _row(self, name: str, kind: str, group: str, part: dict[int, Trained]) -> Row:
@@ -163,7 +163,7 @@ class Run:
             "rounds": self.config.rounds,
             "fine_tuning_steps": self.config.eval_steps,
             "seeds": self.config.seeds,
-            "rows": [_json_row(row) for row in self.rows()],
+            "rows": [finite(asdict(row)) for row in self.rows()],
         }
 
 
@@ -225,9 +225,3 @@ def _floats(values: Iterable[float | None]) -> tuple[float, ...]:
 
 def _mean(summaries: Sequence[Summary], field: str) -> float:
     return float(np.mean([getattr(s, field) for s in summaries]))
-
-
-def _json_row(row: Row) -> dict[str, Any]:
-    record = asdict(row)
-    record["loss"] = None if math.isnan(row.loss) else row.loss
-    return record

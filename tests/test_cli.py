@@ -1,0 +1,151 @@
+"""The command line as a person meets it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from nufed import cli
+
+QUICK = ["rounds=2", "eval_every=1", "seeds=[0]", "data.agents=6", "data.unseen_agents=1"]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A quick run in a process of its own, and the directory it was started in."""
+    cwd = tmp_path_factory.mktemp("work")
+    command = [sys.executable, "-m", "nufed.cli", "run", "quickstart", *QUICK]
+    return cwd, subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def nufed(monkeypatch, capsys):
+    """Runs the command line in this process."""
+
+    def call(*arguments, cwd):
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["nufed", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=exit.value.code or 0, stdout=out, stderr=err)
+
+    return call
+
+
+def test_run_prints_a_table_and_ends_with_the_path_of_its_report(done):
+    cwd, result = done
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    for name in (
+        "fedavg",
+        "per-fedavg",
+        "gmeta-fo",
+        "gmeta-hf",
+        "gmeta-exact",
+        "majority",
+        "local",
+    ):
+        assert any(line.startswith(name + " ") for line in lines), name
+    assert lines[-1] == "report: runs/quickstart-001/report.html"
+    assert (cwd / "runs/quickstart-001/report.html").exists()
+    # progress goes to the other stream, as plain lines since it is no terminal
+    assert "seed 0  gmeta-hf  round 2/2" in result.stderr and "left" in result.stderr
+
+
+def test_a_second_run_gets_a_directory_of_its_own_and_json_is_json(done, nufed):
+    cwd, _ = done
+    result = nufed("run", "quickstart", *QUICK, "--json", cwd=cwd)
+    printed = json.loads(result.stdout)
+    assert printed["directory"] == "runs/quickstart-002"
+    assert {row["name"] for row in printed["rows"]} >= {"gmeta-exact", "majority"}
+    first = json.loads((cwd / "runs/quickstart-001/results.json").read_text())
+    assert printed["rows"] == first["rows"]
+
+
+def test_report_rebuilds_and_compares(done, nufed):
+    cwd, _ = done
+    page = cwd / "runs/quickstart-001/report.html"
+    before = page.read_text()
+    page.unlink()
+    assert nufed("report", "runs/quickstart-001", cwd=cwd).returncode == 0
+    assert page.read_text() == before
+    runs = ["runs/quickstart-001", "runs/quickstart-001"]
+    result = nufed("report", *runs, "--out", "both", cwd=cwd)
+    assert (
+        result.returncode == 0
+        and "quickstart-001: gmeta-hf" in (cwd / "both/report.html").read_text()
+    )
+    assert nufed("report", *runs, cwd=cwd).returncode == 2
+
+
+def test_the_report_is_self_contained(done):
+    cwd, _ = done
+    text = (cwd / "runs/quickstart-001/report.html").read_text()
+    body = text[text.rindex("<body>") :]
+    assert "http" not in body.replace("https://vega.github.io/schema", "")  # a name, not fetched
+    assert "<link" not in text and 'src="' not in body
+    for word in ("adapt_steps (ν)", "meta_lr (β)", "majority", "gradients", "MB up", "seconds"):
+        assert word in body
+
+
+def test_list_names_everything(done, nufed):
+    cwd, _ = done
+    text = nufed("list", cwd=cwd).stdout
+    for name in ("quickstart", "digits", "dirichlet", "shards", "fcnn", "gmeta", "method.fd_step"):
+        assert name in text
+    assert "quickstart" in json.loads(nufed("list", "--json", cwd=cwd).stdout)["presets"]
+
+
+def test_data_show_draws_the_split(done, nufed):
+    cwd, _ = done
+    result = nufed("data", "show", "quickstart", "--out", "split.svg", cwd=cwd)
+    assert result.returncode == 0 and "40 agents, 1600 samples" in result.stdout
+    assert "█" in result.stdout and (cwd / "split.svg").read_text().startswith("<svg")
+    shown = json.loads(nufed("data", "show", "--json", cwd=cwd).stdout)
+    split = json.loads((cwd / "runs/quickstart-001/splits/seed-0.json").read_text())
+    assert shown["classes"] == split["classes"] and len(shown["agents"]) == 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "nosuch"], "'nosuch' is neither a preset"),
+        (["run", "quickstart", "method.adapt_stepz=3"], "did you mean 'method.adapt_steps'?"),
+        (["run", "quickstart", "method.adapt_steps=-1"], "adapt_steps = -1: must be a whole"),
+        (["run", "quickstart", "adapt_steps=-1"], "did you mean 'method.adapt_steps'?"),
+        (["run", "quickstart", "participation=0"], "participation = 0: must be a number above 0"),
+        (["run", "quickstart", "--out", "/proc/nufed"], "/proc/nufed can't be created"),
+        (["run", "quickstart", "data.agents=1000"], "need 40000 samples and the data has 1797"),
+        (["report", "nowhere"], "nowhere can't be read as a run directory"),
+        (["data", "show", "quickstart", "--out", "split.txt"], "must end in .svg, .png or .html"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_a_non_zero_exit(arguments, sentence, tmp_path, nufed):
+    result = nufed(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert sentence in result.stderr and "Traceback" not in result.stderr
+    assert result.stderr.startswith("nufed: error: ") and result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir()) and not result.stdout
+
+
+def test_interrupting_says_where_the_finished_part_is(tmp_path):
+    command = [sys.executable, "-m", "nufed.cli", "run", "quickstart", "--out", "run"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "methods").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr and "stopped" in stderr
+    assert (tmp_path / "run" / "config.toml").exists()
+
+
+def test_version(tmp_path, nufed):
+    assert nufed("--version", cwd=tmp_path).stdout.startswith("nufed 0.")
