@@ -105,11 +105,11 @@ def test_list_names_everything(done, nufed):
 def test_data_show_draws_the_split(done, nufed):
     cwd, _ = done
     result = nufed("data", "show", "quickstart", "--out", "split.svg", cwd=cwd)
-    assert result.returncode == 0 and "40 agents, 1600 samples" in result.stdout
+    assert result.returncode == 0 and "30 agents, 1500 samples" in result.stdout
     assert "█" in result.stdout and (cwd / "split.svg").read_text().startswith("<svg")
     shown = json.loads(nufed("data", "show", "--json", cwd=cwd).stdout)
     split = json.loads((cwd / "runs/quickstart-001/splits/seed-0.json").read_text())
-    assert shown["classes"] == split["classes"] and len(shown["agents"]) == 40
+    assert shown["classes"] == split["classes"] and len(shown["agents"]) == 30
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_data_show_draws_the_split(done, nufed):
         (["run", "quickstart", "adapt_steps=-1"], "did you mean 'method.adapt_steps'?"),
         (["run", "quickstart", "participation=0"], "participation = 0: must be a number above 0"),
         (["run", "quickstart", "--out", "/proc/nufed"], "/proc/nufed can't be created"),
-        (["run", "quickstart", "data.agents=1000"], "need 40000 samples and the data has 1797"),
+        (["run", "quickstart", "data.agents=1000"], "need 50000 samples and the data has 1797"),
         (["report", "nowhere"], "nowhere can't be read as a run directory"),
         (["data", "show", "quickstart", "--out", "split.txt"], "must end in .svg, .png or .html"),
     ],

@@ -84,7 +84,10 @@ class Objective:
         self._running_stats = running_stats
         parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         _check_parameters(module, list(parameters.values()))
-        self._names = list(parameters)
+        # every name of every parameter (tied weights have several) and its place in the vector
+        places = {id(p): i for i, p in enumerate(parameters.values())}
+        every = self._module.named_parameters(remove_duplicate=False)
+        self._names = {n: places[id(p)] for n, p in every if id(p) in places}
         self._shapes = [p.shape for p in parameters.values()]
         self._sizes = [p.numel() for p in parameters.values()]
         self._initial = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
@@ -150,7 +153,7 @@ class Objective:
         """A copy of the module that holds the parameters w, in evaluation mode."""
         self._check_vector(w)
         module = copy.deepcopy(self._module).eval()
-        parameters = dict(module.named_parameters())
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, value in self._unflatten(w).items():
                 parameters[name].copy_(value)
@@ -171,13 +174,16 @@ class Objective:
             arguments = (_cast(inputs, self.dtype),)
         else:
             arguments = tuple(_cast(x, self.dtype) for x in inputs)
-        outputs: Tensor = functional_call(self._module, self._unflatten(w), arguments, keywords)
+        outputs: Tensor = functional_call(
+            self._module, self._unflatten(w), arguments, keywords, tie_weights=False
+        )
         return outputs
 
     def _unflatten(self, w: Tensor) -> dict[str, Tensor]:
         # split, not slicing: its backward pass is one concatenation
         parts = torch.split(w, self._sizes)
-        return {n: p.view(s) for n, p, s in zip(self._names, parts, self._shapes, strict=True)}
+        views = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return {name: views[place] for name, place in self._names.items()}
 
     def _check_vector(self, w: Tensor) -> None:
         if w.shape != self._initial.shape or w.dtype != self.dtype:
