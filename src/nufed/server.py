@@ -15,7 +15,7 @@ def choose_cohort(agents: Sequence[int], participation: float, seed: int, round:
     """max(1, round(rN)) of the N agents, uniformly without replacement (line 2 of Algorithm 1).
 
     >>> choose_cohort(range(10), participation=0.3, seed=0, round=1)
-    [0, 3, 9]
+    [5, 7, 8]
     """
     require(0 < participation <= 1, "participation", participation, "must be above 0 and at most 1")
     size = max(1, builtins.round(participation * len(agents)))
