@@ -14,17 +14,21 @@ from rich.table import Table as RichTable
 
 from nufed import __version__
 from nufed.algorithms import ALGORITHMS
+from nufed.bounds import bounds_of_numbers, bounds_of_run
 from nufed.data import PARTITIONS, SOURCES
 from nufed.errors import InputError, NufedError
 from nufed.experiment import run as run_experiment
 from nufed.models import MODELS
 from nufed.progress import show_progress
-from nufed.report import build_report, save_counts_chart
+from nufed.report import build_report, save_bounds_charts, save_counts_chart
+from nufed.report.bounds import bounds_notes, bounds_tables
 from nufed.report.tables import Table, headline, results_table
 from nufed.runs import Run, load_config, load_run, presets
 from nufed.runs.build import build_samples, build_split
 from nufed.runs.config import known_fields
-from nufed.runs.directory import class_counts
+from nufed.runs.directory import class_counts, finite, write_json
+from nufed.theory import TheoryError
+from nufed.threads import torch_threads
 
 app = typer.Typer(
     help="Meta federated learning: one model that is good after ν fine-tuning steps.",
@@ -90,6 +94,39 @@ def report(
         return
     _print_results(loaded)
     print(f"report: {page}")
+
+
+@app.command()
+def bounds(
+    source: Annotated[Path, typer.Argument(help="A run directory, or a TOML file of constants.")],
+    add_to_report: Annotated[
+        bool, typer.Option("--report", help="Also put it into the run's report.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What the theory promises: constants, bounds per ν, allowed step sizes, Theorem 1."""
+    if source.is_dir():
+        finished = load_run(source)
+        with Console(stderr=True).status("estimating constants, about half a minute"):
+            with torch_threads(finished.config.threads):
+                found = bounds_of_run(finished)
+        write_json(source / "bounds.json", found)
+        if add_to_report:
+            build_report([finished], source)
+    else:
+        found = bounds_of_numbers(source)
+    if as_json:
+        print(json.dumps(finite(found)))
+        return
+    console = Console()
+    for title, table in bounds_tables(found):
+        _print_table(console, title, table)
+        console.print()
+    for note in bounds_notes(found):
+        console.print(note, highlight=False)
+    if source.is_dir():
+        for figure in save_bounds_charts(found, source / "figures"):
+            print(f"chart: {figure}")
 
 
 @app.command("list")
@@ -208,7 +245,7 @@ def main() -> None:
     warnings.showwarning = _print_warning
     try:
         app()
-    except NufedError as error:
+    except (NufedError, TheoryError) as error:
         sys.exit(_say(f"error: {error}", 2))
 
 

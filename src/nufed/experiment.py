@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,6 +28,7 @@ from nufed.runs.build import (
 )
 from nufed.runs.directory import write_json, write_line
 from nufed.simulation import DirectEngine, Progress, train
+from nufed.threads import torch_threads
 
 OWN = "given in Python"  # stands in the configuration for what was passed as an object
 
@@ -80,7 +80,7 @@ def run(
     directory.write_start(setup.config, setup.measure)
     if on_start:
         on_start(setup.config, directory.path)
-    with _threads(checked.threads):
+    with torch_threads(checked.threads):
         for seed in checked.seeds:
             _run_seed(setup, seed, directory, on_progress or (lambda event: None))
     finished = load_run(directory.path)
@@ -268,14 +268,3 @@ def _baselines(setup: _Setup, engine: DirectEngine) -> Iterator[tuple[str, list[
             for a in agents
         ],
     )
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Torch on ``count`` threads inside the block: bits depend on their number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

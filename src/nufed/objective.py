@@ -141,6 +141,18 @@ class Objective:
         with torch.no_grad(), self._mode(seed=None):
             return self._outputs(w, inputs)
 
+    def operations(self, w: Tensor, batch: AnyBatch) -> set[str]:
+        """The names of the differentiable operations that f is made of, as autograd calls them."""
+        with torch.enable_grad():
+            stack = [self._value(w.detach().requires_grad_(), batch).grad_fn]
+        nodes = set()
+        while stack:
+            node = stack.pop()
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                stack.extend(before for before, _ in node.next_functions)
+        return {type(node).__name__ for node in nodes}
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of outputs that :meth:`predict` gave, a scalar tensor."""
         loss = self._loss_function(outputs, _cast(targets, self.dtype))

@@ -73,7 +73,7 @@ class GMeta:
             d = meta_gradient(
                 objective,
                 w,
-                self._meta_batch(batches, t),
+                self.meta_batch(batches, t),
                 lr=self.adapt_lr,
                 curvature=self.curvature,
             )
@@ -89,7 +89,7 @@ class GMeta:
         own = batches.draw("adapt", self.batch_size, steps)
         return trajectory(objective, server["model"], own, self.adapt_lr)
 
-    def _meta_batch(self, batches: BatchSource, t: int) -> MetaBatch:
+    def meta_batch(self, batches: BatchSource, t: int) -> MetaBatch:
         """The 2ν+1 independent batches of local update t (ν+1 for first-order)."""
         nu, size = self.adapt_steps, self.batch_size
         return MetaBatch(

@@ -8,7 +8,7 @@ from math import prod
 
 from torch import nn
 
-from nufed.errors import InputError
+from nufed.errors import InputError, require
 
 
 def logistic(input_shape: Sequence[int], outputs: int) -> nn.Module:
@@ -16,16 +16,26 @@ def logistic(input_shape: Sequence[int], outputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), outputs))
 
 
-def fcnn(input_shape: Sequence[int], outputs: int, hidden: Sequence[int] = (80, 60)) -> nn.Module:
-    """Fully connected ReLU network; hidden layers of 80 and 60 units as in the paper.
+ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "softplus": nn.Softplus}
+
+
+def fcnn(
+    input_shape: Sequence[int],
+    outputs: int,
+    hidden: Sequence[int] = (80, 60),
+    activation: str = "relu",
+) -> nn.Module:
+    """Fully connected network; hidden layers of 80 and 60 units as in the paper.
 
     >>> fcnn((32, 32, 3), 10)[1]
     Linear(in_features=3072, out_features=80, bias=True)
     """
+    allowed = f"must be one of {', '.join(ACTIVATIONS)}"
+    require(activation in ACTIVATIONS, "activation", activation, allowed)
     widths = [prod(input_shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for wide, narrow in pairwise(widths):
-        layers += [nn.Linear(wide, narrow), nn.ReLU()]
+        layers += [nn.Linear(wide, narrow), ACTIVATIONS[activation]()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nufed.runs import Run
 
@@ -15,6 +16,13 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
     return page.build_report(runs, out)
 
 
+def save_bounds_charts(bounds: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write the charts of ``nufed bounds`` as SVG and PNG, and say where."""
+    from nufed.report import charts, page
+
+    return [page.save_chart(chart, folder, name) for name, _, chart in charts.bounds_charts(bounds)]
+
+
 def save_counts_chart(
     agents: Sequence[str], classes: Sequence[str], counts: object, path: Path
 ) -> None:
@@ -24,4 +32,4 @@ def save_counts_chart(
     charts.counts_chart(agents, classes, counts).save(path)
 
 
-__all__ = ["build_report", "save_counts_chart"]
+__all__ = ["build_report", "save_bounds_charts", "save_counts_chart"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import nan
 from typing import Any
 
 import altair as alt
 import numpy as np
 
+from nufed.report.bounds import TERMS
 from nufed.report.tables import label
 from nufed.runs import Run
 
@@ -126,6 +127,51 @@ def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> 
         )
         .properties(width=max(WIDTH, 8 * len(agents)), height=max(180, min(600, 16 * len(classes))))
     )
+
+
+def bounds_charts(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Theorem 1's terms per method, and the measured stationarity by round."""
+    order = list(TERMS.values())
+    terms = [
+        {"method": row["method"], "term": TERMS[term], "value": value}
+        for row in bounds["methods"]
+        for term, value in row.get("terms", {}).items()
+    ]
+    if terms:
+        scale = alt.Scale(domain=order, range=_colours(order))
+        yield (
+            "bounds-terms",
+            "Theorem 1's bound on the mean of E‖∇F(w_k)‖² over the run, by its terms.",
+            _chart(terms)
+            .mark_bar()
+            .encode(
+                y=alt.Y("method:N", sort=None, title=None),
+                x=alt.X("value:Q", title="bound"),
+                color=alt.Color("term:N", scale=scale, legend=alt.Legend(title=None)),
+                order=alt.Order("rank:Q"),
+                tooltip=["method:N", "term:N", "value:Q"],
+            )
+            .transform_calculate(rank=f"indexof({order}, datum.term)")
+            .properties(width=WIDTH, height=34 * len(bounds["methods"])),
+        )
+    if bounds["stationarity"]:
+        names = list(dict.fromkeys(row["method"] for row in bounds["stationarity"]))
+        scale = alt.Scale(domain=names, range=_colours(names))
+        yield (
+            "bounds-stationarity",
+            "Measured ‖∇F(w_k)‖² by round, each method's own F (its ν), on the agents looked at.",
+            _chart(bounds["stationarity"])
+            .mark_line(point=alt.OverlayMarkDef(filled=False, size=45))
+            .encode(
+                x=alt.X("round:Q", title="communication round", axis=alt.Axis(tickMinStep=1)),
+                y=alt.Y("value:Q", title="‖∇F(w)‖²", scale=alt.Scale(type="log")),
+                color=alt.Color(
+                    "method:N", scale=scale, legend=alt.Legend(title=None, orient="top")
+                ),
+                tooltip=["method:N", "round:Q", "value:Q"],
+            )
+            .properties(width=WIDTH, height=HEIGHT),
+        )
 
 
 def _chart(rows: list[dict[str, Any]]) -> Any:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import vl_convert
 
 from nufed.errors import InputError, RunError
-from nufed.report.charts import all_charts
+from nufed.report.bounds import bounds_notes, bounds_tables
+from nufed.report.charts import all_charts, bounds_charts
 from nufed.report.tables import (
     baseline_notes,
     costs_table,
@@ -30,6 +32,8 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         scores = ", ".join(f"{run.path.name}: {run.measure.name}" for run in runs)
         raise InputError(f"these runs are scored differently ({scores}): compare runs of one kind")
     charts = list(all_charts(runs))
+    bounds = runs[0].bounds() if len(runs) == 1 else None
+    bounded = list(bounds_charts(bounds)) if bounds else []
     page = _template().render(
         title=" and ".join(run.path.name for run in runs),
         headlines=[headline(run) for run in runs],
@@ -37,7 +41,10 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         baselines=baseline_notes(runs[0]),
         one_seed=any(len(run.config.seeds) == 1 for run in runs),
         charts=[(name, caption) for name, caption, _ in charts],
-        specs={name: json.loads(chart.to_json()) for name, _, chart in charts},
+        bounds=bounds_tables(bounds) if bounds else [],
+        bounds_notes=bounds_notes(bounds) if bounds else [],
+        bounds_charts=[(name, caption) for name, caption, _ in bounded],
+        specs={name: json.loads(chart.to_json()) for name, _, chart in (*charts, *bounded)},
         settings=[(run.path.name, settings_table(run)) for run in runs],
         methods=methods_table(runs),
         costs=costs_table(runs),
@@ -45,15 +52,21 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         script=_javascript(),
     )
     try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-        for name, _, chart in charts:
-            svg = vl_convert.vegalite_to_svg(chart.to_json())
-            (out / "figures" / f"{name}.svg").write_text(svg, "utf-8")
-            (out / "figures" / f"{name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
+        for name, _, chart in (*charts, *bounded):
+            save_chart(chart, out / "figures", name)
         (out / "report.html").write_text(page, "utf-8")
     except OSError as error:
         raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
     return out / "report.html"
+
+
+def save_chart(chart: Any, folder: Path, name: str) -> Path:
+    """Write a chart as SVG and PNG; the path of the PNG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    svg = vl_convert.vegalite_to_svg(chart.to_json())
+    (folder / f"{name}.svg").write_text(svg, "utf-8")
+    (folder / f"{name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
+    return folder / f"{name}.png"
 
 
 @cache

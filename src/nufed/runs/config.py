@@ -166,7 +166,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
-        raise InputError(_sentence(error)) from None
+        raise InputError(sentence(error, _keys_with_methods(tables))) from None
     if len(set(config.seeds)) < len(config.seeds):
         raise InputError(f"seeds = {config.seeds}: each seed may stand there once")
     config.algorithms()
@@ -239,18 +239,24 @@ def _naming(where: str, make: Callable[[], T]) -> T:
         raise InputError(f"{where}.{error}") from None
 
 
-def _sentence(error: ValidationError) -> str:
-    """The first thing wrong with a configuration, as one sentence."""
+def sentence(error: ValidationError, known: Sequence[str]) -> str:
+    """The first thing wrong with a table of settings, as one sentence."""
     errors = [(_key(e), e) for e in error.errors(include_url=False)]
     key, first = errors[0]
     if first["type"] == "extra_forbidden":
-        table, method, *_ = [*key.split("."), ""]
-        known = [*known_keys(), *(f"methods.{method}.{k}" for k in MethodConfig.model_fields)]
-        near = _suggest(key, known if table == "methods" else known_keys())
-        return f"unknown key {key!r}" + (near or "; `nufed list` shows all keys")
+        return f"unknown key {key!r}" + (_suggest(key, known) or "; `nufed list` shows all keys")
+    if first["type"] == "missing":
+        return f"the key {key!r} is missing"
     # a union reports once per member: what is allowed is any of them
     reasons = [_reason(e) for k, e in errors if k == key]
     return f"{key} = {first['input']!r}: must be {' or '.join(dict.fromkeys(reasons))}"
+
+
+def _keys_with_methods(tables: Mapping[str, Any]) -> list[str]:
+    """Every key of the schema, and those of the methods that ``tables`` names."""
+    methods = tables.get("methods")
+    named = methods if isinstance(methods, Mapping) else {}
+    return [*known_keys(), *(f"methods.{m}.{k}" for m in named for k in MethodConfig.model_fields)]
 
 
 def _key(error: Any) -> str:

@@ -13,6 +13,7 @@
         model-round-000010.safetensors   the same, every save_every rounds
     baselines/NAME/seed-0/agents.jsonl   the null baselines, in the same form
     results.json                    the results table
+    bounds.json                     what `nufed bounds` found, if it was asked
     timing.jsonl                    wall-clock values; everything above is the same in every run
     figures/, report.html           drawn from the files above
 """

@@ -157,6 +157,17 @@ class Run:
             for r in line.get("rejected", ())
         ]
 
+    def bounds(self) -> dict[str, Any] | None:
+        """What ``nufed bounds`` found for this run, if it was asked."""
+        path = self.path / "bounds.json"
+        if not path.exists():
+            return None
+        try:
+            found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} can't be read: {error}; run `nufed bounds` again") from error
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """The results as plain data, the same in every run of the same configuration."""
         return {

@@ -1,0 +1,250 @@
+"""The constants of the theory, estimated on a user's own model and data, and what they predict.
+
+A constant of the theory is a supremum over all models w; what is measured at some models is a
+*lower estimate* of it. So bounds computed from estimates are indications, not guarantees. All of
+this runs in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nufed.algorithms import GMeta
+from nufed.data import Federation
+from nufed.errors import require
+from nufed.metagrad import Exact, MetaBatch, meta_gradient
+from nufed.objective import Batch, Objective
+from nufed.seeding import stream, torch_seed
+
+Operator: TypeAlias = Callable[[Tensor], Tensor]
+
+# operations whose second derivative jumps or does not exist
+KINKS = ("Relu", "Prelu", "Threshold", "Hard", "Clamp", "Abs", "Max", "Min", "Elu", "L1", "Huber")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A lower estimate of a constant: the largest of ``samples`` measurements, and their spread."""
+
+    value: float
+    samples: int
+    spread: float
+
+    @classmethod
+    def largest(cls, values: Sequence[float]) -> Estimate:
+        return cls(max(values), len(values), float(np.std(values)))
+
+
+@dataclass(frozen=True)
+class Site:
+    """One agent's training part as full-batch functions of w, and single samples of it."""
+
+    full: Batch
+    singles: list[Batch]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How a meta-gradient came out at one model, over agents and repeats (root mean squares)."""
+
+    bias: float
+    error: float
+
+
+class Estimator:
+    """Measures constants of an objective on a federation's training parts.
+
+    Args:
+        objective, federation: the problem.
+        seed: of the probes and of the samples and agents that are looked at.
+        agents, samples: at most so many agents, and so many samples of each, are looked at.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        federation: Federation,
+        seed: int = 0,
+        *,
+        agents: int = 12,
+        samples: int = 24,
+    ) -> None:
+        self.objective = objective.double
+        self.seed = seed
+        rng = stream(seed, "estimate/agents")
+        seen = federation.split.seen
+        self.agents = sorted(rng.choice(seen, min(agents, len(seen)), replace=False).tolist())
+        self.federation = federation
+        self.sites = [self._site(agent, samples) for agent in self.agents]
+
+    def _site(self, agent: int, samples: int) -> Site:
+        rows = self.federation.split.train[agent]
+        take = self.federation.samples.take
+        some = stream(self.seed, "estimate/samples", agent=agent).permutation(rows)[:samples]
+        return Site(Batch(*take(rows)), [Batch(*take(some[i : i + 1])) for i in range(len(some))])
+
+    def is_smooth(self, w: Tensor) -> bool:
+        """Whether the loss is twice differentiable everywhere: no operation in it has a kink."""
+        names = self.objective.operations(w, self.sites[0].full)
+        return not any(kink in name for name in names for kink in KINKS)
+
+    def gradient(self, models: Sequence[Tensor]) -> Estimate:
+        """B: the norm of ∇f_i."""
+        return Estimate.largest(
+            [float(self.objective.grad(w, s.full).norm()) for w in models for s in self.sites]
+        )
+
+    def smoothness(self, models: Sequence[Tensor]) -> Estimate:
+        """L: the largest absolute eigenvalue of ∇²f_i, by Lanczos."""
+        return Estimate.largest(
+            [self._norm(self._hessian(w, s.full)) for w in models for s in self.sites]
+        )
+
+    def hessian_lipschitz(self, models: Sequence[Tensor]) -> Estimate:
+        """ρ: ‖∇²f_i(w + r) − ∇²f_i(w)‖/‖r‖ over short steps r, along ∇f_i and at random."""
+        values = []
+        for place, w in enumerate(models):
+            for number, site in enumerate(self.sites):
+                probe = self._probe(f"rho/{place}/{number}")
+                for direction in (self.objective.grad(w, site.full), probe):
+                    if direction.norm() > 0:
+                        r = 1e-3 * (1 + w.norm()) * direction / direction.norm()
+                        there, here = (self._hessian(x, site.full) for x in (w + r, w))
+                        change = self._norm(lambda v, t=there, h=here: t(v) - h(v))  # type: ignore[misc]
+                        values.append(change / float(r.norm()))
+        return Estimate.largest(values)
+
+    def gradient_noise(self, models: Sequence[Tensor]) -> tuple[Estimate, Estimate]:
+        """σ_G and κ_G: standard deviation and fourth moment of one sample's gradient."""
+        return self._noise(models, lambda w, batch: self.objective.grad(w, batch)[None])
+
+    def hessian_noise(self, models: Sequence[Tensor], probes: int = 4) -> tuple[Estimate, Estimate]:
+        """σ_H and κ_H of one sample's Hessian in the Frobenius norm, by random sign probes."""
+        signs = [self._probe(f"sigma_H/{i}").sign() for i in range(probes)]
+
+        def products(w: Tensor, batch: Batch) -> Tensor:
+            return torch.stack([self.objective.hvp(w, batch, v) for v in signs])
+
+        return self._noise(models, products)
+
+    def _noise(
+        self, models: Sequence[Tensor], quantity: Callable[[Tensor, Batch], Tensor]
+    ) -> tuple[Estimate, Estimate]:
+        """Second and fourth moments of a per-sample quantity, given as rows to be averaged over."""
+        deviations, fourths = [], []
+        for w in models:
+            for site in self.sites:
+                values = torch.stack([quantity(w, single) for single in site.singles])
+                squares = (values - values.mean(dim=0)).square().sum(dim=2).mean(dim=1)
+                deviations.append(float(squares.mean().sqrt()))
+                fourths.append(float(squares.square().mean()))
+        return Estimate.largest(deviations), Estimate.largest(fourths)
+
+    def gradient_dissimilarity(self, models: Sequence[Tensor]) -> Estimate:
+        """γ_G: the standard deviation of ∇f_i over agents."""
+        return Estimate.largest([spread(self._gradients(w)) for w in models])
+
+    def hessian_dissimilarity(self, models: Sequence[Tensor]) -> Estimate:
+        """γ_H: the root mean square over agents of ‖∇²f_i − ∇²f‖, by Lanczos."""
+        values = []
+        for w in models:
+            hessians = [self._hessian(w, site.full) for site in self.sites]
+
+            def mean(v: Tensor, hessians: list[Operator] = hessians) -> Tensor:
+                return torch.stack([h(v) for h in hessians]).mean(dim=0)
+
+            norms = [self._norm(lambda v, h=h: h(v) - mean(v), 8) for h in hessians]  # type: ignore[misc]
+            values.append(float(np.sqrt(np.mean(np.square(norms)))))
+        return Estimate.largest(values)
+
+    def meta_gradients(self, w: Tensor, algorithm: GMeta) -> Tensor:
+        """∇F_i(w) on each agent's whole training part, a row per agent."""
+        nu = algorithm.adapt_steps
+        return torch.stack(
+            [
+                meta_gradient(
+                    self.objective,
+                    w.double(),
+                    MetaBatch([s.full] * nu, s.full, [s.full] * nu),
+                    lr=algorithm.adapt_lr,
+                    curvature=Exact(),
+                )
+                for s in self.sites
+            ]
+        )
+
+    def measure(self, w: Tensor, algorithm: GMeta, repeats: int = 64) -> Measured:
+        """Bias and error of the algorithm's stochastic meta-gradient against ∇F_i, over agents.
+
+        The bias is the distance of the mean over repeats from ∇F_i, less what chance explains.
+        """
+        require(repeats >= 2, "repeats", repeats, "must be 2 or more")
+        true = self.meta_gradients(w, algorithm)
+        biases: list[float] = []
+        errors: list[float] = []
+        for agent, right in zip(self.agents, true, strict=True):
+            off = torch.stack(
+                [self._sample(w, algorithm, agent, i) - right for i in range(repeats)]
+            )
+            chance = off.var(dim=0).sum() / repeats
+            biases.append(float(off.mean(dim=0).square().sum() - chance))
+            errors.append(float(off.square().sum(dim=1).mean()))
+        return Measured(max(0.0, float(np.mean(biases))) ** 0.5, float(np.mean(errors)) ** 0.5)
+
+    def _sample(self, w: Tensor, algorithm: GMeta, agent: int, repeat: int) -> Tensor:
+        batches = self.federation.batches(agent, self.seed, "estimate", repeat)
+        batch = algorithm.meta_batch(batches, 0)
+        return meta_gradient(
+            self.objective, w.double(), batch, lr=algorithm.adapt_lr, curvature=algorithm.curvature
+        )
+
+    def _gradients(self, w: Tensor) -> Tensor:
+        return torch.stack([self.objective.grad(w, site.full) for site in self.sites])
+
+    def _hessian(self, w: Tensor, batch: Batch) -> Operator:
+        return lambda v: self.objective.hvp(w, batch, v)
+
+    def _probe(self, purpose: str) -> Tensor:
+        generator = torch.Generator().manual_seed(torch_seed(stream(self.seed, purpose)))
+        return torch.randn(self.objective.size, generator=generator, dtype=torch.float64)
+
+    def _norm(self, operator: Operator, iterations: int = 16) -> float:
+        return spectral_norm(operator, self._probe("lanczos"), iterations)
+
+
+def spectral_norm(operator: Operator, start: Tensor, iterations: int = 16) -> float:
+    """The largest absolute eigenvalue of a symmetric operator, by Lanczos, from below.
+
+    >>> matrix = torch.diag(torch.tensor([1.0, -5.0, 2.0], dtype=torch.float64))
+    >>> round(spectral_norm(lambda v: matrix @ v, torch.ones(3, dtype=torch.float64)), 6)
+    5.0
+    """
+    basis: list[Tensor] = []
+    diagonal: list[float] = []
+    beside: list[float] = []
+    v = start / start.norm()
+    for _ in range(min(iterations, start.numel())):
+        basis.append(v)
+        image = operator(v)
+        diagonal.append(float(image @ v))
+        for b in (*basis, *basis):  # twice is enough to stay orthogonal
+            image = image - (image @ b) * b
+        length = float(image.norm())
+        if length < 1e-12 * (1 + abs(diagonal[0])):
+            break
+        beside.append(length)
+        v = image / length
+    beside = beside[: len(diagonal) - 1]
+    matrix = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
+    return float(np.abs(np.linalg.eigvalsh(matrix)).max())
+
+
+def spread(rows: Tensor) -> float:
+    """The standard deviation of vectors about their mean."""
+    return float((rows - rows.mean(dim=0)).square().sum(dim=1).mean().sqrt())
