@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["docs/paper.md", "CONTRIBUTING.md", "README.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/paper.md", "docs/theory.md", "CONTRIBUTING.md", "README.md"]
+)
 def test_files_that_documents_name_exist(page):
     named = re.findall(
         r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+)`", (ROOT / page).read_text()

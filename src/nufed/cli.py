@@ -107,9 +107,9 @@ def bounds(
     """What the theory promises: constants, bounds per ν, allowed step sizes, Theorem 1."""
     if source.is_dir():
         finished = load_run(source)
-        with Console(stderr=True).status("estimating constants, about half a minute"):
-            with torch_threads(finished.config.threads):
-                found = bounds_of_run(finished)
+        status = Console(stderr=True).status("estimating constants, about half a minute")
+        with status, torch_threads(finished.config.threads):
+            found = bounds_of_run(finished)
         write_json(source / "bounds.json", found)
         if add_to_report:
             build_report([finished], source)

@@ -182,7 +182,8 @@ class Estimator:
     def measure(self, w: Tensor, algorithm: GMeta, repeats: int = 64) -> Measured:
         """Bias and error of the algorithm's stochastic meta-gradient against ∇F_i, over agents.
 
-        The bias is the distance of the mean over repeats from ∇F_i, less what chance explains.
+        The bias is the distance of the mean over repeats from ∇F_i, less what chance explains (its
+        expectation and two standard errors over agents).
         """
         require(repeats >= 2, "repeats", repeats, "must be 2 or more")
         true = self.meta_gradients(w, algorithm)
@@ -195,7 +196,8 @@ class Estimator:
             chance = off.var(dim=0).sum() / repeats
             biases.append(float(off.mean(dim=0).square().sum() - chance))
             errors.append(float(off.square().sum(dim=1).mean()))
-        return Measured(max(0.0, float(np.mean(biases))) ** 0.5, float(np.mean(errors)) ** 0.5)
+        bias = np.mean(biases) - 2 * np.std(biases) / np.sqrt(len(biases))
+        return Measured(max(0.0, float(bias)) ** 0.5, float(np.mean(errors)) ** 0.5)
 
     def _sample(self, w: Tensor, algorithm: GMeta, agent: int, repeat: int) -> Tensor:
         batches = self.federation.batches(agent, self.seed, "estimate", repeat)
