@@ -39,5 +39,5 @@ def test_rates_per_coordinate():
     rates = torch.rand_like(w)
     expected = w - rates * objective.grad(w, batch)
     assert torch.equal(adapt(objective, w, [batch], rates), expected)
-    with pytest.raises(InputError, match=r"lr = \(2,\).*shape of w"):
+    with pytest.raises(InputError, match=r"\(2,\) of torch.float32.*tensor like w"):
         adapt(objective, w, [batch], torch.ones(2))

@@ -51,8 +51,8 @@ def check_rate(lr: Rate, w: Tensor) -> None:
     """Refuse a step size that is neither one number nor one number per coordinate of w."""
     if isinstance(lr, Tensor):
         require(
-            lr.ndim == 0 or lr.shape == w.shape,
+            lr.ndim == 0 or (lr.shape == w.shape and lr.dtype == w.dtype),
             "lr",
-            tuple(lr.shape),
-            f"a tensor of step sizes must be a scalar or have the shape of w, {tuple(w.shape)}",
+            f"{tuple(lr.shape)} of {lr.dtype}",
+            f"step sizes must be one number or a tensor like w, {tuple(w.shape)} of {w.dtype}",
         )

@@ -65,11 +65,10 @@ def average(updates: Sequence[ClientUpdate], name: str, averaging: Averaging) ->
     >>> average(updates, "model", "uniform"), average(updates, "model", "samples")
     (tensor([2.]), tensor([3.]))
     """
-    total = torch.zeros_like(updates[0].vectors[name])
-    if averaging == "uniform":
-        for update in updates:
-            total += update.vectors[name]
-        return total / len(updates)
-    for update in updates:
-        total += update.samples * update.vectors[name]
-    return total / sum(update.samples for update in updates)
+    first = updates[0].vectors[name]
+    # half precision would lose small terms of a long sum
+    total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+    weights = [update.samples if averaging == "samples" else 1 for update in updates]
+    for update, weight in zip(updates, weights, strict=True):
+        total += weight * update.vectors[name].to(total.dtype)
+    return (total / sum(weights)).to(first.dtype)

@@ -6,9 +6,10 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -22,7 +23,7 @@ from nufed.models import MODELS
 from nufed.progress import show_progress
 from nufed.report import build_report, save_bounds_charts, save_counts_chart
 from nufed.report.bounds import bounds_notes, bounds_tables
-from nufed.report.tables import Table, headline, results_table
+from nufed.report.tables import Table, all_groups, headline, results_table
 from nufed.runs import Run, load_config, load_run, presets
 from nufed.runs.build import build_samples, build_split
 from nufed.runs.config import known_fields
@@ -72,6 +73,8 @@ def run(
         return
     _print_results([finished])
     print(f"report: {finished.path / 'report.html'}")
+    if finished.failures:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -139,7 +142,7 @@ def list_all(as_json: AsJson = False) -> None:
         "models": {name: _first_line(f) for name, f in MODELS.items()},
         "algorithms": {name: _first_line(f) for name, f in ALGORITHMS.items()},
         "configuration keys": {
-            key: f"{field.description or ''} (default {field.get_default()!r})".strip()
+            key: _describe(field)
             for key, field in known_fields()
             if key not in ("data", "model", "method", "methods")
         },
@@ -189,9 +192,11 @@ def _print_results(runs: list[Run]) -> None:
     console = Console()
     for line in (headline(run) for run in runs):
         console.print(line, highlight=False)
-    for group in runs[0].groups:
+    for group in all_groups(runs):
         console.print()
         _print_table(console, f"agents {group} in training", results_table(runs, group))
+    for line in (line for run in runs for line in run.failures):
+        console.print(f"[red]could not be trained[/red], left out above: {line}", highlight=False)
     rejected = [line for run in runs for line in run.rejected()]
     if rejected:
         console.print(
@@ -219,6 +224,13 @@ def _print_counts(names: Any, unseen: Any, classes: Any, counts: list[list[int]]
         cells = (shades[-(-4 * n // most)] * width for n in row)
         note = " unseen in training" if agent in unseen else ""
         print(name.rjust(margin), " ".join(cells), str(sum(row)).rjust(8) + note)
+
+
+def _describe(field: FieldInfo) -> str:
+    """What a configuration key means, its choices and its default."""
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    words = [field.description or "", " | ".join(map(str, choices))]
+    return f"{' '.join(w for w in words if w)} (default {field.get_default()!r})".strip()
 
 
 def _first_line(thing: Any) -> str:

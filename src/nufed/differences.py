@@ -51,6 +51,7 @@ def double_difference(
     try:
         wide = central_difference(objective.double, wide_w, batch, wide_v, step)
     except (RuntimeError, TypeError) as error:
+        objective.grad(w, batch)  # if this fails too, it is not about float64
         raise InputError(
             'fd_step = "auto" evaluates gradients in float64, which this module or loss does not '
             f"take ({error}); let it create its tensors in the dtype of its inputs, or give "
@@ -59,7 +60,7 @@ def double_difference(
     return wide.to(w.dtype)
 
 
-def trouble_with(
+def trouble_with_step(
     step: float, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor
 ) -> str | None:
     """What is wrong with a fixed step here, as a sentence; None if the product is good.
@@ -67,17 +68,10 @@ def trouble_with(
     Compares with the automatic step: six gradient evaluations, four of them in float64.
     """
     reference = double_difference(objective, w, batch, v)
-    scale = float(reference.norm())
-    if scale == 0 or not math.isfinite(scale):
-        return None
-
-    def error(product: Tensor) -> float:
-        return float((product - reference).norm()) / scale
-
-    off = error(central_difference(objective, w, batch, v, step))
+    off = _error(central_difference(objective, w, batch, v, step), reference)
     if off <= POOR:
         return None
-    if error(double_difference(objective, w, batch, v, step)) > POOR:
+    if _error(double_difference(objective, w, batch, v, step), reference) > POOR:
         cause = "the step is too large: it crosses kinks (ReLU) or strong changes of curvature"
     else:
         cause = f"the step is too small: the difference drowns in the rounding of {w.dtype}"
@@ -85,3 +79,28 @@ def trouble_with(
         f"fd_step = {step:g} gives Hessian-vector products that are {off:.0%} off; {cause}. "
         'Use fd_step = "auto"'
     )
+
+
+def trouble_with_product(
+    product: Tensor, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor
+) -> str | None:
+    """What is wrong with an exact product, as a sentence; None if it agrees with a difference."""
+    try:
+        off = _error(product, double_difference(objective, w, batch, v))
+    except InputError:  # does not run in float64: nothing to compare with
+        return None
+    if off <= POOR:
+        return None
+    return (
+        f"the exact Hessian-vector product is {off:.0%} away from a difference of gradients: an "
+        "operation of this module has a wrong second derivative in torch (the fused weight_norm "
+        "has). Use hessian_free curvature, or write that operation differently"
+    )
+
+
+def _error(product: Tensor, reference: Tensor) -> float:
+    """The relative error of a product; none where there is nothing to compare with."""
+    scale = float(reference.norm())
+    if scale == 0 or not math.isfinite(scale):
+        return 0.0
+    return float((product - reference).norm()) / scale

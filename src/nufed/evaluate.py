@@ -17,17 +17,26 @@ from torch import Tensor
 
 from nufed.algorithm import Algorithm, State
 from nufed.data import Federation
+from nufed.errors import InputError
 from nufed.objective import Inputs, Objective
 
 Metric: TypeAlias = Callable[[Tensor, Tensor], float | Tensor]
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """The share of targets whose class has the largest output.
+    """The share of targets whose class has the largest output; NaN if an output is not finite.
 
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     0.5
     """
+    if outputs.ndim != 2 or outputs.shape[1] < 2 or int(targets.max()) >= outputs.shape[1]:
+        raise InputError(
+            f"accuracy needs one output per class, and the model gives outputs of shape "
+            f"{tuple(outputs.shape)} for classes up to {int(targets.max())}: change the model, or "
+            "give a metric of your own"
+        )
+    if not torch.isfinite(outputs).all():
+        return float("nan")  # argmax would call it class 0
     return int((outputs.argmax(dim=1) == targets).sum()) / len(targets)
 
 
@@ -121,13 +130,14 @@ def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Sum
     before = np.array([s.score[0] for s in scores])
     sign = 1 if measure.higher_is_better else -1
     tenth = -(-len(scores) // 10)
+    ranked = np.sort(np.nan_to_num(sign * after, nan=-np.inf))  # not a number is worst
     return Summary(
         agents=len(scores),
         mean=float(after.mean()),
         weighted_mean=float(np.average(after, weights=[s.test_samples for s in scores])),
         std=float(after.std()),
         deciles=tuple(np.quantile(after, np.linspace(0, 1, 11)).tolist()),
-        worst_tenth=float(sign * np.sort(sign * after)[:tenth].mean()),
+        worst_tenth=float(sign * ranked[:tenth].mean()),
         harmed=float((~(sign * after >= sign * before)).mean()),  # not a number: harmed
         loss=float(np.mean([s.loss[step] for s in scores])),
     )

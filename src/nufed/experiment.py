@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from nufed.algorithm import Algorithm, State
-from nufed.algorithms import fedavg
+from nufed.algorithms import GMeta, fedavg
 from nufed.data import Federation, Samples, as_samples
-from nufed.errors import InputError
+from nufed.errors import InputError, TrainingError
 from nufed.evaluate import AgentScores, Measure, Metric, majority_class, summarise
 from nufed.objective import Loss, Objective
 from nufed.runs import Config, Run, RunDirectory, load_config, load_run
@@ -27,6 +26,7 @@ from nufed.runs.build import (
     build_samples,
 )
 from nufed.runs.directory import write_json, write_line
+from nufed.server import to_send
 from nufed.simulation import DirectEngine, Progress, train
 from nufed.threads import torch_threads
 
@@ -84,6 +84,8 @@ def run(
         for seed in checked.seeds:
             _run_seed(setup, seed, directory, on_progress or (lambda event: None))
     finished = load_run(directory.path)
+    if not finished.methods:
+        raise TrainingError(f"no method could be trained: {finished.failures[0]}")
     write_json(directory.path / "results.json", finished.to_json())
     from nufed.report import build_report  # charts take a moment to import
 
@@ -109,12 +111,10 @@ class _Setup:
         measure = build_measure(config, samples)
         if own["metric"] is not None:
             measure = Measure(getattr(own["metric"], "__name__", "metric"), own["metric"])
-        elif own["loss"] is not None and not samples.classes:
-            measure = Measure("loss", None)
         algorithms = config.algorithms()
         federations = {s: build_federation(config.data, samples, s) for s in config.seeds}
         for federation in federations.values():
-            for algorithm in (*algorithms.values(), config.method.build()):
+            for algorithm in algorithms.values():
                 federation.check_batch_size(algorithm.batch_size)
         objectives = {
             seed: build_objective(config, _module(config, own["model"], samples, seed), loss)
@@ -125,30 +125,30 @@ class _Setup:
         return setup
 
     def _try_model(self) -> None:
-        """Find out before training whether model, loss and data go together."""
-        seed, objective = next(iter(self.objectives.items()))
-        size = self.config.method.batch_size
-        (batch,) = self.federations[seed].batches(0, seed, "train").draw("outer", size)
+        """Find out, before anything is written, whether model, loss, metric and data fit together.
+
+        One agent works for one round with every method, and is evaluated.
+        """
+        seed = self.config.seeds[0]
+        engine = DirectEngine(self.objectives[seed], self.federations[seed], seed)
+        w = self.objectives[seed].initial()
         try:
-            objective.value(objective.initial(), batch)
-        except (RuntimeError, TypeError, IndexError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
+            with torch_threads(self.config.threads):
+                for algorithm in self.algorithms.values():
+                    server, states = algorithm.server_init(w), {0: algorithm.client_init(w)}
+                    engine.client_updates(algorithm, to_send(algorithm, server), states, round=0)
+                    engine.evaluate(algorithm, server, states, steps=1, measure=self.measure)
+        except InputError:
+            raise
+        except Exception as error:  # whatever the user's model, loss or metric does wrong
             raise InputError(
-                f"the model and loss can't be used on this data, inputs of shape "
-                f"{self.samples.input_shape}: {str(error).splitlines()[0]}"
+                f"the model, loss and metric can't be used on this data, inputs of shape "
+                f"{self.samples.input_shape}: {type(error).__name__}: {str(error).splitlines()[0]}"
             ) from error
 
 
 def _module(config: Config, model: Any, samples: Samples, seed: int) -> nn.Module:
-    if model is None:
-        return build_module(config, samples, seed)
-    if isinstance(model, nn.Module):
-        return model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module: nn.Module = model()
-    return module
+    return model if isinstance(model, nn.Module) else build_module(config, samples, seed, model)
 
 
 def _noting(config: Config, own: Mapping[str, Any]) -> Config:
@@ -165,10 +165,14 @@ def _run_seed(setup: _Setup, seed: int, directory: RunDirectory, listener: Liste
     federation, objective = setup.federations[seed], setup.objectives[seed]
     directory.write_split(federation.split, setup.samples, seed)
     engine = DirectEngine(objective, federation, seed)
+    listener(Event(seed, "null baselines", 0, None))
     for name, scores in _baselines(setup, engine):
         directory.write_scores("baselines", name, seed, scores)
     for name, algorithm in setup.algorithms.items():
-        _run_method(setup, engine, name, algorithm, directory, listener)
+        try:
+            _run_method(setup, engine, name, algorithm, directory, listener)
+        except TrainingError as error:  # the other methods go on
+            directory.write_failure(name, seed, str(error))
 
 
 def _run_method(
@@ -226,7 +230,11 @@ def _evaluate(
 ) -> list[AgentScores]:
     states = progress.client_states(algorithm, engine.federation.split.agents)
     return engine.evaluate(
-        algorithm, progress.server, states, steps=setup.config.eval_steps, measure=setup.measure
+        algorithm,
+        progress.server,
+        states,
+        steps=setup.config.steps_evaluated,
+        measure=setup.measure,
     )
 
 
@@ -236,24 +244,19 @@ def _by_group(scores: Sequence[AgentScores], setup: _Setup) -> dict[str, dict[st
     for group in ("seen", "unseen"):
         chosen = [s for s in scores if s.seen == (group == "seen")]
         if chosen:
-            steps = range(setup.config.eval_steps + 1)
+            steps = range(setup.config.steps_evaluated + 1)
             means = [summarise(chosen, step, setup.measure) for step in steps]
             groups[group] = {"score": [m.mean for m in means], "loss": [m.loss for m in means]}
     return groups
 
 
 def _baselines(setup: _Setup, engine: DirectEngine) -> Iterator[tuple[str, list[AgentScores]]]:
-    """The null baselines, with the settings of ``[method]``."""
-    shared, steps = setup.config.method, setup.config.eval_steps
+    """The null baselines."""
+    steps = setup.config.steps_evaluated
     agents = engine.federation.split.agents
     if setup.samples.classes and setup.measure.name == "accuracy":
         yield "majority", [majority_class(engine.federation, a, steps) for a in agents]
-    alone = fedavg(
-        adapt_lr=shared.adapt_lr,
-        meta_lr=shared.meta_lr,
-        batch_size=shared.batch_size,
-        local_steps=shared.local_steps * setup.config.rounds,
-    )
+    alone = _alone(setup)
     initial = alone.server_init(engine.objective.initial())
 
     def evaluate(server: State, agents: Sequence[int]) -> list[AgentScores]:
@@ -267,4 +270,16 @@ def _baselines(setup: _Setup, engine: DirectEngine) -> Iterator[tuple[str, list[
             evaluate(engine.client_updates(alone, initial, {a: {}}, round=1)[a].vectors, [a])[0]
             for a in agents
         ],
+    )
+
+
+def _alone(setup: _Setup) -> GMeta:
+    """FedAvg without a server, in every round: with the settings of the first method."""
+    first = next(iter(setup.algorithms.values()))
+    settings = first if isinstance(first, GMeta) else setup.config.method
+    return fedavg(
+        adapt_lr=settings.adapt_lr,
+        meta_lr=settings.meta_lr,
+        batch_size=settings.batch_size,
+        local_steps=settings.local_steps * setup.config.rounds,
     )

@@ -16,11 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar, Literal, NamedTuple, Protocol
+from weakref import WeakSet
 
 from torch import Tensor
 
 from nufed.adapt import Rate, trajectory
-from nufed.differences import central_difference, double_difference, trouble_with
+from nufed.differences import (
+    central_difference,
+    double_difference,
+    trouble_with_product,
+    trouble_with_step,
+)
 from nufed.errors import NumericalWarning, require
 from nufed.objective import AnyBatch, Objective
 
@@ -50,16 +56,28 @@ class Curvature(Protocol):
         ...
 
 
+_checked: WeakSet[Objective] = WeakSet()
+
+
 @dataclass(frozen=True)
 class Exact:
-    """∇²f(w)·v by automatic differentiation (Algorithm 2)."""
+    """∇²f(w)·v by automatic differentiation (Algorithm 2).
+
+    The first product of every objective is compared with a difference, and warned about if off.
+    """
 
     batches_per_product: ClassVar[int] = 1
     gradients_per_product: ClassVar[int] = 0
     hvps_per_product: ClassVar[int] = 1
 
     def product(self, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
-        return objective.hvp(w, batch, v)
+        product = objective.hvp(w, batch, v)
+        if objective not in _checked:  # a few operations of torch have wrong second derivatives
+            _checked.add(objective)
+            trouble = trouble_with_product(product, objective, w, batch, v)
+            if trouble:
+                warnings.warn(trouble, NumericalWarning, stacklevel=2)
+        return product
 
 
 @dataclass(frozen=True)
@@ -101,7 +119,7 @@ class HessianFree:
         if self.fd_step == "auto":
             return double_difference(objective, w, batch, v)
         if self._watch.due():
-            trouble = trouble_with(self.fd_step, objective, w, batch, v)
+            trouble = trouble_with_step(self.fd_step, objective, w, batch, v)
             if trouble:
                 self._watch.stop()
                 warnings.warn(trouble, NumericalWarning, stacklevel=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nufed.errors import InputError, require
 
@@ -91,7 +92,11 @@ class Objective:
         self._shapes = [p.shape for p in parameters.values()]
         self._sizes = [p.numel() for p in parameters.values()]
         self._initial = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
-        self._buffers_unchecked = any(True for _ in self._module.buffers())
+        self._has_buffers = any(True for _ in self._module.buffers())
+        # layers that never go into training mode: keepers of statistics, and those the user froze
+        keepers = [self._module.get_submodule(name) for name in self._keepers]
+        chosen = [m for m in self._module.modules() if module.training and not m.training]
+        self._always_evaluated = [*keepers, *chosen]
         self._set_training(False)
 
     @property
@@ -126,15 +131,23 @@ class Objective:
         """∇f(w, batch)."""
         w = w.detach().requires_grad_()
         with torch.enable_grad():
-            return _derivative(self._value(w, batch), w)
+            return _derivative(self._differentiable(w, batch), w)
 
     def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         """∇²f(w, batch)·v, by differentiating ⟨∇f, v⟩; the Hessian is never formed."""
         require(v.shape == w.shape, "v", tuple(v.shape), f"must have the shape of w, {w.shape}")
+        try:
+            return self._hvp(w, batch, v)
+        except NotImplementedError:  # fused attention has no second derivative; its parts have
+            with sdpa_kernel(SDPBackend.MATH):
+                return self._hvp(w, batch, v)
+
+    def _hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         w = w.detach().requires_grad_()
         with torch.enable_grad():
-            gradient = _derivative(self._value(w, batch), w, create_graph=True)
-            return _derivative(gradient, w, v)
+            gradient = _derivative(self._differentiable(w, batch), w, create_graph=True)
+            # a loss that is linear in w has a gradient that does not depend on it
+            return _derivative(gradient, w, v) if gradient.requires_grad else torch.zeros_like(w)
 
     def predict(self, w: Tensor, inputs: Inputs) -> Tensor:
         """The module's outputs for ``inputs`` in evaluation mode."""
@@ -176,6 +189,15 @@ class Objective:
         with self._mode(batch.seed):
             return self.loss(self._outputs(w, batch.inputs), batch.targets)
 
+    def _differentiable(self, w: Tensor, batch: AnyBatch) -> Tensor:
+        loss = self._value(w, batch)
+        if not loss.requires_grad:
+            raise InputError(
+                "the loss does not depend on the parameters in a way that can be differentiated: "
+                "the module or the loss may detach, use no_grad, or leave torch"
+            )
+        return loss
+
     def _outputs(self, w: Tensor, inputs: Inputs) -> Tensor:
         self._check_vector(w)
         arguments: tuple[Tensor, ...] = ()
@@ -209,39 +231,34 @@ class Objective:
         """Evaluation mode without a seed; with one, training mode and randomness from it."""
         if self._module.training != (seed is not None):
             self._set_training(seed is not None)
-        if seed is None:
+        before = dict(self._module.named_buffers()) if self._has_buffers else {}
+        before = {name: buffer.clone() for name, buffer in before.items()}
+        with nullcontext() if seed is None else _seeded(seed, self._initial.device):
             yield
-            return
-        with _seeded(seed, self._initial.device):
-            if self._buffers_unchecked:
-                before = {n: b.clone() for n, b in self._module.named_buffers()}
-                yield
-                self._check_buffers(before)
-            else:
-                yield
+        if self._has_buffers:
+            self._check_buffers(before)
 
     def _set_training(self, training: bool) -> None:
         self._module.train(training)
-        for name in self._keepers:
-            self._module.get_submodule(name).eval()
+        for layer in self._always_evaluated:
+            layer.training = False
 
     def _check_buffers(self, before: dict[str, Tensor]) -> None:
         for name, buffer in self._module.named_buffers():
-            if not torch.equal(buffer, before[name]):
+            old = before.get(name)
+            same = old is not None and torch.allclose(buffer, old, rtol=0, atol=0, equal_nan=True)
+            if not same:
                 raise InputError(
-                    f"the module changes its buffer {name!r} in training mode, and such state "
-                    "cannot be part of a meta-gradient; remove the layer that keeps it, or put "
-                    "that layer into evaluation mode in the module's forward"
+                    f"the module's forward changes its buffer {name!r}, and such state cannot be "
+                    "part of a meta-gradient; remove the layer that keeps it, or put that layer "
+                    "into evaluation mode before giving the module to nufed"
                 )
-        self._buffers_unchecked = False
 
 
 def _derivative(
     of: Tensor, w: Tensor, direction: Tensor | None = None, create_graph: bool = False
 ) -> Tensor:
-    """The derivative of ``of`` (against ``direction``) with respect to w; zero if it has none."""
-    if not of.requires_grad:
-        return torch.zeros_like(w)
+    """The derivative of ``of`` (against ``direction``) with respect to w."""
     (result,) = torch.autograd.grad(
         of, w, direction, create_graph=create_graph, materialize_grads=True
     )

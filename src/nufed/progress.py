@@ -48,11 +48,13 @@ class Display:
         self._last = now
         left = self._left()
         score = "" if event.score is None else f"  {event.score:.3f}"
-        where = f"seed {event.seed}  {event.method}  round {event.round}/{self._config.rounds}"
+        where = f"seed {event.seed}  {event.method}"
+        if event.method in self._rounds:
+            where += f"  round {event.round}/{self._config.rounds}"
         done = sum(map(len, self._spent.values()))
         self._bar.update(self._task, completed=done, description=where + score, left=left)
         plain = not self._console.is_terminal
-        if plain and event.round in (self._config.rounds // 2, self._config.rounds):
+        if plain and event.round and event.round in (self._config.rounds // 2, self._config.rounds):
             self._console.print(f"{where}{score}  {left}", highlight=False, soft_wrap=True)
 
     def stop(self) -> None:

@@ -4,7 +4,8 @@ from hypothesis import given as given_examples
 from hypothesis import strategies as st
 
 from nufed import InputError
-from nufed.data import dirichlet, given, iid, shards
+from nufed.data import dirichlet, dirichlet_reusing, given, iid, shards
+from nufed.data.partition import _draw_counts
 
 
 @st.composite
@@ -36,15 +37,23 @@ def test_dirichlet_never_reusing(labels, agents, size, concentration, seed):
     assert no_repeats(together) and together.min() >= 0 and together.max() < len(labels)
 
 
-@given_examples(labels(), st.integers(1, 9), st.integers(1, 30), CONCENTRATIONS, SEEDS)
-def test_dirichlet_reusing_across_agents(labels, agents, size, concentration, seed):
+PART_SIZES = st.tuples(st.integers(1, 30), st.integers(0, 5), st.integers(1, 10))
+
+
+@given_examples(labels(), st.integers(1, 9), PART_SIZES, CONCENTRATIONS, SEEDS)
+def test_dirichlet_reusing_across_agents(labels, agents, sizes, concentration, seed):
     rng = np.random.default_rng(seed)
-    if size > len(labels):
-        with pytest.raises(InputError):
-            dirichlet(labels, agents, size, concentration, rng, reuse="across_agents")
+    try:
+        parts = dirichlet_reusing(labels, agents, sizes, concentration, rng)
+    except InputError as error:
+        assert "samples" in str(error) and sum(sizes) > len(labels) / 2 - 12 * 2
         return
-    parts = dirichlet(labels, agents, size, concentration, rng, reuse="across_agents")
-    assert len(parts) == agents and all(len(p) == size and no_repeats(p) for p in parts)
+    assert len(parts) == agents
+    for own in parts:
+        assert [len(part) for part in own] == list(sizes) and all(map(no_repeats, own))
+    # nobody trains on what another agent is validated or tested on
+    pools = [set(np.concatenate(column).tolist()) for column in zip(*parts, strict=True)]
+    assert sum(map(len, pools)) == len(set.union(*pools))
 
 
 @given_examples(st.integers(1, 200), st.integers(1, 20), st.none() | st.integers(1, 30), SEEDS)
@@ -94,16 +103,15 @@ def test_given_assignments_are_kept(owners):
         assert {owners[i] for i in rows} == {name}
 
 
-@pytest.mark.parametrize("reuse", ["never", "across_agents"])
-def test_it_finishes_in_the_extreme(reuse):
+def test_it_finishes_in_the_extreme():
     labels = np.arange(50_000) % 100
-    parts = dirichlet(labels, 500, 100, 1e-4, np.random.default_rng(0), reuse)
+    parts = dirichlet(labels, 500, 100, 1e-4, np.random.default_rng(0))
     assert {len(p) for p in parts} == {100}
-    purity = [np.bincount(labels[p]).max() / 100 for p in parts]
-    if reuse == "across_agents":
-        assert np.mean(purity) > 0.99  # nearly all hold one class
-    else:
-        assert no_repeats(np.concatenate(parts))  # and every sample is used
+    assert no_repeats(np.concatenate(parts))  # and every sample is used
+    shared = dirichlet_reusing(labels, 500, (80, 0, 20), 1e-4, np.random.default_rng(0))
+    purity = [np.bincount(labels[train]).max() / 80 for train, _, _ in shared]
+    assert np.mean(purity) > 0.99  # nearly all hold one class
+    assert all(labels[test][0] in labels[train] for train, _, test in shared)
 
 
 def test_concentration_controls_heterogeneity_and_classes_follow_the_drawn_distribution():
@@ -114,16 +122,14 @@ def test_concentration_controls_heterogeneity_and_classes_follow_the_drawn_distr
         spread.append(np.mean([np.bincount(labels[p], minlength=10).max() for p in parts]))
     assert spread[0] > 90 > spread[1] > 30 > 25 > spread[2]
     # α_d → 0: the one class of each agent is uniform over classes
-    alone = dirichlet(labels, 2000, 5, 1e-4, np.random.default_rng(2), reuse="across_agents")
-    firsts = np.bincount([labels[p[0]] for p in alone], minlength=10)
+    alone = dirichlet_reusing(labels, 2000, (5,), 1e-4, np.random.default_rng(2))
+    firsts = np.bincount([labels[part[0]] for (part,) in alone], minlength=10)
     assert np.abs(firsts - 200).max() < 5 * np.sqrt(2000 * 0.1 * 0.9)
 
 
 def test_a_class_that_runs_out_is_renormalised_like_drawing_one_by_one():
     """Against a one-by-one sampler: the same distribution of class counts."""
     available, pmf = np.array([3, 50, 50]), np.array([0.6, 0.3, 0.1])
-    from nufed.data.partition import _draw_counts
-
     rng = np.random.default_rng(0)
     ours = np.mean([_draw_counts(pmf, available, 12, rng) for _ in range(4000)], axis=0)
     theirs = np.zeros(3)
@@ -137,7 +143,5 @@ def test_a_class_that_runs_out_is_renormalised_like_drawing_one_by_one():
 
 
 def test_where_no_probability_is_left_remaining_counts_decide():
-    from nufed.data.partition import _draw_counts
-
     counts = _draw_counts(np.array([1.0, 0, 0]), np.array([2, 10, 0]), 7, np.random.default_rng(0))
     assert counts.tolist() == [2, 5, 0]

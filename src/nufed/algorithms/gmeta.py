@@ -24,7 +24,7 @@ from nufed.objective import Objective
 
 @dataclass(frozen=True)
 class GMeta:
-    """Algorithm 1 of the paper.
+    """Generalized meta federated averaging (Algorithm 1 of the paper), for any ν.
 
     Args:
         adapt_steps: ν, the fine-tuning steps that the model is trained for.
@@ -54,7 +54,12 @@ class GMeta:
             require(ok, name, value, f"must be a whole number, {least} or more")
         for name in ("adapt_lr", "meta_lr"):
             value = getattr(self, name)
-            ok = isinstance(value, Tensor) or 0 <= value < float("inf")
+            smallest, largest = (
+                (float(value.min()), float(value.max()))
+                if isinstance(value, Tensor)
+                else (value,) * 2
+            )
+            ok = smallest >= 0 and largest < float("inf")
             require(ok, name, value, "must be a finite number, 0 or more")
         allowed = "must be " + " or ".join(AVERAGING)
         require(self.averaging in AVERAGING, "averaging", self.averaging, allowed)

@@ -1,12 +1,13 @@
 """Data: where samples come from, who holds them, and how they come out as batches."""
 
 from nufed.data.federation import AgentBatches, Federation, SmallAgents
-from nufed.data.partition import Reuse, dirichlet, given, iid, shards
+from nufed.data.partition import Reuse, dirichlet, dirichlet_reusing, given, iid, shards
 from nufed.data.samples import Samples, as_samples
 from nufed.data.sources import SOURCES
-from nufed.data.split import Split, make_split
+from nufed.data.split import Split, make_split, part_sizes, split_of_parts
 
 PARTITIONS: dict[str, str] = {
+    "auto": "given if the data has owners, else dirichlet",
     "dirichlet": "each agent draws a class distribution (α_d), then its samples by it (the paper)",
     "iid": "every agent gets a random part of the data",
     "shards": "every agent holds classes_per_agent classes",
@@ -24,8 +25,11 @@ __all__ = [
     "Split",
     "as_samples",
     "dirichlet",
+    "dirichlet_reusing",
     "given",
     "iid",
     "make_split",
+    "part_sizes",
     "shards",
+    "split_of_parts",
 ]

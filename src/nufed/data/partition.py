@@ -5,6 +5,7 @@ No function here ever gives a row twice to one agent, and all of them finish.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -21,39 +22,68 @@ def dirichlet(
     samples_per_agent: int,
     concentration: float,
     rng: np.random.Generator,
-    reuse: Reuse = "never",
 ) -> list[Rows]:
     """The paper's split: each agent draws a class distribution, then samples by it.
 
     The distribution of each agent comes from a symmetric Dirichlet with parameter
-    ``concentration`` (α_d): near 0 an agent holds one class, towards infinity all are alike.
-
-    ``reuse="never"``: no two agents share a sample. A class that runs out is left out and the
-    agent's distribution renormalised over the classes left, so that later agents may get classes
-    that they did not ask for. ``reuse="across_agents"``: every agent draws from the whole data.
-    In both, where the classes left have no probability, they are drawn by their remaining counts.
+    ``concentration`` (α_d): near 0 an agent holds one class, towards infinity all are alike. No two
+    agents share a sample. A class that runs out is left out and the agent's distribution
+    renormalised over the classes left, so that later agents may get classes that they did not ask
+    for; where the classes left have no probability, they are drawn by their remaining counts.
 
     >>> labels = np.array([0] * 5 + [1] * 5)
     >>> [len(rows) for rows in dirichlet(labels, 2, 5, 0.1, np.random.default_rng(0))]
     [5, 5]
     """
-    needed = samples_per_agent * (agents if reuse == "never" else 1)
-    _check_enough(len(labels), needed, agents, samples_per_agent)
-    pools = _shuffled_classes(labels, rng)
+    _check_enough(len(labels), samples_per_agent * agents, agents, samples_per_agent)
+    pools = _shuffled_classes(labels, np.unique(labels), rng)
     sizes = np.array([len(pool) for pool in pools])
-    taken = np.zeros(len(pools), dtype=np.int64)
+    taken = np.zeros_like(sizes)
     parts = []
     for _ in range(agents):
         pmf = rng.dirichlet(np.full(len(pools), concentration))
-        if reuse == "across_agents":
-            counts = _draw_counts(pmf, sizes, samples_per_agent, rng)
-            rows = [rng.choice(p, n, replace=False) for p, n in zip(pools, counts, strict=True)]
-        else:
-            counts = _draw_counts(pmf, sizes - taken, samples_per_agent, rng)
-            rows = [p[t : t + n] for p, t, n in zip(pools, taken, counts, strict=True)]
-            taken += counts
+        counts = _draw_counts(pmf, sizes - taken, samples_per_agent, rng)
+        rows = [p[t : t + n] for p, t, n in zip(pools, taken, counts, strict=True)]
+        taken += counts
         parts.append(np.concatenate(rows))
     return parts
+
+
+def dirichlet_reusing(
+    labels: Rows,
+    agents: int,
+    sizes: Sequence[int],
+    concentration: float,
+    rng: np.random.Generator,
+) -> list[list[Rows]]:
+    """The same, but agents may share samples: every agent draws from the whole data.
+
+    The data is cut once into as many pools as there are ``sizes`` (training, validation, test), in
+    their proportions and class by class, and an agent's parts come from their pools by one class
+    distribution. So no agent trains on what another one is tested on. Returns a list of parts per
+    agent; no part holds a row twice.
+    """
+    classes = np.unique(labels)
+    cuts = np.cumsum(sizes)[:-1] / sum(sizes)
+    shuffled = _shuffled_classes(labels, classes, rng)
+    by_class = [np.split(p, np.round(cuts * len(p)).astype(int)) for p in shuffled]
+    pools = [[pieces[part] for pieces in by_class] for part in range(len(sizes))]
+    for pool, size in zip(pools, sizes, strict=True):
+        _check_enough(sum(map(len, pool)), size, 1, size)
+    parts = []
+    for _ in range(agents):
+        pmf = rng.dirichlet(np.full(len(classes), concentration))
+        parts.append([_draw_part(pool, pmf, n, rng) for pool, n in zip(pools, sizes, strict=True)])
+    return parts
+
+
+def _draw_part(
+    pool: list[Rows], pmf: np.ndarray[Any, Any], size: int, rng: np.random.Generator
+) -> Rows:
+    """``size`` rows of a pool, its classes by ``pmf``."""
+    counts = _draw_counts(pmf, np.array([len(rows) for rows in pool]), size, rng)
+    drawn = [rng.choice(rows, n, replace=False) for rows, n in zip(pool, counts, strict=True)]
+    return np.concatenate(drawn).astype(np.int64)
 
 
 def _draw_counts(
@@ -100,7 +130,7 @@ def shards(
     Classes are given out as evenly as possible, and each class's samples dealt evenly among its
     holders. With a size, each agent keeps that many, spread evenly over its classes.
     """
-    pools = _shuffled_classes(labels, rng)
+    pools = _shuffled_classes(labels, np.unique(labels), rng)
     if not 1 <= classes_per_agent <= len(pools):
         raise InputError(
             f"classes_per_agent = {classes_per_agent}: must lie in 1 … {len(pools)}, the number of "
@@ -142,9 +172,9 @@ def given(owners: np.ndarray[Any, Any]) -> tuple[list[Rows], tuple[str, ...]]:
     return np.split(order, ends), tuple(str(name) for name in names)
 
 
-def _shuffled_classes(labels: Rows, rng: np.random.Generator) -> list[Rows]:
-    """The rows of every class that has any, each in random order."""
-    return [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+def _shuffled_classes(labels: Rows, classes: Rows, rng: np.random.Generator) -> list[Rows]:
+    """The rows of every class, each in random order."""
+    return [rng.permutation(np.flatnonzero(labels == label)) for label in classes]
 
 
 def _check_enough(have: int, needed: int, agents: int, samples_per_agent: int) -> None:
@@ -152,5 +182,5 @@ def _check_enough(have: int, needed: int, agents: int, samples_per_agent: int) -
         raise InputError(
             f"{agents} agents with {samples_per_agent} samples each need {needed} samples and the "
             f"data has {have}: ask for fewer agents or samples_per_agent, or with the dirichlet "
-            'partition allow data.reuse = "across_agents"'
+            'partition let agents share samples, data.reuse = "across_agents"'
         )

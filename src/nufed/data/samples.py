@@ -126,7 +126,6 @@ def _inputs(inputs: Any) -> Inputs:
 
 
 def _tensor(array: Any) -> Tensor:
-    """As a tensor; double precision from numpy becomes torch's default precision."""
     if isinstance(array, Tensor):
         return array
     array = np.asarray(array)
@@ -134,8 +133,7 @@ def _tensor(array: Any) -> Tensor:
         raise InputError(
             f"an array of dtype {array.dtype} can't be used as data: give numbers or booleans"
         )
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:

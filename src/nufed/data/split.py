@@ -83,6 +83,22 @@ class Split:
         return arrays
 
 
+def part_sizes(samples: int, validation: float, test: float, name: str = "") -> list[int]:
+    """How many of an agent's samples are for training, validation and test.
+
+    Of n rows round(test·n) are for test and round(validation·n) for validation; the rest train.
+    """
+    tests, validations = round(test * samples), round(validation * samples)
+    trains = samples - tests - validations
+    if trains < 1 or (test > 0 and tests < 1) or (validation > 0 and validations < 1):
+        raise InputError(
+            f"agent {name} has {samples} samples, too few for a training part beside "
+            f"validation = {validation} and test = {test}: give it more samples or change "
+            "these fractions"
+        )
+    return [trains, validations, tests]
+
+
 def make_split(
     rows: list[Rows],
     seed: int,
@@ -92,32 +108,29 @@ def make_split(
     unseen_agents: int = 0,
     names: tuple[str, ...] | None = None,
 ) -> Split:
-    """Cut every agent's rows into disjoint parts, and pick the agents held out from training.
-
-    Of n rows round(test·n) are for test and round(validation·n) for validation; the rest train.
-    """
+    """Cut every agent's rows into disjoint parts, and pick the agents held out from training."""
     names = names or tuple(str(agent) for agent in range(len(rows)))
-    if not 0 <= unseen_agents < len(rows):
-        raise InputError(
-            f"unseen_agents = {unseen_agents}: of {len(rows)} agents at least one must take part "
-            f"in training, so it must lie in 0 … {len(rows) - 1}"
-        )
-    parts: dict[str, list[Rows]] = {part: [] for part in PARTS}
+    parts = []
     for agent, own in enumerate(rows):
+        sizes = part_sizes(len(own), validation, test, names[agent])
         shuffled = stream(seed, "parts", agent=agent).permutation(own)
-        tests, validations = round(test * len(own)), round(validation * len(own))
-        trains = len(own) - tests - validations
-        if trains < 1 or (test > 0 and tests < 1) or (validation > 0 and validations < 1):
-            raise InputError(
-                f"agent {names[agent]} has {len(own)} samples, too few for a training part beside "
-                f"validation = {validation} and test = {test}: give it more samples or change "
-                "these fractions"
-            )
-        cuts = [trains, trains + validations]
-        for part, piece in zip(PARTS, np.split(shuffled, cuts), strict=True):
-            parts[part].append(piece)
-    unseen = stream(seed, "unseen").choice(len(rows), unseen_agents, replace=False)
-    return Split(**parts, names=names, unseen=tuple(sorted(unseen.tolist())))
+        parts.append(np.split(shuffled, np.cumsum(sizes)[:-1]))
+    return split_of_parts(parts, seed, unseen_agents, names)
+
+
+def split_of_parts(
+    parts: list[list[Rows]], seed: int, unseen_agents: int, names: tuple[str, ...] | None = None
+) -> Split:
+    """A split from every agent's training, validation and test rows."""
+    if not 0 <= unseen_agents < len(parts):
+        raise InputError(
+            f"unseen_agents = {unseen_agents}: of {len(parts)} agents at least one must take part "
+            f"in training, so it must lie in 0 … {len(parts) - 1}"
+        )
+    unseen = stream(seed, "unseen").choice(len(parts), unseen_agents, replace=False)
+    train, validation, test = (list(column) for column in zip(*parts, strict=True))
+    names = names or tuple(str(agent) for agent in range(len(parts)))
+    return Split(train, validation, test, names, tuple(sorted(unseen.tolist())))
 
 
 def _unpack(rows: Rows, sizes: Rows) -> list[np.ndarray[Any, Any]]:

@@ -11,7 +11,7 @@ import altair as alt
 import numpy as np
 
 from nufed.report.bounds import TERMS
-from nufed.report.tables import label
+from nufed.report.tables import all_groups, label, run_name
 from nufed.runs import Run
 
 # Okabe and Ito's colours, told apart by colour-blind readers too
@@ -23,7 +23,7 @@ WIDTH, HEIGHT = 560, 320
 def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
     """Every chart of a report as (file name, caption, chart)."""
     steps = _steps(runs)
-    for group in runs[0].groups:
+    for group in all_groups(runs):
         agents = f"agents {group} in training"
         yield (
             f"rounds-{group}",
@@ -45,15 +45,18 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
     )
     for run in runs:
         if next(iter(run.splits.values()))["classes"]:
-            name = "split" if len(runs) == 1 else f"split-{run.path.name}"
+            name = "split" if len(runs) == 1 else f"split-{runs.index(run) + 1}"
             first = run.config.seeds[0]
-            yield name, f"Samples per agent and class, seed {first}.", split_chart(run)
+            of = run_name(run, runs)
+            yield name, f"Samples per agent and class, {of}, seed {first}.", split_chart(run)
 
 
 def rounds_chart(runs: Sequence[Run], group: str) -> Any:
     """Score by round."""
     points = []
-    for _, name, part in _methods(runs):
+    for run, name, part in _methods(runs):
+        if group not in run.groups:
+            continue
         lines = [[m for m in t.metrics if "evaluation" in m] for t in part.values()]
         for same_round in zip(*lines, strict=True):
             scores = [m["evaluation"][group]["score"][-1] for m in same_round]
@@ -65,7 +68,7 @@ def steps_chart(runs: Sequence[Run]) -> Any:
     """Score by number of fine-tuning steps."""
     points = []
     for run, name, part in _methods(runs):
-        for step in range(run.config.eval_steps + 1):
+        for step in range(run.config.steps_evaluated + 1):
             scores = [_seen_mean(t.scores, step) for t in part.values()]
             points.append(_point(name, "step", step, scores))
     return _curves(runs, points, "step", "fine-tuning steps", "seen", last_step=False)
@@ -78,7 +81,7 @@ def agents_chart(runs: Sequence[Run]) -> Any:
         for run, name, part in (*_methods(runs), *_baselines(runs))
         for t in part.values()
         for s in t.scores
-        if s.seen
+        if s.seen and math.isfinite(s.score[-1])
     ]
     names = [name for _, name, _ in _methods(runs)]
     nulls = [name for _, name, _ in _baselines(runs)]
@@ -188,6 +191,7 @@ def _curves(
 ) -> Any:
     """Mean lines with bands over seeds, and the null baselines dashed."""
     names = [name for _, name, _ in _methods(runs)]
+    points = [p for p in points if all(math.isfinite(p[k]) for k in ("mean", "low", "high"))]
     colour = alt.Color(
         "method:N",
         scale=alt.Scale(domain=names, range=_colours(names)),
@@ -206,11 +210,12 @@ def _curves(
         shape=shape,
         tooltip=["method:N", f"{x}:Q", "mean:Q", "low:Q", "high:Q"],
     )
-    last = max(point[x] for point in points)
+    last = max((point[x] for point in points), default=0)
     nulls = _null_lines(runs, group, x, last, last_step)
     dashed = _chart(nulls).encode(x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"), detail="method:N")
-    ends = _spread([line for line in nulls if line[x] == last], points + nulls)
-    named = _chart(ends).encode(x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"))
+    ends = {line["method"]: line for line in nulls}  # the last point of each
+    labels = _spread(list(ends.values()), points + nulls)
+    named = _chart(labels).encode(x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"))
     return alt.layer(
         dashed.mark_line(strokeDash=[5, 4], color=GREY),
         named.mark_text(align="left", dx=8, color=GREY, fontSize=11).encode(text="method:N"),
@@ -225,9 +230,11 @@ def _null_lines(
 ) -> list[dict[str, Any]]:
     """The baselines' mean scores: level by round, or as they change with the steps."""
     lines = []
-    for _, name, part in _baselines(runs):
+    for run, name, part in _baselines(runs):
         scores = [s for t in part.values() for s in t.scores if s.seen == (group == "seen")]
-        for at in (0, last) if last_step else range(last + 1):
+        if not scores:
+            continue
+        for at in (0, last) if last_step else range(run.config.steps_evaluated + 1):
             value = float(np.mean([s.score[-1 if last_step else at] for s in scores]))
             if math.isfinite(value):
                 lines.append({"method": name, x: at, "mean": value})
@@ -237,7 +244,7 @@ def _null_lines(
 def _spread(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Labels at the ends of lines, moved apart where lines end close together."""
     values = [p[k] for p in points for k in ("mean", "low", "high") if math.isfinite(p.get(k, nan))]
-    gap = 0.05 * (max(values) - min(values))
+    gap = 0.05 * (max(values) - min(values)) if values else 0.0
     spread: list[dict[str, Any]] = []
     for end in sorted(ends, key=lambda e: float(e["mean"])):
         lowest = spread[-1]["mean"] + gap if spread else end["mean"]
@@ -271,7 +278,7 @@ def _score(runs: Sequence[Run]) -> str:
 
 
 def _steps(runs: Sequence[Run]) -> str:
-    return " or ".join(str(s) for s in sorted({run.config.eval_steps for run in runs}))
+    return " or ".join(str(s) for s in sorted({run.config.steps_evaluated for run in runs}))
 
 
 def _score_axis(runs: Sequence[Run], channel: Any, field: str = "score") -> Any:

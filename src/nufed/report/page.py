@@ -16,11 +16,13 @@ from nufed.errors import InputError, RunError
 from nufed.report.bounds import bounds_notes, bounds_tables
 from nufed.report.charts import all_charts, bounds_charts
 from nufed.report.tables import (
+    all_groups,
     baseline_notes,
     costs_table,
     headline,
     methods_table,
     results_table,
+    run_name,
     settings_table,
 )
 from nufed.runs import Run
@@ -35,9 +37,9 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
     bounds = runs[0].bounds() if len(runs) == 1 else None
     bounded = list(bounds_charts(bounds)) if bounds else []
     page = _template().render(
-        title=" and ".join(run.path.name for run in runs),
+        title=" and ".join(run_name(run, runs) for run in runs),
         headlines=[headline(run) for run in runs],
-        results=[(group, results_table(runs, group)) for group in runs[0].groups],
+        results=[(group, results_table(runs, group)) for group in all_groups(runs)],
         baselines=baseline_notes(runs[0]),
         one_seed=any(len(run.config.seeds) == 1 for run in runs),
         charts=[(name, caption) for name, caption, _ in charts],
@@ -45,9 +47,10 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         bounds_notes=bounds_notes(bounds) if bounds else [],
         bounds_charts=[(name, caption) for name, caption, _ in bounded],
         specs={name: json.loads(chart.to_json()) for name, _, chart in (*charts, *bounded)},
-        settings=[(run.path.name, settings_table(run)) for run in runs],
+        settings=[(run_name(run, runs), settings_table(run)) for run in runs],
         methods=methods_table(runs),
         costs=costs_table(runs),
+        failures=[line for run in runs for line in run.failures],
         rejected=[line for run in runs for line in run.rejected()],
         script=_javascript(),
     )

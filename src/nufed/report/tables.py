@@ -30,7 +30,18 @@ def number_format(run: Run) -> Callable[[float], str]:
 
 def label(run: Run, name: str, runs: Sequence[Run]) -> str:
     """The name of a method, with its run's name where several runs are shown."""
-    return name if len(runs) == 1 else f"{run.path.name}: {name}"
+    return name if len(runs) == 1 else f"{run_name(run, runs)}: {name}"
+
+
+def run_name(run: Run, runs: Sequence[Run]) -> str:
+    """The name of a run's directory, or its number and name where several are called the same."""
+    same = [other.path.name for other in runs].count(run.path.name) > 1
+    return f"{runs.index(run) + 1} {run.path.name}" if same else run.path.name
+
+
+def all_groups(runs: Sequence[Run]) -> list[str]:
+    """The groups of agents that any of the runs has."""
+    return max((run.groups for run in runs), key=len)
 
 
 def results_table(runs: Sequence[Run], group: str) -> Table:
@@ -134,7 +145,7 @@ def settings_table(run: Run) -> Table:
         "data": f"{config.data.source}; {partition}",
         "parts": f"validation {config.data.validation:g}, test {config.data.test:g}, rest training",
         "model": f"{config.model.name} {config.model.args or ''}, {config.dtype}",
-        "fine-tuning steps evaluated": str(config.eval_steps),
+        "fine-tuning steps evaluated": str(config.steps_evaluated),
         "seeds": ", ".join(map(str, config.seeds)),
         "split SHA-256": ", ".join(f"{s}: {x['sha256'][:12]}" for s, x in run.splits.items()),
         "software": ", ".join(f"{k} {v}" for k, v in run.software.items()),
@@ -149,8 +160,8 @@ def headline(run: Run) -> str:
     best = next(row for row in seen if row.kind == "method")
     nulls = [row for row in seen if row.kind == "baseline"]
     text = (
-        f"Personalised test {run.measure.name} after {config.eval_steps} fine-tuning steps on each "
-        f"agent's own training data, last round ({config.rounds}), mean over the "
+        f"Personalised test {run.measure.name} after {config.steps_evaluated} fine-tuning steps on "
+        f"each agent's own training data, last round ({config.rounds}), mean over the "
         f"{run.agents - config.data.unseen_agents} agents seen in training"
         f"{_over_seeds(run)}. Best method: {best.name}, {show(best.after.mean)}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -19,10 +20,13 @@ from nufed.data import (
     Split,
     as_samples,
     dirichlet,
+    dirichlet_reusing,
     given,
     iid,
     make_split,
+    part_sizes,
     shards,
+    split_of_parts,
 )
 from nufed.errors import InputError
 from nufed.evaluate import Measure, accuracy
@@ -40,30 +44,33 @@ def build_samples(config: DataConfig) -> Samples:
 def build_split(config: DataConfig, samples: Samples, seed: int) -> Split:
     """The split of ``samples`` among agents that ``[data]`` describes."""
     rng = stream(seed, "partition")
-    names = None
-    if config.partition == "given":
+    partition, names = config.partition, None
+    if partition == "auto":
+        partition = "dirichlet" if samples.owners is None else "given"
+    if partition in ("dirichlet", "shards") and not samples.classes:
+        raise InputError(
+            f"data.partition = {config.partition!r}: this data has no classes; use 'iid', or "
+            "'given' with owners"
+        )
+    labels, size = samples.targets.numpy(), config.samples_per_agent
+    if partition == "given":
         if samples.owners is None:
             raise InputError(
                 "data.partition = 'given': this data does not say who owns which sample; give "
                 "owners with the data, or use another partition"
             )
         rows, names = given(samples.owners)
-    elif config.partition == "iid":
-        rows = iid(len(samples), config.agents, config.samples_per_agent, rng)
+    elif partition == "iid":
+        rows = iid(len(samples), config.agents, size, rng)
+    elif partition == "shards":
+        rows = shards(labels, config.agents, config.classes_per_agent, size, rng)
     else:
-        if not samples.classes:
-            raise InputError(
-                f"data.partition = {config.partition!r}: this data has no classes; use 'iid', or "
-                "'given' with owners"
-            )
-        labels = samples.targets.numpy()
-        if config.partition == "shards":
-            rows = shards(
-                labels, config.agents, config.classes_per_agent, config.samples_per_agent, rng
-            )
-        else:
-            size = config.samples_per_agent or len(samples) // config.agents
-            rows = dirichlet(labels, config.agents, size, config.dirichlet, rng, config.reuse)
+        size = size or max(1, len(samples) // config.agents)
+        if config.reuse == "across_agents":
+            sizes = part_sizes(size, config.validation, config.test, "0")
+            parts = dirichlet_reusing(labels, config.agents, sizes, config.dirichlet, rng)
+            return split_of_parts(parts, seed, config.unseen_agents)
+        rows = dirichlet(labels, config.agents, size, config.dirichlet, rng)
     return make_split(
         rows,
         seed,
@@ -79,22 +86,20 @@ def build_federation(config: DataConfig, samples: Samples, seed: int) -> Federat
     return Federation(samples, build_split(config, samples, seed), config.small_agents)
 
 
-def build_module(config: Config, samples: Samples, seed: int) -> nn.Module:
-    """The model that ``[model]`` names, its initial weights drawn from the seed."""
+def build_module(
+    config: Config, samples: Samples, seed: int, own: Callable[[], nn.Module] | None = None
+) -> nn.Module:
+    """The model that ``[model]`` names, or ``own``, its initial weights drawn from the seed."""
     name, arguments = config.model.name, config.model.args
     if name in MODELS:
-        arguments = {
-            "input_shape": samples.input_shape,
-            "outputs": samples.outputs,
-            **arguments,
-        }
+        shapes = {"input_shape": samples.input_shape, "outputs": samples.outputs}
+        arguments = {**shapes, **arguments}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch_seed(stream(seed, "model")))
-        module = _call("model.name", name, MODELS, arguments)
+        module = _call("model.name", name, MODELS, arguments) if own is None else own()
     if not isinstance(module, nn.Module):
         raise InputError(
-            f"model.name = {name!r}: it returned {type(module).__name__}, and must return a "
-            "torch.nn.Module"
+            f"the model function returned {type(module).__name__}: it must return a torch.nn.Module"
         )
     return module
 
@@ -102,7 +107,10 @@ def build_module(config: Config, samples: Samples, seed: int) -> nn.Module:
 def build_objective(config: Config, module: nn.Module, loss: Loss) -> Objective:
     """The module and loss as an objective in the configured precision."""
     dtype = getattr(torch, config.dtype)
-    return Objective(module.to(dtype), loss, running_stats=config.model.running_stats)
+    if isinstance(loss, nn.Module):
+        loss = copy.deepcopy(loss).to(dtype)
+    module = copy.deepcopy(module).to(dtype)
+    return Objective(module, loss, running_stats=config.model.running_stats)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -124,7 +132,7 @@ def build_measure(config: Config, samples: Samples) -> Measure:
     known: dict[str, Any] = {"accuracy": accuracy, "none": None}
     name = config.metric
     if name == "auto":
-        name = "accuracy" if samples.classes else "none"
+        name = "accuracy" if samples.classes and config.loss != "mse" else "none"
     metric = _find("metric", name, known)
     return Measure("loss" if metric is None else name.rpartition(":")[2], metric)
 
@@ -135,9 +143,12 @@ def _call(
     function = _find(key, name, known)
     try:
         return function(**arguments)
-    except TypeError as error:
+    except InputError:
+        raise
+    except Exception as error:  # whatever the user's function does wrong
         raise InputError(
-            f"{key} = {name!r} can't be called with {dict(arguments)}: {error}"
+            f"{key} = {name!r} fails with arguments {dict(arguments)}: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -155,8 +166,8 @@ def _find(key: str, name: str, known: Mapping[str, Any]) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # also whatever goes wrong while the user's module is imported
         raise InputError(
-            f"{key} = {name!r} can't be imported: {error}; it is looked up from the directory "
-            "where the command is run"
+            f"{key} = {name!r} can't be imported ({type(error).__name__}: {error}); it is looked "
+            "up from the directory where the command is run"
         ) from error

@@ -42,7 +42,7 @@ class DataConfig(_Table):
         default="digits", description="a data set by name, or package.module:function"
     )
     args: dict[str, Any] = Field(default={}, description="arguments of that function")
-    partition: Literal["dirichlet", "iid", "shards", "given"] = "dirichlet"
+    partition: Literal["auto", "dirichlet", "iid", "shards", "given"] = "auto"
     agents: Count = Field(default=50, description="N; not used by the partition 'given'")
     samples_per_agent: Count | None = None
     dirichlet: float = Field(default=0.01, gt=0, lt=float("inf"), description="α_d")
@@ -107,8 +107,8 @@ class Config(_Table):
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
     rounds: Count = Field(default=100, description="K")
     participation: float = Field(default=0.2, gt=0, le=1, description="r")
-    eval_steps: Annotated[int, Field(ge=0)] = Field(
-        default=1, description="fine-tuning steps evaluated"
+    eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto", description="fine-tuning steps evaluated; auto: the largest ν, at least 1"
     )
     eval_every: Count = Field(default=10, description="rounds between evaluations")
     save_every: Annotated[int, Field(ge=0)] = Field(
@@ -117,13 +117,20 @@ class Config(_Table):
     loss: str = Field(default="auto", description="cross_entropy, mse, or package.module:function")
     metric: str = Field(default="auto", description="accuracy, none, or package.module:function")
     dtype: Literal["float32", "float64"] = "float32"
-    threads: Count = Field(
+    threads: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="torch threads; part of what makes bits repeatable"
     )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     methods: dict[Name, MethodConfig] = {}
+
+    @property
+    def steps_evaluated(self) -> int:
+        """``eval_steps`` as a number."""
+        if self.eval_steps != "auto":
+            return self.eval_steps
+        return max(1, *(getattr(a, "adapt_steps", 1) for a in self.algorithms().values()))
 
     def algorithms(self) -> dict[str, Algorithm]:
         """The methods to train, by name, each with the shared settings and its own over them."""
@@ -201,7 +208,7 @@ def _read(source: str | Path) -> dict[str, Any]:
     if str(source) in presets():
         text = (files("nufed.runs") / "presets" / f"{source}.toml").read_text("utf-8")
     elif path.is_file():
-        text = path.read_text("utf-8")
+        text = _text(path)
     else:
         raise InputError(
             f"{str(source)!r} is neither a preset ({', '.join(presets())}) nor a TOML file"
@@ -211,6 +218,13 @@ def _read(source: str | Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{source} is not valid TOML: {error}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} can't be read as text: {error}") from None
 
 
 def _with_override(tables: Mapping[str, Any], override: str) -> dict[str, Any]:

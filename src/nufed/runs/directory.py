@@ -9,6 +9,7 @@
     methods/NAME/seed-0/
         metrics.jsonl               one line per round
         agents.jsonl                one line per agent: scores of the final model
+        failure.json                instead of the next two, if training had to stop, and why
         model.safetensors           the final state of the server; "model" is the meta-model
         model-round-000010.safetensors   the same, every save_every rounds
     baselines/NAME/seed-0/agents.jsonl   the null baselines, in the same form
@@ -25,7 +26,6 @@ import math
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,17 @@ class RunDirectory:
                     f"{out} exists and is not empty: a run never overwrites, give another"
                 )
             return cls(_make(out, exist_ok=True))
-        for number in count(1):
+        number = 1
+        while True:
             path = Path("runs") / f"{name}-{number:03d}"
-            if not path.exists():
-                return cls(_make(path))
-        raise AssertionError("count() does not end")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:  # also made by another run a moment ago
+                number += 1
+            except OSError as error:
+                raise _cannot_make(path, error) from error
+            else:
+                return cls(path)
 
     def part(self, kind: str, name: str, seed: int) -> Path:
         """The directory of one method or baseline and seed (``kind`` is methods or baselines)."""
@@ -111,6 +117,10 @@ class RunDirectory:
         tensors = {k: v.detach().contiguous() for k, v in server.items()}
         (self.part("methods", name, seed) / file).write_bytes(save(tensors))
 
+    def write_failure(self, name: str, seed: int, reason: str) -> None:
+        """Why a method could not be trained; what it had until then stays beside it."""
+        write_json(self.part("methods", name, seed) / "failure.json", {"reason": reason})
+
     def write_timing(self, **values: Any) -> None:
         with (self.path / "timing.jsonl").open("a", encoding="utf-8") as file:
             write_line(file, values)
@@ -160,7 +170,11 @@ def _make(path: Path, exist_ok: bool = False) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
-        raise RunError(
-            f"{path} can't be created ({error.strerror}): choose a writable place with --out"
-        ) from error
+        raise _cannot_make(path, error) from error
     return path
+
+
+def _cannot_make(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"{path} can't be created ({error.strerror}): choose a writable place with --out"
+    )

@@ -19,8 +19,8 @@ from nufed.runs.directory import FORMAT, finite, read_lines
 GROUPS = ("seen", "unseen")
 BASELINES = {
     "majority": "always the agent's most frequent class",
-    "local": "trained on the agent's data alone, as many local updates as FedAvg's busiest agent",
-    "untrained": "the initial model after the same fine-tuning",
+    "local": "trained on the agent's data alone, τ·K updates, with the first method's settings",
+    "untrained": "the initial model after the first method's fine-tuning",
 }
 
 # 97.5 % quantiles of Student's t for 1 … 30 degrees of freedom
@@ -50,7 +50,7 @@ class Estimate:
         n = len(values)
         if n < 2:
             return cls(float(np.mean(values)), None)
-        t = _T975[n - 2] if n - 2 < len(_T975) else 1.96
+        t = _T975[n - 2] if n - 2 < len(_T975) else 1.96 + 2.4 / (n - 1)
         return cls(float(np.mean(values)), float(t * np.std(values, ddof=1) / math.sqrt(n)))
 
 
@@ -95,6 +95,7 @@ class Run:
     methods: dict[str, dict[int, Trained]]
     baselines: dict[str, dict[int, Trained]]
     timing: list[dict[str, Any]]
+    failures: list[str]
 
     @property
     def groups(self) -> list[str]:
@@ -116,7 +117,7 @@ class Run:
         return rows
 
     def _row(self, name: str, kind: str, group: str, part: dict[int, Trained]) -> Row:
-        steps = self.config.eval_steps
+        steps = self.config.steps_evaluated
         chosen = [
             [s for s in trained.scores if s.seen == (group == "seen")] for trained in part.values()
         ]
@@ -174,7 +175,7 @@ class Run:
             "measure": self.measure.name,
             "higher_is_better": self.measure.higher_is_better,
             "rounds": self.config.rounds,
-            "fine_tuning_steps": self.config.eval_steps,
+            "fine_tuning_steps": self.config.steps_evaluated,
             "seeds": self.config.seeds,
             "rows": [finite(asdict(row)) for row in self.rows()],
         }
@@ -189,14 +190,15 @@ def load_run(path: Path) -> Run:
             seed: json.loads((path / "splits" / f"seed-{seed}.json").read_text("utf-8"))
             for seed in config.seeds
         }
-    except (OSError, ValueError, InputError) as error:
+        if about["format"] != FORMAT:
+            raise RunError(
+                f"{path} has format {about['format']} and this nufed reads {FORMAT}: use the "
+                f"version that wrote it, {about['software']['nufed']}"
+            )
+        measure = about["measure"]
+    except (OSError, ValueError, KeyError, TypeError, InputError) as error:
         raise RunError(f"{path} can't be read as a run directory: {error}") from error
-    if about["format"] != FORMAT:
-        raise RunError(
-            f"{path} has format {about['format']} and this nufed reads {FORMAT}: use the version "
-            f"that wrote it, {about['software']['nufed']}"
-        )
-    measure = about["measure"]
+    methods = {n: _parts(path / "methods" / n, config.seeds) for n in config.algorithms()}
     timing = path / "timing.jsonl"
     return Run(
         path=path,
@@ -205,13 +207,14 @@ def load_run(path: Path) -> Run:
         measure=Measure(measure["name"], _known if measure["higher_is_better"] else None),
         software=about["software"],
         splits=splits,
-        methods={n: _parts(path / "methods" / n, config.seeds) for n in config.algorithms()},
+        methods={n: p for n, p in methods.items() if p},
         baselines={
             name: _parts(path / "baselines" / name, config.seeds)
             for name in BASELINES
             if (path / "baselines" / name).is_dir()
         },
         timing=list(read_lines(timing)) if timing.exists() else [],
+        failures=_failures(path, config),
     )
 
 
@@ -220,20 +223,44 @@ def _known(outputs: Any, targets: Any) -> float:
 
 
 def _parts(folder: Path, seeds: Iterable[int]) -> dict[int, Trained]:
-    return {seed: _part(folder / f"seed-{seed}") for seed in seeds}
+    """What there is of a method or baseline, by seed, but for seeds that failed."""
+    folders = {seed: folder / f"seed-{seed}" for seed in seeds}
+    return {s: _part(f) for s, f in folders.items() if not (f / "failure.json").exists()}
+
+
+def _failures(path: Path, config: Config) -> list[str]:
+    """Every method and seed that could not be trained, in words."""
+    found = []
+    for name in config.algorithms():
+        for seed in config.seeds:
+            file = path / "methods" / name / f"seed-{seed}" / "failure.json"
+            if file.exists():
+                found.append(
+                    f"{name}, seed {seed}: {json.loads(file.read_text('utf-8'))['reason']}"
+                )
+    return found
 
 
 def _part(folder: Path) -> Trained:
     metrics = folder / "metrics.jsonl"
-    scores = [
-        AgentScores(**{**line, "loss": _floats(line["loss"]), "score": _floats(line["score"])})
-        for line in read_lines(folder / "agents.jsonl")
-    ]
-    return Trained(list(read_lines(metrics)) if metrics.exists() else [], scores)
+    try:
+        scores = [
+            AgentScores(**{**line, "loss": tuple(line["loss"]), "score": tuple(line["score"])})
+            for line in map(_numbers, read_lines(folder / "agents.jsonl"))
+        ]
+    except (TypeError, KeyError) as error:
+        raise RunError(f"{folder / 'agents.jsonl'} can't be read: {error}") from error
+    lines = read_lines(metrics) if metrics.exists() else ()
+    return Trained([_numbers(line) for line in lines], scores)
 
 
-def _floats(values: Iterable[float | None]) -> tuple[float, ...]:
-    return tuple(math.nan if v is None else v for v in values)
+def _numbers(value: Any) -> Any:
+    """What :func:`nufed.runs.directory.finite` made null, as NaN again."""
+    if value is None:
+        return math.nan
+    if isinstance(value, dict):
+        return {k: _numbers(v) for k, v in value.items()}
+    return [_numbers(v) for v in value] if isinstance(value, list) else value
 
 
 def _mean(summaries: Sequence[Summary], field: str) -> float:
