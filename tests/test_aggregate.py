@@ -73,3 +73,10 @@ def test_the_cohort_is_uniform_without_replacement_and_of_the_right_size():
     assert (counts - 900).abs().max() < 5 * (3000 * 0.3 * 0.7) ** 0.5
     assert len(choose_cohort(agents, 0.01, 0, 0)) == 1
     assert choose_cohort(agents, 1.0, 0, 0) == agents
+
+
+def test_averages_of_half_precision_do_not_lose_terms():
+    ones = [update(i, torch.ones(3, dtype=torch.bfloat16), samples=800) for i in range(400)]
+    for how in ("uniform", "samples"):
+        mean = average(ones, "model", how)
+        assert mean.dtype == torch.bfloat16 and torch.equal(mean, ones[0].vectors["model"])

@@ -75,12 +75,15 @@ def test_report_rebuilds_and_compares(done, nufed):
     page.unlink()
     assert nufed("report", "runs/quickstart-001", cwd=cwd).returncode == 0
     assert page.read_text() == before
-    runs = ["runs/quickstart-001", "runs/quickstart-001"]
-    result = nufed("report", *runs, "--out", "both", cwd=cwd)
-    assert (
-        result.returncode == 0
-        and "quickstart-001: gmeta-hf" in (cwd / "both/report.html").read_text()
-    )
+    other = ["data.unseen_agents=0", "method.adapt_steps=2", "seeds=[0,1]"]
+    nufed("run", "quickstart", *QUICK, *other, "--out", "other/quickstart-001", cwd=cwd)
+    runs = ["runs/quickstart-001", "other/quickstart-001"]
+    for order in (runs, runs[::-1]):  # other steps, seeds and agents, and the same name
+        result = nufed("report", *order, "--out", "both", cwd=cwd)
+        assert result.returncode == 0, result.stderr
+        text = (cwd / "both/report.html").read_text()
+        assert "1 quickstart-001: gmeta-hf" in text and "2 quickstart-001: gmeta-hf" in text
+        assert "Agents unseen in training" in text
     assert nufed("report", *runs, cwd=cwd).returncode == 2
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nufed import Batch, HessianFree, InputError, NumericalWarning, Objective, adapt
+from nufed import Batch, Exact, HessianFree, InputError, NumericalWarning, Objective, adapt
 from nufed.models import fcnn
 from support import batches, mlp, relative_error
 
@@ -108,3 +108,45 @@ def test_modules_that_cannot_run_in_double_are_named_with_the_ways_out():
     (batch,) = batches(1)
     with pytest.raises(InputError, match="float64, which this module or loss does not take"):
         HessianFree().product(objective, w, batch, w)
+
+
+def test_the_automatic_step_follows_the_norms(monkeypatch):
+    objective = Objective(mlp())
+    (batch,) = batches(1)
+    steps = []
+    monkeypatch.setattr(
+        "nufed.differences.central_difference",
+        lambda objective, w, batch, v, step: steps.append(step) or torch.zeros_like(v),
+    )
+    w, v = torch.ones(objective.size, dtype=torch.float64), objective.initial()
+    for scale_w, scale_v in [(1, 1), (3, 1), (1, 10)]:
+        HessianFree().product(objective, scale_w * w, batch, scale_v * v)
+    norm = float(w.norm())
+    assert steps[1] / steps[0] == pytest.approx((1 + 3 * norm) / (1 + norm))
+    assert steps[2] / steps[0] == pytest.approx(1 / 10)
+    assert steps[0] == pytest.approx(2**-26 * (1 + norm) / float(v.norm()))
+
+
+def test_products_with_frozen_statistics():
+    module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    objective = Objective(module, running_stats="frozen")
+    w = objective.initial()
+    (batch,) = batches(1)
+    v = torch.randn_like(w)
+    exact = objective.hvp(w, batch, v)
+    assert relative_error(HessianFree().product(objective, w, batch, v), exact) < 1e-6
+
+
+def test_a_wrong_second_derivative_of_torch_is_noticed():
+    module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 8)), nn.Tanh())
+    objective = Objective(nn.Sequential(module, nn.Linear(8, 3)))
+    w = objective.initial()
+    (batch,) = batches(1)
+    d = objective.grad(w, batch)
+    if (
+        relative_error(objective.hvp(w, batch, d), HessianFree().product(objective, w, batch, d))
+        < 0.1
+    ):
+        pytest.skip("this torch computes the second derivative of weight_norm rightly")
+    with pytest.warns(NumericalWarning, match="wrong second derivative in torch"):
+        Exact().product(objective, w, batch, d)

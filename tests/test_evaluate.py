@@ -1,9 +1,11 @@
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from nufed import Federation, Objective, fedavg
-from nufed.evaluate import AgentScores, Measure, majority_class, summarise
+from nufed import Federation, InputError, Objective, fedavg
+from nufed.evaluate import AgentScores, Measure, accuracy, majority_class, summarise
 from nufed.simulation import DirectEngine
 from support import federation, mlp
 
@@ -55,6 +57,13 @@ def test_replacing_test_inputs_changes_no_adapted_model():
         assert all(map(torch.equal, *models))
 
 
+def test_accuracy_of_what_is_no_classifier():
+    nothing = torch.full((4, 3), float("nan"))
+    assert math.isnan(accuracy(nothing, torch.zeros(4, dtype=torch.long)))  # argmax says class 0
+    with pytest.raises(InputError, match=r"one output per class.*\(4, 1\)"):
+        accuracy(torch.zeros(4, 1), torch.zeros(4, dtype=torch.long))
+
+
 def agent(score, samples=10):
     return AgentScores(0, "0", True, 5, samples, loss=(1.0, 2.0), score=score)
 
@@ -71,6 +80,8 @@ def test_summaries():
     assert summary.worst_tenth == pytest.approx(0.05)  # the worst two of eleven
     assert summary.harmed == pytest.approx(5 / 11)
     assert summary.loss == 2.0
+    broken = summarise([*scores, agent((0.5, math.nan))], 1, Measure("accuracy"))
+    assert broken.worst_tenth == -math.inf and broken.harmed == pytest.approx(6 / 12)
     as_loss = summarise(scores, 1, Measure("loss", None))  # less is better
     assert as_loss.worst_tenth == pytest.approx(0.95) and as_loss.harmed == pytest.approx(5 / 11)
 

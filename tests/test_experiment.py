@@ -16,6 +16,7 @@ import nufed
 from nufed import InputError, Split
 from nufed.data import SOURCES
 from nufed.errors import TrainingError
+from nufed.runs import build, load_config
 
 SMALL = {
     "rounds": 4,
@@ -104,6 +105,9 @@ def test_the_results_table_holds_methods_and_null_baselines(finished):
     scores = finished.methods["exact"]
     means = [np.mean([s.score[-1] for s in scores[seed].scores if s.seen]) for seed in (0, 1)]
     assert rows["seen", "exact"].after.mean == pytest.approx(np.mean(means))
+    starts = [np.mean([s.score[0] for s in scores[seed].scores if s.seen]) for seed in (0, 1)]
+    assert rows["seen", "exact"].before.mean == pytest.approx(np.mean(starts))
+    assert np.mean(starts) != np.mean(means)
     untrained = finished.methods["fedavg"][0].metrics[0]["evaluation"]["seen"]["score"]
     mean = np.mean([s.score[-1] for s in finished.baselines["untrained"][0].scores if s.seen])
     assert untrained[-1] == pytest.approx(mean)
@@ -202,7 +206,7 @@ def test_functions_of_the_user_are_found_by_path(tmp_path, monkeypatch):
         ("data", "mine:nothing", "data.source = 'mine:nothing' can't be imported"),
         ("data", "nowhere:data", "can't be imported"),
         ("data", "digitz", "data.source = 'digitz': must be one of digits"),
-        ("model", "mine:data", "can't be called with"),
+        ("model", "mine:data", "fails with arguments .*unexpected keyword"),
     ]:
         changed = {**config[key], "source" if key == "data" else "name": name}
         with pytest.raises(InputError, match=message):
@@ -219,8 +223,8 @@ def test_functions_of_the_user_are_found_by_path(tmp_path, monkeypatch):
         ("data.unseen_agents=6", "unseen_agents = 6"),
         ("model.name=transformer", "model.name = 'transformer': must be one of fcnn"),
         ("loss=hinge", "loss = 'hinge': must be one of cross_entropy, mse"),
-        ("loss=mse", "the model and loss can't be used on this data"),
-        ("model.args.hidden=3", "can't be called with"),
+        ("loss=mse", "the model, loss and metric can't be used on this data"),
+        ("model.args.hidden=3", "'fcnn' fails with arguments"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_written(override, message, tmp_path):
@@ -236,6 +240,104 @@ def test_divergence_stops_with_a_clear_error_and_keeps_what_was_done(tmp_path):
     assert (tmp_path / "diverged" / "config.toml").exists()
 
 
+def test_a_method_that_diverges_is_named_and_the_others_go_on(tmp_path):
+    run = nufed.run(SMALL, ["methods.exact.meta_lr=1e30"], out=tmp_path / "run")
+    assert set(run.methods) == {"fedavg", "hf"}
+    assert len(run.failures) == 2 and "exact, seed 0: round" in run.failures[0]
+    assert "Could not be trained" in (run.path / "report.html").read_text()
+
+
+def test_divergence_while_fine_tuning_is_shown_not_hidden(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(144, 3)).astype(np.float32)
+    data = {**SMALL["data"], "partition": "iid"}
+    config = {**SMALL, "data": data, "model": {"name": "logistic"}, "seeds": [0]}
+    run = nufed.run(
+        config, ["methods.fedavg.adapt_lr=1e30"], data=(x, x[:, :1]), out=tmp_path / "run"
+    )
+    rows = {row.name: row for row in run.rows() if row.group == "seen"}
+    assert not math.isfinite(rows["fedavg"].after.mean) and rows["fedavg"].harmed == 1
+    assert "diverged" in (run.path / "report.html").read_text()
+
+
+def test_settings_reach_what_they_are_for(tmp_path, monkeypatch):
+    seen = []
+    original = nufed.experiment.train
+
+    def spy(algorithm, engine, *arguments, **keywords):
+        seen.append((algorithm, engine.federation))
+        return original(algorithm, engine, *arguments, **keywords)
+
+    monkeypatch.setattr("nufed.experiment.train", spy)
+    overrides = [
+        "seeds=[0]",
+        "rounds=1",
+        "method.averaging=samples",
+        "methods.hf.fd_step=1e-4",
+        "data.reuse=across_agents",
+        "data.small_agents=use_all",
+        "data.agents=90",
+        "method.batch_size=50",
+        "participation=0.1",
+    ]
+    run = nufed.run(SMALL, overrides, out=tmp_path / "run")
+    algorithms = {name: a for name, (a, _) in zip(SMALL["methods"], seen, strict=True)}
+    assert {a.averaging for a in algorithms.values()} == {"samples"}
+    assert algorithms["hf"].curvature == nufed.HessianFree(1e-4)
+    assert seen[0][1].small_agents == "use_all" and run.agents == 90  # 90 · 24 > 1797: shared
+
+
+def test_steps_evaluated_follow_the_steps_trained_for():
+    config = {k: v for k, v in SMALL.items() if k != "eval_steps"}
+    assert load_config(config).steps_evaluated == 2
+    assert load_config(config, ["method.adapt_steps=5"]).steps_evaluated == 5
+    assert load_config(config, ["eval_steps=0"]).steps_evaluated == 0
+
+
+def test_the_local_baseline_trains_on_its_own_for_all_rounds(finished):
+    engine = nufed.simulation.DirectEngine(*problem(finished, seed=0))
+    local = nufed.fedavg(adapt_lr=0.1, meta_lr=0.1, batch_size=6, local_steps=4 * 4)
+    w = engine.objective.initial()
+    (result,) = engine.client_updates(local, {"model": w}, {2: {}}, round=1).values()
+    (scores,) = engine.evaluate(
+        local, result.vectors, {2: {}}, steps=2, measure=nufed.evaluate.Measure("accuracy")
+    )
+    assert scores == finished.baselines["local"][0].scores[2]
+
+
+def problem(run, seed):
+    """The objective, federation and seed of a run, made again from its configuration."""
+    samples = build.build_samples(run.config.data)
+    module = build.build_module(run.config, samples, seed)
+    objective = build.build_objective(run.config, module, build.build_loss(run.config, samples))
+    return objective, build.build_federation(run.config.data, samples, seed), seed
+
+
+def test_a_model_by_path_and_as_an_object_start_alike_and_stay_untouched(tmp_path, monkeypatch):
+    (tmp_path / "same.py").write_text(
+        "from torch import nn\n"
+        "def net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    import same
+
+    module = same.net()
+    config = {**SMALL, "seeds": [0], "rounds": 1, "model": {}}
+    by_path = nufed.run({**config, "model": {"name": "same:net"}}, out=tmp_path / "path")
+    by_object = nufed.run(config, model=same.net, out=tmp_path / "object")
+    nufed.run(config, model=module, out=tmp_path / "instance")
+    assert by_path.to_json() == by_object.to_json()
+    assert module[1].weight.dtype == torch.float64  # the run was in float32
+
+
+def test_owners_make_a_natural_split_by_themselves(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(90, 3)), np.arange(90) % 3
+    config = {**SMALL, "data": {}, "model": {"name": "logistic"}, "seeds": [0], "rounds": 1}
+    run = nufed.run(config, data=(x, y, np.arange(90) % 5), out=tmp_path / "run")
+    assert run.agents == 5
+
+
 def test_threads_are_set_and_restored(tmp_path, monkeypatch):
     used = []
     original = nufed.experiment.train
@@ -246,8 +348,8 @@ def test_threads_are_set_and_restored(tmp_path, monkeypatch):
 
     monkeypatch.setattr("nufed.experiment.train", spy)
     torch.set_num_threads(2)
-    nufed.run({**SMALL, "seeds": [0]}, ["rounds=1"], out=tmp_path / "run")
-    assert set(used) == {1} and torch.get_num_threads() == 2
+    nufed.run({**SMALL, "seeds": [0]}, ["rounds=1", "threads=3"], out=tmp_path / "run")
+    assert set(used) == {3} and torch.get_num_threads() == 2
 
 
 def test_no_path_of_the_machine_is_recorded(finished):

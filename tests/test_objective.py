@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nufed import Batch, InputError, Objective
+from nufed.differences import double_difference
 from support import batches, mlp, tied
 
 
@@ -122,22 +123,54 @@ def test_running_statistics_are_refused_unless_frozen():
     assert torch.equal(frozen.running_mean, torch.zeros(4)) and frozen.num_batches_tracked == 0
 
 
+def test_predictions_have_no_dropout_and_own_modes_are_kept():
+    module = nn.Sequential(nn.Linear(5, 40), nn.Dropout(0.5), nn.Linear(40, 3))
+    objective = Objective(module)
+    w, x, y = objective.initial(), torch.randn(6, 5), torch.tensor([0, 1, 2, 0, 1, 2])
+    noisy = objective.value(w, Batch(x, y, seed=1))
+    assert torch.equal(objective.predict(w, x), module.eval()(x))
+    assert objective.value(w, (x, y)) != noisy
+    module.train()[1].eval()  # the user switched this layer off
+    assert Objective(module).value(w, Batch(x, y, seed=1)) == objective.value(w, (x, y))
+
+
+def test_a_loss_without_gradient_is_refused():
+    objective = Objective(mlp(), lambda outputs, targets: outputs.detach().sum())
+    with pytest.raises(InputError, match="does not depend on the parameters"):
+        objective.grad(objective.initial(), batches(1)[0])
+
+
+def test_products_through_fused_attention():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    module = nn.Sequential(layer, nn.Flatten(), nn.Linear(32, 3))
+    objective = Objective(module)
+    w = objective.initial()
+    batch = (torch.randn(6, 4, 8), torch.tensor([0, 1, 2, 0, 1, 2]))
+    v = torch.randn_like(w)
+    difference = double_difference(objective, w, batch, v)
+    assert (objective.hvp(w, batch, v) - difference).norm() < 1e-2 * difference.norm()
+
+
 def test_other_state_kept_in_buffers_is_refused_when_it_changes():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(5, 3)
             self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("constant", torch.tensor(float("nan")))  # may stay as it is
+            self.seen = 0
 
         def forward(self, x):
-            if self.training:
+            self.seen = self.seen + 1
+            if self.seen > 2:  # not from the start, and in evaluation mode too
                 self.calls += 1
             return self.layer(x)
 
     objective = Objective(Counting())
-    batch = Batch(torch.randn(2, 5), torch.tensor([0, 1]), seed=1)
+    w, batch = objective.initial(), (torch.randn(2, 5), torch.tensor([0, 1]))
+    objective.grad(w, batch), objective.grad(w, batch)
     with pytest.raises(InputError, match="buffer 'calls'"):
-        objective.grad(objective.initial(), batch)
+        objective.grad(w, batch)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Sum
     before = np.array([s.score[0] for s in scores])
     sign = 1 if measure.higher_is_better else -1
     tenth = -(-len(scores) // 10)
+    after[~np.isfinite(after)] = np.nan  # diverged, and shown so
     ranked = np.sort(np.nan_to_num(sign * after, nan=-np.inf))  # not a number is worst
     return Summary(
         agents=len(scores),

@@ -74,14 +74,45 @@ def test_names_are_settings_of_one_algorithm():
 
 
 def test_averaging_by_samples_weighs_agents_by_their_training_part():
-    objective, data = Objective(mlp(torch.float32)), federation()
+    objective, data = Objective(mlp()), federation()
     train_parts = [rows[: 8 + agent] for agent, rows in enumerate(data.split.train)]
     object.__setattr__(data.split, "train", train_parts)
-    uniform, weighted = (
-        final_model(GMeta(1, averaging=how, **SETTINGS), objective, data, rounds=1)
-        for how in ("uniform", "samples")
+    algorithm = GMeta(1, averaging="samples", **SETTINGS)
+    got = final_model(algorithm, objective, data, rounds=1)
+    cohort = stream(3, "cohort", 1).choice(6, 3, replace=False).tolist()
+    models = [
+        algorithm.client_update(
+            objective, {"model": objective.initial()}, {}, data.batches(agent, 3, "train", 1)
+        ).vectors["model"]
+        for agent in cohort
+    ]
+    weights = [8 + agent for agent in cohort]
+    right = sum(n * m for n, m in zip(weights, models, strict=True)) / sum(weights)
+    assert relative_error(got, right) < 1e-14
+    assert (
+        relative_error(final_model(GMeta(1, **SETTINGS), objective, data, rounds=1), right) > 1e-4
     )
-    assert relative_error(uniform, weighted) > 1e-4
+
+
+def test_every_local_update_has_batches_of_its_own():
+    """τ = 2 and ν = 2 against the recursion written out, with the batches drawn by hand."""
+    objective, data = Objective(mlp()), federation()
+    alpha, beta = SETTINGS["adapt_lr"], SETTINGS["meta_lr"]
+    algorithm = GMeta(2, curvature=Exact(), **{**SETTINGS, "local_steps": 2})
+    batches = data.batches(1, seed=0, use="train", round=1)
+    w = objective.initial()
+    got = algorithm.client_update(objective, {"model": w}, {}, batches).vectors["model"]
+    for t in range(2):
+        first, second = batches.draw("adapt", 7, 2, step=t)
+        curved, bent = batches.draw("curvature", 7, 2, step=t)
+        (outer,) = batches.draw("outer", 7, step=t)
+        w1 = w - alpha * objective.grad(w, first)
+        w2 = w1 - alpha * objective.grad(w1, second)
+        d = objective.grad(w2, outer)
+        d = d - alpha * objective.hvp(w1, bent, d)
+        d = d - alpha * objective.hvp(w, curved, d)
+        w = w - beta * d
+    assert relative_error(got, w) < 1e-14
 
 
 @pytest.mark.parametrize("nu", [0, 1, 3])
@@ -97,7 +128,9 @@ def test_the_cost_that_is_reported_is_the_work_that_is_done(nu, curvature, monke
             return original(self, *arguments)
 
         monkeypatch.setattr(Objective, name, counted)
-    monkeypatch.setattr("nufed.metagrad._Watch.due", lambda self: False)  # checks are not counted
+    # checks of products are not counted
+    monkeypatch.setattr("nufed.metagrad._Watch.due", lambda self: False)
+    monkeypatch.setattr("nufed.metagrad._checked", [objective])
     algorithm = GMeta(nu, curvature=curvature, **SETTINGS)
     result = algorithm.client_update(
         objective, {"model": objective.initial()}, {}, data.batches(0, 0, "train", 1)

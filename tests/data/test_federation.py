@@ -4,7 +4,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from nufed import Federation, InputError, Samples
-from nufed.data import SOURCES, as_samples
+from nufed.data import SOURCES, as_samples, make_split
 from support import federation
 
 
@@ -16,6 +16,13 @@ def test_batches_come_from_the_training_part_without_replacement():
         for batch in data.batches(agent, 0, "train", 3).draw("adapt", 18, 4):
             drawn = [tuple(row) for row in batch.inputs.tolist()]
             assert len(set(drawn)) == 18 and set(drawn) <= own
+
+
+def test_batches_hold_no_validation_or_test_sample():
+    split = make_split([np.arange(24)], 0, validation=0.25, test=0.25)
+    marked = Federation(as_samples((np.arange(24.0)[:, None], np.zeros(24, dtype=int))), split)
+    drawn = marked.batches(0, 0, "train").draw("outer", 12)[0].inputs.flatten()
+    assert sorted(drawn.tolist()) == sorted(split.train[0].tolist())
 
 
 def test_batches_are_independent_of_each_other():
@@ -63,8 +70,9 @@ def test_bytes_stay_bytes_until_a_batch_is_taken():
 
 
 def test_own_data_in_several_forms():
-    x, y = np.random.default_rng(0).normal(size=(6, 2)), np.array([0, 2, 1, 0, 1, 2])
-    expected = torch.from_numpy(x).float()
+    x = np.random.default_rng(0).normal(size=(6, 2)).astype(np.float32)
+    y = np.array([0, 2, 1, 0, 1, 2])
+    expected = torch.from_numpy(x)
     for data in (
         (x, y),
         [torch.from_numpy(x).float(), y.tolist()],
