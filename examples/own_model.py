@@ -7,7 +7,6 @@ import nufed
 
 settings = {
     "rounds": 30,
-    "eval_steps": 3,
     "method": {"adapt_steps": 3, "adapt_lr": 0.1, "meta_lr": 0.2, "batch_size": 12},
 }
 rng = np.random.default_rng(0)
@@ -28,7 +27,7 @@ lines = rng.normal(size=8) + 0.3 * rng.normal(size=(sites, 8))
 x = rng.normal(size=(sites * per_site, 8))
 y = (x * np.repeat(lines, per_site, axis=0)).sum(axis=1, keepdims=True)
 run = nufed.run(
-    settings | {"name": "own-regression", "data": {"partition": "given"}},
+    settings | {"name": "own-regression"},
     data=(x, y + 0.5 * rng.normal(size=y.shape), np.repeat(np.arange(sites), per_site)),
     model=lambda: nn.Linear(8, 1),
     loss=nn.functional.mse_loss,

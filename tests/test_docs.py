@@ -17,7 +17,8 @@ def test_files_that_documents_name_exist(page):
         r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+)`", (ROOT / page).read_text()
     )
     linked = re.findall(r"\]\((?!http|#)([\w./-]+)\)", (ROOT / page).read_text())
-    assert all((ROOT / name).exists() for name in [*named, *linked]), (named, linked)
+    assert all((ROOT / name).exists() for name in named), named
+    assert all(((ROOT / page).parent / name).exists() for name in linked), linked
     assert named or linked or page == "CONTRIBUTING.md"
 
 

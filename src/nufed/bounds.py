@@ -31,7 +31,7 @@ from nufed.runs.build import (
     build_objective,
     build_samples,
 )
-from nufed.runs.config import sentence
+from nufed.runs.config import OWN, sentence
 from nufed.simulation import DirectEngine
 from nufed.theory import BatchSizes, GradientError, ProblemConstants, Training
 
@@ -248,6 +248,11 @@ def _promise(
 def _estimator(run: Run, seed: int) -> Estimator:
     """The run's problem, made again from its configuration and checked against its split."""
     config = run.config
+    if OWN in (config.data.source, config.model.name, config.loss):
+        raise InputError(
+            f"{run.path} was run from Python with a model, data or loss of its own, which can't be "
+            "made again here; use nufed.estimate.Estimator there"
+        )
     samples = build_samples(config.data)
     federation = build_federation(config.data, samples, seed)
     saved = Split.load(run.path / "splits" / f"seed-{seed}.safetensors")

@@ -25,12 +25,11 @@ from nufed.runs.build import (
     build_objective,
     build_samples,
 )
+from nufed.runs.config import OWN
 from nufed.runs.directory import write_json, write_line
 from nufed.server import to_send
 from nufed.simulation import DirectEngine, Progress, train
 from nufed.threads import torch_threads
-
-OWN = "given in Python"  # stands in the configuration for what was passed as an object
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from nufed.data import Reuse, SmallAgents
 from nufed.errors import InputError
 from nufed.metagrad import Curvature, Exact, FirstOrder, HessianFree
 
+OWN = "given in Python"  # stands in a configuration for what was passed as an object
 T = TypeVar("T")
 Name = Annotated[str, Field(pattern=r"^[\w][\w.-]*$", max_length=80)]
 Count = Annotated[int, Field(ge=1)]

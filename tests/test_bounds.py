@@ -1,0 +1,119 @@
+"""`nufed bounds`, from plain numbers and from runs."""
+
+import json
+
+import pytest
+
+import nufed
+from nufed import InputError, theory
+from nufed.bounds import bounds_of_numbers, bounds_of_run
+from nufed.errors import RunError
+from nufed.report.bounds import bounds_notes, bounds_tables
+from nufed.runs import load_run
+from nufed.theory import BatchSizes, ProblemConstants
+
+NUMBERS = """
+adapt_lr = 0.1
+adapt_steps = 2
+batch_size = 8
+meta_lr = {meta_lr}
+local_steps = 4
+rounds = 1000
+agents = 50
+cohort = 10
+initial_gap = 2.0
+[constants]
+B = 2.0
+L = 1.5
+"ρ" = 0.7
+gradient_noise = 0.9
+hessian_noise = 0.4
+gradient_kurtosis = 1.1
+hessian_kurtosis = 0.3
+gradient_dissimilarity = 0.6
+hessian_dissimilarity = 0.2
+"""
+CONSTANTS = ProblemConstants(2.0, 1.5, 0.7, 0.9, 0.4, 1.1, 0.3, 0.6, 0.2)
+
+
+def test_numbers(tmp_path):
+    (tmp_path / "n.toml").write_text(NUMBERS.format(meta_lr=0.001))
+    found = bounds_of_numbers(tmp_path / "n.toml")
+    assert [row["steps"] for row in found["by_steps"]] == [0, 1, 2]
+    (method,) = found["methods"]
+    assert method["smoothness"] == theory.meta_smoothness(CONSTANTS, 0.1, 2)
+    assert method["bias"] == theory.exact_error(CONSTANTS, 0.1, BatchSizes.equal(8, 2)).bias
+    assert method["admissible"] and method["total"] == pytest.approx(sum(method["terms"].values()))
+    assert not bounds_notes(found)
+    (tmp_path / "n.toml").write_text(NUMBERS.format(meta_lr=1.0))
+    over = bounds_of_numbers(tmp_path / "n.toml")
+    assert not over["methods"][0]["admissible"] and "above what" in bounds_notes(over)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("rounds = 1000", "roundz = 1000"), "the key 'rounds' is missing|unknown key 'roundz'"),
+        (("L = 1.5\n", ""), "missing or unknown: smoothness"),
+        (("L = 1.5", "L = 0.0"), "smoothness = 0.0: must be above 0"),
+        (("cohort = 10", "cohort = 60"), "cohort = 60: must lie in 1 … 50"),
+        (("adapt_lr = 0.1", "adapt_lr = -0.1"), "alpha = -0.1"),
+        (("adapt_lr = 0.1", "adapt_lr = = 1"), "can't be read as TOML"),
+        (("batch_size = 8", "batch_size = 0"), "batch_size = 0"),
+    ],
+)
+def test_bad_numbers_are_one_sentence(change, message, tmp_path):
+    (tmp_path / "n.toml").write_text(NUMBERS.format(meta_lr=0.001).replace(*change))
+    with pytest.raises(ValueError, match=message) as caught:
+        bounds_of_numbers(tmp_path / "n.toml")
+    assert "\n" not in str(caught.value)
+
+
+RUN = {
+    "rounds": 4,
+    "save_every": 2,
+    "participation": 0.5,
+    "data": {"agents": 5, "samples_per_agent": 24, "dirichlet": 0.5, "test": 0.25},
+    "method": {"adapt_steps": 2, "adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
+    "methods": {"fedavg": {"algorithm": "fedavg"}, "hf": {"curvature": "hessian_free"}},
+}
+
+
+def test_a_run_with_a_smooth_model(tmp_path):
+    model = {"args": {"hidden": [6], "activation": "tanh"}}
+    run = nufed.run({**RUN, "model": model}, out=tmp_path / "run")
+    found = bounds_of_run(run)
+    assert found["smooth"] and [row["steps"] for row in found["by_steps"]] == [0, 1, 2]
+    for row in found["methods"]:
+        for key in ("bias", "error", "dissimilarity"):  # predicted ≥ measured
+            assert row["measured"][key] <= row[key] + 1e-9
+    rounds = [s["round"] for s in found["stationarity"] if s["method"] == "hf"]
+    assert rounds == [0, 2, 4] and all(s["value"] > 0 for s in found["stationarity"])
+    assert [title for title, _ in bounds_tables(found)][-1].startswith("Theorem 1")
+    (run.path / "bounds.json").write_text(json.dumps(found))
+    nufed.report.build_report([load_run(run.path)], run.path)
+    page = (run.path / "report.html").read_text()
+    assert "hessian_lipschitz (ρ)" in page and "bounds-stationarity" in page
+
+
+def test_a_run_with_kinks_has_no_rho_and_says_so(tmp_path):
+    run = nufed.run({**RUN, "model": {"args": {"hidden": [6]}}}, out=tmp_path / "run")
+    found = bounds_of_run(run)
+    assert not found["smooth"] and found["constants"]["hessian_lipschitz"] is None
+    assert [row["steps"] for row in found["by_steps"]] == [0]
+    by_name = {row["method"]: row for row in found["methods"]}
+    assert "terms" in by_name["fedavg"] and "terms" not in by_name["hf"]
+    assert "measured" in by_name["hf"]
+    assert any("kinks" in note for note in bounds_notes(found))
+    assert any("none" in row for _, table in bounds_tables(found) for row in table.rows)
+
+
+def test_other_data_is_refused(tmp_path):
+    run = nufed.run(RUN, out=tmp_path / "run")
+    config = (run.path / "config.toml").read_text()
+    (run.path / "config.toml").write_text(config.replace("dirichlet = 0.5", "dirichlet = 0.6"))
+    with pytest.raises(RunError, match="another split today"):
+        bounds_of_run(load_run(run.path))
+    (run.path / "config.toml").write_text(config.replace('"digits"', '"given in Python"'))
+    with pytest.raises(InputError, match="was run from Python"):
+        bounds_of_run(load_run(run.path))
