@@ -338,6 +338,19 @@ def test_owners_make_a_natural_split_by_themselves(tmp_path):
     assert run.agents == 5
 
 
+def test_a_saved_split_is_used_as_it_is(finished, tmp_path):
+    split = finished.path / "splits" / "seed-{seed}.safetensors"
+    again = nufed.run(SMALL, [f"data.split_file={split}", "data.agents=2"], out=tmp_path / "again")
+    assert again.to_json() == finished.to_json()
+    with pytest.raises(InputError, match="about more samples than the 100"):
+        nufed.run(
+            SMALL,
+            [f"data.split_file={split}"],
+            data=(np.zeros((100, 64)), np.arange(100) % 10),
+            out=tmp_path / "no",
+        )
+
+
 def test_threads_are_set_and_restored(tmp_path, monkeypatch):
     used = []
     original = nufed.experiment.train

@@ -182,6 +182,14 @@ def test_closed_forms_equal_recursions(variant, step):
         assert closed == pytest.approx(recursion, rel=1e-13)
 
 
+def test_the_printed_lemma_4_term_by_term():
+    c, alpha = CONSTANTS, 0.3
+    growth = 1 + alpha * c.smoothness
+    printed = [theory.product_dissimilarity(c, alpha, steps) for steps in range(4)]
+    once = (alpha * c.hessian_dissimilarity) ** 2
+    assert printed == pytest.approx([0, once, 4 * once * growth**2, 10 * once * growth**4])
+
+
 def test_one_step_gives_the_published_constants_of_per_fedavg():
     c, alpha = CONSTANTS, 0.3
     bound = theory.meta_smoothness(c, alpha, 1)

@@ -41,6 +41,10 @@ class Split:
         """The agents that take part in training."""
         return sorted(set(self.agents) - set(self.unseen))
 
+    def all_rows(self) -> list[Rows]:
+        """The rows of every part of every agent."""
+        return [*self.train, *self.validation, *self.test]
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything the split holds."""

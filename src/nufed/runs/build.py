@@ -43,6 +43,14 @@ def build_samples(config: DataConfig) -> Samples:
 
 def build_split(config: DataConfig, samples: Samples, seed: int) -> Split:
     """The split of ``samples`` among agents that ``[data]`` describes."""
+    if config.split_file is not None:
+        split = Split.load(Path(config.split_file.replace("{seed}", str(seed))))
+        if max(int(rows.max(initial=0)) for rows in split.all_rows()) >= len(samples):
+            raise InputError(
+                f"data.split_file = {config.split_file!r}: it is about more samples than the "
+                f"{len(samples)} of this data; give the split of the same data"
+            )
+        return split
     rng = stream(seed, "partition")
     partition, names = config.partition, None
     if partition == "auto":

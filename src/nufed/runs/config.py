@@ -55,6 +55,9 @@ class DataConfig(_Table):
         default=0, description="held out from training"
     )
     small_agents: SmallAgents = "refuse"
+    split_file: str | None = Field(
+        default=None, description="a saved split to use as it is; {seed} stands for the seed"
+    )
 
 
 class ModelConfig(_Table):

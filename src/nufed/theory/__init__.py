@@ -23,6 +23,7 @@ from nufed.theory.lemmas import (
     iterate_error_squared,
     meta_dissimilarity,
     meta_smoothness,
+    product_dissimilarity,
     product_error,
 )
 from nufed.theory.theorem import (
@@ -59,6 +60,7 @@ __all__ = [
     "meta_dissimilarity",
     "meta_smoothness",
     "printed_bound",
+    "product_dissimilarity",
     "product_error",
     "schedule",
 ]

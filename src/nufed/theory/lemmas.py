@@ -273,6 +273,18 @@ def difference_bias(constants: ProblemConstants, alpha: float, steps: int, fd_st
     return bend * sum(c ** (steps + i - 1) for i in range(steps))
 
 
+def product_dissimilarity(constants: ProblemConstants, alpha: float, steps: int) -> float:
+    """g_ν = α²γ_H²c^{2ν−2}·(2^{ν−1} + Σ_{0<l<ν} 2^l) as printed (Lemma 4; only right for ν ≤ 1).
+
+    It is meant to bound the variance over agents of the product Π(I − α∇²f_i(w_l)).
+    """
+    c = _growth(constants, alpha, steps)
+    if steps == 0:
+        return 0.0
+    powers = 2 ** (steps - 1) + sum(2**i for i in range(1, steps))
+    return float((alpha * constants.hessian_dissimilarity) ** 2 * c ** (2 * steps - 2) * powers)
+
+
 def meta_dissimilarity(
     constants: ProblemConstants, alpha: float, steps: int, variant: Variant = "tight"
 ) -> float:
@@ -291,9 +303,7 @@ def meta_dissimilarity(
                 FalseBoundWarning,
                 stacklevel=2,
             )
-        powers = (2 ** (steps - 1) + sum(2**i for i in range(1, steps))) if steps else 0
-        g = alpha**2 * gamma_h**2 * c ** (2 * steps - 2) * powers
-        squared = 15 * constants.gradient**2 * g
+        squared = 15 * constants.gradient**2 * product_dissimilarity(constants, alpha, steps)
         return math.sqrt(squared + 6 * gamma_g**2 * c ** (2 * steps) * (1 + (c - 1) ** 2))
     apart = [gamma_g * (c**at - 1) / constants.smoothness for at in range(steps)]
     products = sum(gamma_h + constants.hessian_lipschitz * s for s in apart)
