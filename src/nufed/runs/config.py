@@ -6,7 +6,6 @@ stands what all methods share; ``[methods.NAME]`` adds a method and says what is
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from nufed.algorithms import ALGORITHMS
 from nufed.data import Reuse, SmallAgents
 from nufed.errors import InputError
 from nufed.metagrad import Curvature, Exact, FirstOrder, HessianFree
+from nufed.runs.messages import sentence, suggest
 
 OWN = "given in Python"  # stands in a configuration for what was passed as an object
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class MethodConfig(_Table):
         if self.algorithm not in ALGORITHMS:
             raise InputError(
                 f"algorithm = {self.algorithm!r}: must be one of {', '.join(ALGORITHMS)}"
-                + _suggest(self.algorithm, ALGORITHMS)
+                + suggest(self.algorithm, ALGORITHMS)
             )
         return set(inspect.signature(ALGORITHMS[self.algorithm]).parameters)
 
@@ -177,7 +177,9 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
-        raise InputError(sentence(error, _keys_with_methods(tables))) from None
+        raise InputError(
+            sentence(error, _keys_with_methods(tables), dict(known_fields()))
+        ) from None
     if len(set(config.seeds)) < len(config.seeds):
         raise InputError(f"seeds = {config.seeds}: each seed may stand there once")
     config.algorithms()
@@ -216,7 +218,7 @@ def _read(source: str | Path) -> dict[str, Any]:
     else:
         raise InputError(
             f"{str(source)!r} is neither a preset ({', '.join(presets())}) nor a TOML file"
-            + _suggest(str(source), presets())
+            + suggest(str(source), presets())
         )
     try:
         return tomllib.loads(text)
@@ -257,56 +259,8 @@ def _naming(where: str, make: Callable[[], T]) -> T:
         raise InputError(f"{where}.{error}") from None
 
 
-def sentence(error: ValidationError, known: Sequence[str]) -> str:
-    """The first thing wrong with a table of settings, as one sentence."""
-    errors = [(_key(e), e) for e in error.errors(include_url=False)]
-    key, first = errors[0]
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {key!r}" + (_suggest(key, known) or "; `nufed list` shows all keys")
-    if first["type"] == "missing":
-        return f"the key {key!r} is missing"
-    # a union reports once per member: what is allowed is any of them
-    reasons = [_reason(e) for k, e in errors if k == key]
-    return f"{key} = {first['input']!r}: must be {' or '.join(dict.fromkeys(reasons))}"
-
-
 def _keys_with_methods(tables: Mapping[str, Any]) -> list[str]:
     """Every key of the schema, and those of the methods that ``tables`` names."""
     methods = tables.get("methods")
     named = methods if isinstance(methods, Mapping) else {}
     return [*known_keys(), *(f"methods.{m}.{k}" for m in named for k in MethodConfig.model_fields)]
-
-
-def _key(error: Any) -> str:
-    """The dotted key of an error, without the member of a union that pydantic appends."""
-    parts = [str(p) for p in error["loc"]]
-    return ".".join(p for p in parts if p not in ("float", "int") and "[" not in p)
-
-
-def _reason(error: Any) -> str:
-    field = dict(known_fields()).get(_key(error))
-    limits = field.metadata if field else []
-    bounds = [_BOUNDS[k].format(getattr(m, k)) for m in limits for k in _BOUNDS if hasattr(m, k)]
-    match error["type"]:
-        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal" if bounds:
-            return "a number " + " and ".join(bounds)
-        case "string_pattern_mismatch":
-            return "made of letters, digits, '.', '-' and '_'"
-        case "model_type" | "dict_type":
-            return "a table"
-        case "too_short":
-            return "a list of at least one"
-    return str(error["msg"]).removeprefix("Input should be ")
-
-
-_BOUNDS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
-
-
-def _suggest(given: str, known: Iterable[str]) -> str:
-    known = list(known)
-    matches = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
-    if not matches:  # the right name in the wrong table, or a slip in the last part of the key
-        last = {k.split(".")[-1]: k for k in known}
-        close = difflib.get_close_matches(given.split(".")[-1], last, n=1, cutoff=0.6)
-        matches = [last[c] for c in close]
-    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -1,4 +1,4 @@
-"""Lemmas 1-6: one function per result.
+"""Lemmas 1 and 3-6: smoothness, the errors of the three updates, and how unlike agents are.
 
 ``variant="tight"`` (the default) is the tightest bound that docs/theory.md proves;
 ``variant="paper"`` is the bound as the paper prints it. Throughout c = 1 + αL, which bounds
@@ -10,12 +10,17 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from nufed.theory.constants import BatchSizes, FalseBoundWarning, ProblemConstants, need
-
-Variant: TypeAlias = Literal["tight", "paper"]
-Form: TypeAlias = Literal["closed", "recursion"]
+from nufed.theory.iterates import (
+    Variant,
+    fourth_moment,
+    growth,
+    iterate_bias,
+    iterate_error,
+    iterate_error_fourth,
+    iterate_error_squared,
+)
 
 
 @dataclass(frozen=True)
@@ -38,91 +43,10 @@ def meta_smoothness(constants: ProblemConstants, alpha: float, steps: int) -> fl
     >>> meta_smoothness(c, 1.0, 1)            # Per-FedAvg: L(1 + αL)² + Bαρ
     10.0
     """
-    c = _growth(constants, alpha, steps)
+    c = growth(constants, alpha, steps)
     curved = constants.gradient * alpha * constants.hessian_lipschitz
     total = constants.smoothness * c ** (2 * steps)
     return total + curved * sum(c ** (steps - 1 + step) for step in range(steps))
-
-
-def iterate_error(
-    constants: ProblemConstants,
-    alpha: float,
-    batches: BatchSizes,
-    step: int,
-    variant: Variant = "tight",
-    form: Form = "closed",
-) -> float:
-    """h_l: E‖w̃_l − w_l‖ ≤ h_l, the distance of the sampled from the true iterate (Lemma 2).
-
-    Printed: h_{l+1} = c·h_l + ασ_G/√D_l. Tight: √h′_l, since E‖·‖ ≤ (E‖·‖²)^½.
-    """
-    if variant == "tight":
-        return math.sqrt(iterate_error_squared(constants, alpha, batches, step, variant, form))
-    c = _growth(constants, alpha, step, batches)
-    steps = [alpha * constants.gradient_noise / math.sqrt(d) for d in batches.adapt[:step]]
-    return _accumulate(steps, c, form)
-
-
-def iterate_error_squared(
-    constants: ProblemConstants,
-    alpha: float,
-    batches: BatchSizes,
-    step: int,
-    variant: Variant = "tight",
-    form: Form = "closed",
-) -> float:
-    """h′_l: E‖w̃_l − w_l‖² ≤ h′_l (Lemma 2).
-
-    Printed: h′_{l+1} = (2 + 2α²L²)h′_l + 2α²σ_G²/D_l, from h′_1 = α²σ_G²/D_0.
-    Tight: h′_{l+1} = c²h′_l + α²σ_G²/D_l, since the noise of a step has mean zero.
-    """
-    c = _growth(constants, alpha, step, batches)
-    noise = [(alpha * constants.gradient_noise) ** 2 / d for d in batches.adapt[:step]]
-    if variant == "tight":
-        return _accumulate(noise, c**2, form)
-    later = [noise[0], *(2 * n for n in noise[1:])] if noise else []
-    return _accumulate(later, 2 + 2 * (c - 1) ** 2, form)
-
-
-def iterate_error_fourth(
-    constants: ProblemConstants,
-    alpha: float,
-    batches: BatchSizes,
-    step: int,
-    variant: Variant = "tight",
-    form: Form = "closed",
-) -> float:
-    """h″_l: E‖w̃_l − w_l‖⁴ ≤ h″_l (Lemma 2), with q_l = (κ_G + 3(D_l − 1)σ_G⁴)/D_l³.
-
-    Printed: h″_{l+1} = (8 + 64α⁴L⁴)h″_l + 64α⁴q_l, from h″_1 = α⁴q_0.
-    Tight: h″_{l+1} = c⁴h″_l + 8c²h′_l·α²σ_G²/D_l + 3α⁴q_l, from h″_1 = α⁴q_0.
-    """
-    c = _growth(constants, alpha, step, batches)
-    noise = [alpha**4 * _fourth(constants.gradient_kurtosis, constants.gradient_noise, d)
-             for d in batches.adapt[:step]]  # fmt: skip
-    if variant == "paper":
-        later = [noise[0], *(64 * n for n in noise[1:])] if noise else []
-        return _accumulate(later, 8 + 64 * (c - 1) ** 4, form)
-    terms = noise[:1]
-    for at in range(1, step):
-        spread = iterate_error_squared(constants, alpha, batches, at)
-        single = (alpha * constants.gradient_noise) ** 2 / batches.adapt[at]
-        terms.append(8 * c**2 * spread * single + 3 * noise[at])
-    return _accumulate(terms, c**4, form)
-
-
-def iterate_bias(
-    constants: ProblemConstants, alpha: float, batches: BatchSizes, step: int
-) -> float:
-    """m_l: ‖E[w̃_l − w_l]‖ ≤ m_l (not in the paper, which bounds it by h_l).
-
-    m_{l+1} = c·m_l + (αρ/2)h′_l with m_0 = 0: a step is linear up to (αρ/2)‖w̃_l − w_l‖². It falls
-    as 1/D, h_l only as 1/√D; the smaller of the two is returned.
-    """
-    c = _growth(constants, alpha, step, batches)
-    half = alpha * constants.hessian_lipschitz / 2
-    bends = [half * iterate_error_squared(constants, alpha, batches, at) for at in range(step)]
-    return min(_accumulate(bends, c, "closed"), iterate_error(constants, alpha, batches, step))
 
 
 def exact_error(
@@ -136,14 +60,14 @@ def exact_error(
     """
     if variant == "tight":
         return hessian_free_error(constants, alpha, batches, 0.0)
-    steps, c = batches.steps, _growth(constants, alpha, batches.steps)
+    steps, c = batches.steps, growth(constants, alpha, batches.steps)
     h, h2, h4 = (
         f(constants, alpha, batches, steps, "paper")
         for f in (iterate_error, iterate_error_squared, iterate_error_fourth)
     )
     d, d4 = product_error(constants, alpha, batches)
     last = constants.gradient_noise**2 / batches.outer + constants.smoothness**2 * h2
-    last4 = _fourth(constants.gradient_kurtosis, constants.gradient_noise, batches.outer)
+    last4 = fourth_moment(constants.gradient_kurtosis, constants.gradient_noise, batches.outer)
     last4 += constants.smoothness**4 * h4
     bend = constants.gradient * alpha * constants.hessian_lipschitz * c ** (steps - 1)
     earlier = sum(iterate_error(constants, alpha, batches, j, "paper") for j in range(1, steps))
@@ -164,13 +88,13 @@ def product_error(
     The norms of σ_H and κ_H are Frobenius norms here: for the mean of D matrices σ_H²/D does not
     bound the second moment of the spectral norm (docs/theory.md has a counterexample).
     """
-    c = _growth(constants, alpha, batches.steps)
+    c = growth(constants, alpha, batches.steps)
     rho, sigma = constants.hessian_lipschitz, constants.hessian_noise
     d = d4 = 0.0
     for at, size in enumerate(batches.curvature):
         spread = iterate_error_squared(constants, alpha, batches, at, "paper")
         spread4 = iterate_error_fourth(constants, alpha, batches, at, "paper")
-        noise4 = _fourth(constants.hessian_kurtosis, sigma, size)
+        noise4 = fourth_moment(constants.hessian_kurtosis, sigma, size)
         if at == 0:
             d, d4 = alpha**2 * sigma**2 / size, alpha**4 * noise4
             continue
@@ -191,7 +115,7 @@ def first_order_error(
     Printed: ‖I − Π(I−αH_l)‖ ≤ c^ν + 1. Tight: ≤ c^ν − 1, which vanishes with α; and the last
     gradient is unbiased given w̃_ν, so that its noise is no bias.
     """
-    steps, c = batches.steps, _growth(constants, alpha, batches.steps)
+    steps, c = batches.steps, growth(constants, alpha, batches.steps)
     h2 = iterate_error_squared(constants, alpha, batches, steps, variant)
     noise = constants.gradient_noise**2 / batches.outer
     if variant == "paper":
@@ -222,7 +146,7 @@ def hessian_free_error(
     Hessian, without 1/δ; the difference is ρδ‖v‖²/2 off, half of what the paper says. For δ = 0 it
     is the bound of the exact update.
     """
-    steps, c = batches.steps, _growth(constants, alpha, batches.steps)
+    steps, c = batches.steps, growth(constants, alpha, batches.steps)
     need(fd_step >= 0 and math.isfinite(fd_step), "fd_step", fd_step, "must be 0 or more")
     if variant == "paper":
         p, p2 = difference_noise(constants, alpha, batches, fd_step)
@@ -248,7 +172,7 @@ def difference_noise(
 ) -> tuple[float, float]:
     """p_ν and p′_ν as printed (Lemma 6): moments of the noise of the Hessian-free recursion."""
     need(fd_step > 0, "fd_step", fd_step, "the printed bound needs a step above 0")
-    steps, c = batches.steps, _growth(constants, alpha, batches.steps)
+    steps, c = batches.steps, growth(constants, alpha, batches.steps)
     smoothness = constants.smoothness
 
     def last(size: int, at: int) -> tuple[float, float, float]:
@@ -268,7 +192,7 @@ def difference_noise(
 
 def difference_bias(constants: ProblemConstants, alpha: float, steps: int, fd_step: float) -> float:
     """q_ν = αρδB²·Σ_{i<ν} c^{ν+i−1} as printed (Lemma 6): the finite differences' own error."""
-    c = _growth(constants, alpha, steps)
+    c = growth(constants, alpha, steps)
     bend = alpha * constants.hessian_lipschitz * fd_step * constants.gradient**2
     return bend * sum(c ** (steps + i - 1) for i in range(steps))
 
@@ -278,7 +202,7 @@ def product_dissimilarity(constants: ProblemConstants, alpha: float, steps: int)
 
     It is meant to bound the variance over agents of the product Π(I − α∇²f_i(w_l)).
     """
-    c = _growth(constants, alpha, steps)
+    c = growth(constants, alpha, steps)
     if steps == 0:
         return 0.0
     powers = 2 ** (steps - 1) + sum(2**i for i in range(1, steps))
@@ -294,7 +218,7 @@ def meta_dissimilarity(
     B·c^ν. Printed: γ_F² = 15B²g_ν + 6γ_G²c^{2ν}(1 + α²L²), which is false for ν ≥ 2 (it takes the
     iterates of all agents for the same) and warned about there.
     """
-    c = _growth(constants, alpha, steps)
+    c = growth(constants, alpha, steps)
     gamma_g, gamma_h = constants.gradient_dissimilarity, constants.hessian_dissimilarity
     if variant == "paper":
         if steps >= 2:
@@ -319,7 +243,7 @@ def _recursion_noise(
     d̃ is the sampled recursion and D̄ the same without noise; only the curvature of the finite
     difference in d, at most αρδ, bends a mean of zero.
     """
-    c = _growth(constants, alpha, batches.steps)
+    c = growth(constants, alpha, batches.steps)
     noise, bent, size = constants.gradient_noise**2 / batches.outer, 0.0, constants.gradient
     for at in reversed(range(batches.steps)):
         sampled = size**2 + 2 * size * bent + noise  # E‖d̃‖²
@@ -336,29 +260,3 @@ def _last_gradient_bias(constants: ProblemConstants, alpha: float, batches: Batc
     spread = iterate_error_squared(constants, alpha, batches, steps)
     mean = constants.smoothness * iterate_bias(constants, alpha, batches, steps)
     return min(plain, mean + constants.hessian_lipschitz / 2 * spread)
-
-
-def _growth(
-    constants: ProblemConstants, alpha: float, steps: int, batches: BatchSizes | None = None
-) -> float:
-    """c = 1 + αL, after checking α and ν."""
-    need(math.isfinite(alpha) and alpha >= 0, "alpha", alpha, "must be a finite number, 0 or more")
-    need(isinstance(steps, int) and steps >= 0, "steps", steps, "must be a whole number, 0 or more")
-    if batches is not None:
-        need(steps <= batches.steps, "step", steps, f"there are {batches.steps} adaptation batches")
-    return 1 + alpha * constants.smoothness
-
-
-def _accumulate(terms: list[float], factor: float, form: Form) -> float:
-    """x_{l+1} = factor·x_l + terms[l] from x_0 = 0: step by step, or as the sum it is."""
-    if form == "recursion":
-        total = 0.0
-        for term in terms:
-            total = factor * total + term
-        return total
-    return math.fsum(t * factor ** (len(terms) - 1 - j) for j, t in enumerate(terms))
-
-
-def _fourth(kurtosis: float, deviation: float, size: int) -> float:
-    """(κ + 3(D − 1)σ⁴)/D³: the fourth moment of the mean of D independent samples."""
-    return (kurtosis + 3 * (size - 1) * deviation**4) / size**3

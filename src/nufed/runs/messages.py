@@ -1,0 +1,60 @@
+"""What is wrong with settings, in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+_BOUNDS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
+
+
+def sentence(error: ValidationError, known: Iterable[str], fields: Mapping[str, FieldInfo]) -> str:
+    """The first thing that pydantic found wrong with a table of settings.
+
+    ``known`` are the keys that may be meant by an unknown one; ``fields`` tell what is allowed.
+    """
+    errors = [(_key(e), e) for e in error.errors(include_url=False)]
+    key, first = errors[0]
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key!r}" + (suggest(key, known) or "; `nufed list` shows all keys")
+    if first["type"] == "missing":
+        return f"the key {key!r} is missing"
+    # a union reports once per member: what is allowed is any of them
+    reasons = [_reason(e, fields.get(key)) for k, e in errors if k == key]
+    return f"{key} = {first['input']!r}: must be {' or '.join(dict.fromkeys(reasons))}"
+
+
+def suggest(given: str, known: Iterable[str]) -> str:
+    """The known word that was probably meant, as the end of a sentence; empty if none is near."""
+    known = list(known)
+    matches = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
+    if not matches:  # the right name in the wrong table, or a slip in the last part of the key
+        last = {k.split(".")[-1]: k for k in known}
+        close = difflib.get_close_matches(given.split(".")[-1], last, n=1, cutoff=0.6)
+        matches = [last[c] for c in close]
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def _key(error: Any) -> str:
+    """The dotted key of an error, without the member of a union that pydantic appends."""
+    parts = [str(p) for p in error["loc"]]
+    return ".".join(p for p in parts if p not in ("float", "int") and "[" not in p)
+
+
+def _reason(error: Any, field: FieldInfo | None) -> str:
+    limits = field.metadata if field else []
+    bounds = [_BOUNDS[k].format(getattr(m, k)) for m in limits for k in _BOUNDS if hasattr(m, k)]
+    match error["type"]:
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal" if bounds:
+            return "a number " + " and ".join(bounds)
+        case "string_pattern_mismatch":
+            return "made of letters, digits, '.', '-' and '_'"
+        case "model_type" | "dict_type":
+            return "a table"
+        case "too_short":
+            return "a list of at least one"
+    return str(error["msg"]).removeprefix("Input should be ")
