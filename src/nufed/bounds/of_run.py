@@ -38,10 +38,9 @@ def bounds_of_run(run: Run) -> dict[str, Any]:
     """Estimates, bounds and measurements for a finished run (its first seed)."""
     seed = run.config.seeds[0]
     estimator = _estimator(run, seed)
-    algorithms = run.config.algorithms()
-    methods = {
-        n: a for n, a in algorithms.items() if isinstance(a, GMeta) and seed in run.methods[n]
-    }
+    trained = [name for name, part in run.methods.items() if seed in part]
+    algorithms = {n: a for n, a in run.config.algorithms().items() if n in trained}
+    methods = {n: a for n, a in algorithms.items() if isinstance(a, GMeta)}
     if not methods:
         raise InputError(f"{run.path} has no method that the paper's bounds are about")
     models = {name: _models(run, name, seed, estimator) for name in methods}
