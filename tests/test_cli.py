@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from nufed import cli
+from test_bounds import NUMBERS
 
 QUICK = ["rounds=2", "eval_every=1", "seeds=[0]", "data.agents=6", "data.unseen_agents=1"]
 
@@ -135,6 +136,24 @@ def test_bad_input_is_one_sentence_and_a_non_zero_exit(arguments, sentence, tmp_
     assert sentence in result.stderr and "Traceback" not in result.stderr
     assert result.stderr.startswith("nufed: error: ") and result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir()) and not result.stdout
+
+
+def test_a_method_that_fails_is_named_and_the_exit_is_non_zero(tmp_path, nufed):
+    diverging = ["model.args={hidden=[8]}", "methods.gmeta-fo.meta_lr=1e30"]  # ReLU, no saturation
+    result = nufed("run", "quickstart", *QUICK, *diverging, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "could not be trained" in result.stdout and "gmeta-fo, seed 0" in result.stdout
+    assert "gmeta-exact" in result.stdout and "report: " in result.stdout
+
+
+def test_bounds_of_a_file_of_numbers(tmp_path, nufed):
+    (tmp_path / "n.toml").write_text(NUMBERS.format(meta_lr=0.001))
+    result = nufed("bounds", "n.toml", cwd=tmp_path)
+    assert result.returncode == 0 and "largest β allowed" in result.stdout
+    printed = json.loads(nufed("bounds", "n.toml", "--json", cwd=tmp_path).stdout)
+    assert printed["methods"][0]["admissible"] is True
+    bad = nufed("bounds", "nowhere.toml", cwd=tmp_path)
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1
 
 
 def test_interrupting_says_where_the_finished_part_is(tmp_path):
