@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from nufed import Federation, InputError, Samples
 from nufed.data import SOURCES, as_samples, make_split
@@ -90,9 +90,22 @@ def test_own_data_in_several_forms():
     assert set(named.take(np.array([1]))[0]) == {"left", "right"}
 
 
+def test_read_only_arrays_are_taken_without_a_word():
+    x = np.zeros((6, 2), dtype=np.float32)
+    x.setflags(write=False)
+    assert len(as_samples((x, np.arange(6)))) == 6
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(2), 0
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        (Endless(), "Endless can't be used as data: it must have a length"),
+        (TensorDataset(torch.zeros(3), torch.zeros(3), torch.zeros(3)), "TensorDataset can't"),
         (torch.zeros(3), "data of type Tensor can't be used"),
         ((np.zeros((3, 2)), np.zeros(4)), r"arrays of \[3, 4\] rows"),
         ((np.zeros((0, 2)), np.zeros(0)), "at least one"),

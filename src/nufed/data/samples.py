@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,8 +97,7 @@ def as_samples(data: Any) -> Samples:
     if isinstance(data, Samples):
         return data
     if isinstance(data, Dataset):
-        inputs, targets = zip(*(data[i] for i in range(len(data))), strict=True)  # type: ignore[arg-type]
-        data = (torch.stack([torch.as_tensor(x) for x in inputs]), np.asarray(targets))
+        data = _stacked(data)
     if not isinstance(data, tuple | list) or len(data) not in (2, 3):
         raise InputError(
             f"data of type {type(data).__name__} can't be used: give (inputs, targets), "
@@ -117,6 +117,19 @@ def as_samples(data: Any) -> Samples:
     )
 
 
+def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, np.ndarray[Any, Any]]:
+    """All samples of a map-style dataset of (input, target) pairs."""
+    try:
+        pairs = [dataset[i] for i in range(len(dataset))]  # type: ignore[arg-type]
+        inputs, targets = zip(*pairs, strict=True)
+        return torch.stack([torch.as_tensor(x) for x in inputs]), np.asarray(targets)
+    except Exception as error:  # whatever the user's dataset does
+        raise InputError(
+            f"{type(dataset).__name__} can't be used as data: it must have a length and give "
+            f"(input, target) pairs of one shape ({type(error).__name__}: {error})"
+        ) from error
+
+
 def _inputs(inputs: Any) -> Inputs:
     if isinstance(inputs, Mapping):
         return {name: _tensor(x) for name, x in inputs.items()}
@@ -133,7 +146,11 @@ def _tensor(array: Any) -> Tensor:
         raise InputError(
             f"an array of dtype {array.dtype} can't be used as data: give numbers or booleans"
         )
-    return torch.from_numpy(np.ascontiguousarray(array))
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # read-only arrays are fine: nothing is written
+        return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:
