@@ -95,7 +95,10 @@ def test_shards(classes, agents, per_agent, size, seed):
         assert len(together) == len(labels)  # every sample is dealt out
 
 
-@given_examples(st.lists(st.text(max_size=3), min_size=1, max_size=50))
+NAMES = st.text(st.characters(exclude_characters="\0"), max_size=3)  # numpy drops trailing zeros
+
+
+@given_examples(st.lists(NAMES, min_size=1, max_size=50))
 def test_given_assignments_are_kept(owners):
     parts, names = given(np.array(owners))
     assert sorted(np.concatenate(parts)) == list(range(len(owners)))

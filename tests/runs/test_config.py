@@ -48,6 +48,8 @@ def test_the_resolved_configuration_reads_back_as_itself(preset):
         ("qqq=1", "unknown key 'qqq'; `nufed list` shows all keys"),
         ("method.adapt_steps=-1", "method.adapt_steps = -1: must be a whole number, 0 or more"),
         ("participation=0", "participation = 0: must be a number above 0 and at most 1"),
+        ("method.fd_step=0", 'method.fd_step = 0.0: must be "auto" or a number above 0'),
+        ("method.algorithm=''", "method.algorithm = '': must be one of fedavg"),
         ("rounds=many", "rounds = 'many': must be a valid integer"),
         ("method.fd_step=small", "method.fd_step = 'small': must be a valid number or 'auto'"),
         (

@@ -87,7 +87,8 @@ class MethodConfig(_Table):
     def build(self) -> Algorithm:
         """The algorithm with those of the settings that it takes."""
         settings = {**dict(self), "curvature": self._curvature()}
-        return ALGORITHMS[self.algorithm](**{k: settings[k] for k in self.taken() & set(settings)})
+        taken = {k: settings[k] for k in self.taken() & set(settings)}
+        return ALGORITHMS[self.algorithm](**taken)
 
     def taken(self) -> set[str]:
         """The settings that the algorithm takes."""
@@ -99,9 +100,13 @@ class MethodConfig(_Table):
         return set(inspect.signature(ALGORITHMS[self.algorithm]).parameters)
 
     def _curvature(self) -> Curvature:
-        if self.curvature == "hessian_free":
-            return HessianFree(self.fd_step)
-        return Exact() if self.curvature == "exact" else FirstOrder()
+        hessian_free = HessianFree(self.fd_step)  # checks the step, also where it is not used
+        ways: dict[str, Curvature] = {
+            "exact": Exact(),
+            "first_order": FirstOrder(),
+            "hessian_free": hessian_free,
+        }
+        return ways[self.curvature]
 
 
 class Config(_Table):
