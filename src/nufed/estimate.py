@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nufed.adapt import adapt
 from nufed.algorithms import GMeta
 from nufed.data import Federation
 from nufed.errors import require
@@ -24,8 +25,13 @@ from nufed.seeding import stream, torch_seed
 
 Operator: TypeAlias = Callable[[Tensor], Tensor]
 
-# operations whose second derivative jumps or does not exist
-KINKS = ("Relu", "Prelu", "Threshold", "Hard", "Clamp", "Abs", "Max", "Min", "Elu", "L1", "Huber")
+# parts of the names of operations whose derivatives jump; a mask made by comparing can't be seen
+KINKS = (
+    "relu", "threshold", "hard", "clamp", "abs", "maxi", "mini", "maxb", "minb", "maxp", "amax",
+    "amin", "cumm", "celu", "elub", "elu0", "shrink", "sort", "topk", "median", "where", "l1loss",
+    "huber", "fmax", "fmin",
+)  # fmt: skip
+SMOOTH = ("gelu", "logsumexp", "softmax")
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Estimator:
         self.agents = sorted(rng.choice(seen, min(agents, len(seen)), replace=False).tolist())
         self.federation = federation
         self.sites = [self._site(agent, samples) for agent in self.agents]
+        self.everyone = [Batch(*federation.samples.take(federation.split.train[a])) for a in seen]
 
     def _site(self, agent: int, samples: int) -> Site:
         rows = self.federation.split.train[agent]
@@ -91,8 +98,9 @@ class Estimator:
 
     def is_smooth(self, w: Tensor) -> bool:
         """Whether the loss is twice differentiable everywhere: no operation in it has a kink."""
-        names = self.objective.operations(w, self.sites[0].full)
-        return not any(kink in name for name in names for kink in KINKS)
+        names = [name.lower() for name in self.objective.operations(w, self.sites[0].full)]
+        bent = [n for n in names if any(k in n for k in KINKS) and not any(k in n for k in SMOOTH)]
+        return not bent
 
     def gradient(self, models: Sequence[Tensor]) -> Estimate:
         """B: the norm of ∇f_i."""
@@ -107,43 +115,74 @@ class Estimator:
         )
 
     def hessian_lipschitz(self, models: Sequence[Tensor]) -> Estimate:
-        """ρ: ‖∇²f_i(w + r) − ∇²f_i(w)‖/‖r‖ over short steps r, along ∇f_i and at random."""
+        """ρ: ‖∇²f_i(w + r) − ∇²f_i(w)‖/‖r‖ over short steps r where curvature changes most."""
         values = []
         for place, w in enumerate(models):
             for number, site in enumerate(self.sites):
                 probe = self._probe(f"rho/{place}/{number}")
-                for direction in (self.objective.grad(w, site.full), probe):
-                    if direction.norm() > 0:
-                        r = 1e-3 * (1 + w.norm()) * direction / direction.norm()
-                        there, here = (self._hessian(x, site.full) for x in (w + r, w))
-                        change = self._norm(lambda v, t=there, h=here: t(v) - h(v))  # type: ignore[misc]
-                        values.append(change / float(r.norm()))
+                for start in (self.objective.grad(w, site.full), probe):
+                    direction = self._most_bent(w, site.full, start)
+                    r = 1e-3 * (1 + w.norm()) * direction
+                    there, here = (self._hessian(x, site.full) for x in (w + r, w))
+                    change = self._norm(lambda v, t=there, h=here: t(v) - h(v))  # type: ignore[misc]
+                    values.append(change / float(r.norm()))
         return Estimate.largest(values)
+
+    def _most_bent(self, w: Tensor, batch: Batch, v: Tensor, iterations: int = 8) -> Tensor:
+        """A direction along which curvature changes most: the power method on third derivatives.
+
+        v ← ∇³f(w)[v, v, ·], as the second difference of gradients; a symmetric tensor is largest at
+        equal arguments.
+        """
+        h = 1e-3 * (1 + w.norm())
+        middle = self.objective.grad(w, batch)
+        for _ in range(iterations):
+            v = v / v.norm() if v.norm() > 0 else torch.ones_like(v) / v.numel() ** 0.5
+            ahead, behind = (self.objective.grad(w + s * h * v, batch) for s in (1, -1))
+            bent = ahead - 2 * middle + behind
+            if not bent.norm() > 1e-12 * (1 + middle.norm()):
+                return v
+            v = bent
+        most: Tensor = v / v.norm()
+        return most
 
     def gradient_noise(self, models: Sequence[Tensor]) -> tuple[Estimate, Estimate]:
         """σ_G and κ_G: standard deviation and fourth moment of one sample's gradient."""
-        return self._noise(models, lambda w, batch: self.objective.grad(w, batch)[None])
-
-    def hessian_noise(self, models: Sequence[Tensor], probes: int = 4) -> tuple[Estimate, Estimate]:
-        """σ_H and κ_H of one sample's Hessian in the Frobenius norm, by random sign probes."""
-        signs = [self._probe(f"sigma_H/{i}").sign() for i in range(probes)]
-
-        def products(w: Tensor, batch: Batch) -> Tensor:
-            return torch.stack([self.objective.hvp(w, batch, v) for v in signs])
-
-        return self._noise(models, products)
-
-    def _noise(
-        self, models: Sequence[Tensor], quantity: Callable[[Tensor, Batch], Tensor]
-    ) -> tuple[Estimate, Estimate]:
-        """Second and fourth moments of a per-sample quantity, given as rows to be averaged over."""
         deviations, fourths = [], []
         for w in models:
             for site in self.sites:
-                values = torch.stack([quantity(w, single) for single in site.singles])
-                squares = (values - values.mean(dim=0)).square().sum(dim=2).mean(dim=1)
+                values = torch.stack([self.objective.grad(w, single) for single in site.singles])
+                squares = (values - values.mean(dim=0)).square().sum(dim=1)
                 deviations.append(float(squares.mean().sqrt()))
                 fourths.append(float(squares.square().mean()))
+        return Estimate.largest(deviations), Estimate.largest(fourths)
+
+    def hessian_noise(self, models: Sequence[Tensor], probes: int = 4) -> tuple[Estimate, Estimate]:
+        """σ_H and κ_H of one sample's Hessian.
+
+        σ_H² is the largest E‖(∇²ℓ − ∇²f)v‖² over unit vectors v, by Lanczos: what the tight bounds
+        need. κ_H is the fourth moment of the Frobenius norm, by pairs of random sign probes.
+        """
+        deviations, fourths = [], []
+        signs = [self._probe(f"kappa_H/{i}").sign() for i in range(probes)]
+        for w in models:
+            for site in self.sites:
+
+                def noise(v: Tensor, w: Tensor = w, site: Site = site) -> Tensor:
+                    own = torch.stack([self.objective.hvp(w, s, v) for s in site.singles])
+                    return own - own.mean(dim=0)  # a row per sample
+
+                def squared(v: Tensor, w: Tensor = w, site: Site = site) -> Tensor:
+                    again = [
+                        self.objective.hvp(w, s, row)
+                        for s, row in zip(site.singles, noise(v, w, site), strict=True)
+                    ]
+                    return torch.stack(again).mean(dim=0)  # the mean Hessian meets a mean of zero
+
+                deviations.append(self._norm(squared, 6) ** 0.5)
+                squares = torch.stack([noise(v).square().sum(dim=1) for v in signs])
+                pairs = squares.sum(dim=0).square() - squares.square().sum(dim=0)
+                fourths.append(float(pairs.mean()) / (probes * (probes - 1)))
         return Estimate.largest(deviations), Estimate.largest(fourths)
 
     def gradient_dissimilarity(self, models: Sequence[Tensor]) -> Estimate:
@@ -163,21 +202,31 @@ class Estimator:
             values.append(float(np.sqrt(np.mean(np.square(norms)))))
         return Estimate.largest(values)
 
-    def meta_gradients(self, w: Tensor, algorithm: GMeta) -> Tensor:
-        """∇F_i(w) on each agent's whole training part, a row per agent."""
+    def meta_gradients(
+        self, w: Tensor, algorithm: GMeta, batches: Sequence[Batch] | None = None
+    ) -> Tensor:
+        """∇F_i(w) on each agent's whole training part, a row per agent that trains."""
         nu = algorithm.adapt_steps
         return torch.stack(
             [
                 meta_gradient(
                     self.objective,
                     w.double(),
-                    MetaBatch([s.full] * nu, s.full, [s.full] * nu),
+                    MetaBatch([full] * nu, full, [full] * nu),
                     lr=algorithm.adapt_lr,
                     curvature=Exact(),
                 )
-                for s in self.sites
+                for full in batches or self.everyone
             ]
         )
+
+    def meta_value(self, w: Tensor, algorithm: GMeta) -> float:
+        """F(w): the mean loss of the agents' training parts after ν steps on them."""
+        values = []
+        for full in self.everyone:
+            adapted = adapt(self.objective, w, [full] * algorithm.adapt_steps, algorithm.adapt_lr)
+            values.append(float(self.objective.value(adapted, full)))
+        return float(np.mean(values))
 
     def measure(self, w: Tensor, algorithm: GMeta, repeats: int = 64) -> Measured:
         """Bias and error of the algorithm's stochastic meta-gradient against ∇F_i, over agents.
@@ -186,7 +235,7 @@ class Estimator:
         expectation and two standard errors over agents).
         """
         require(repeats >= 2, "repeats", repeats, "must be 2 or more")
-        true = self.meta_gradients(w, algorithm)
+        true = self.meta_gradients(w, algorithm, [site.full for site in self.sites])
         biases: list[float] = []
         errors: list[float] = []
         for agent, right in zip(self.agents, true, strict=True):

@@ -234,6 +234,19 @@ def test_tight_bounds_are_tighter():
                     assert bounds[name] <= bounds[name.replace("tight", "paper")], name
 
 
+def test_the_hessian_free_bound_is_never_above_the_printed_one():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        constants = ProblemConstants(*10 ** rng.uniform(-1, 1, size=9))
+        batches = BatchSizes.equal(int(rng.integers(1, 20)), int(rng.integers(1, 6)))
+        for fd_step in (1e-3, 0.1, 1.0, 10.0):
+            tight, paper = (
+                theory.hessian_free_error(constants, 0.3, batches, fd_step, v)
+                for v in ("tight", "paper")
+            )
+            assert tight.bias <= paper.bias and tight.second_moment <= paper.second_moment
+
+
 def test_how_errors_scale():
     few, many = (everything(CONSTANTS, size=size) for size in (10, 1000))
     assert many["mu exact tight"] <= few["mu exact tight"] / 10 * (1 + 1e-9)  # μ² at least as 1/D

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nufed import theory
-from nufed.theory import BatchSizes, GradientError, ProblemConstants, TheoryError, Training
+from nufed.theory import (
+    BatchSizes,
+    FalseBoundWarning,
+    GradientError,
+    ProblemConstants,
+    TheoryError,
+    Training,
+)
 
 CONSTANTS = ProblemConstants(2.0, 1.5, 0.7, 0.9, 0.4, 1.1, 0.3, 0.6, 0.2)
 
@@ -95,7 +102,8 @@ def test_the_printed_theorem_lacks_a_factor_tau_in_the_sampling_of_agents():
         problem, training, measured = seesaw(tau, b)
         none = GradientError(0.0, 0.0)
         gamma = problem.constants.gradient_dissimilarity
-        printed = theory.printed_bound(training, 1.0, none, gamma, 0.0, constant=1.0)
+        with pytest.warns(FalseBoundWarning, match="false with some agents"):
+            printed = theory.printed_bound(training, 1.0, none, gamma, 0.0, constant=1.0)
         needed.append(measured / printed.total)
         explicit = theory.convergence_bound(training, 1.0, none, gamma, 0.0)
         assert measured <= explicit.total
@@ -104,12 +112,12 @@ def test_the_printed_theorem_lacks_a_factor_tau_in_the_sampling_of_agents():
 
 
 def test_the_explicit_form_is_below_the_simple_one():
-    """3.3, 4.8, 15, 5, 5 as constants: a cruder count of the same proof, for two agents or more."""
+    """3.3, 4.8, 15, 5, 5 as constants: a cruder count of the same proof."""
     rng = np.random.default_rng(0)
     for _ in range(2000):
         agents = int(rng.integers(2, 50))
         training = Training(
-            1.0, int(rng.integers(1, 20)), 50, int(rng.integers(2, agents + 1)), agents
+            1.0, int(rng.integers(1, 20)), 50, int(rng.integers(1, agents + 1)), agents
         )
         smoothness = rng.uniform(0.001, 1) / (10 * training.local_steps)
         mu, gamma, gap = 10 ** rng.uniform(-3, 2, size=3)
@@ -176,6 +184,30 @@ def test_the_schedule_keeps_its_promise_at_the_stated_rate(cohort, power):
     rate = math.log(plans[1].training.rounds / plans[0].training.rounds) / math.log(100)
     assert rate == pytest.approx(power, abs=0.2)
     assert plans[1].batch_size / plans[0].batch_size <= 2 * 100  # D = O(1/ε)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-10])
+def test_the_schedule_keeps_its_promise_for_tiny_targets(epsilon):
+    plan = theory.schedule(
+        epsilon,
+        CONSTANTS,
+        0.05,
+        2,
+        error=partial(theory.exact_error, CONSTANTS, 0.05),
+        initial_gap=3.0,
+        agents=10,
+        cohort=3,
+    )
+    assert 0.5 * epsilon < plan.terms.total <= epsilon
+
+
+def test_the_schedule_reaches_what_the_bias_of_first_order_allows():
+    error = partial(theory.first_order_error, CONSTANTS, 0.01)
+    floor = error(BatchSizes.equal(2**49, 2)).bias ** 2
+    plan = theory.schedule(
+        1.5 * floor, CONSTANTS, 0.01, 2, error=error, initial_gap=3.0, agents=5, cohort=5
+    )
+    assert floor < plan.terms.total <= 1.5 * floor
 
 
 @pytest.mark.parametrize(

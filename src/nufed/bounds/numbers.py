@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +19,13 @@ from nufed.theory import BatchSizes, ProblemConstants, Training
 class Numbers(BaseModel):
     """Constants, and how training is run."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     constants: dict[str, float]
     adapt_lr: float = Field(description="α")
-    adapt_steps: Annotated[int, Field(ge=0)] = Field(description="ν")
+    adapt_steps: Annotated[int, Field(ge=0, le=50)] = Field(description="ν")
     batch_size: Annotated[int, Field(ge=1)] = Field(description="D")
-    fd_step: float = Field(default=0.0, description="δ")
+    fd_step: Annotated[float, Field(ge=0)] | None = Field(default=None, description="δ")
     curvature: Kind = "exact"
     meta_lr: float = Field(description="β")
     local_steps: Annotated[int, Field(ge=1)] = Field(description="τ")
@@ -51,16 +52,32 @@ def bounds_of_numbers(path: Path) -> dict[str, Any]:
             f"{path}: [constants] must hold {', '.join(theory.GREEK)}; missing or unknown: "
             f"{', '.join(odd)}"
         )
-    constants = ProblemConstants(**given)
+    if len(given) < len(numbers.constants):
+        raise InputError(f"{path}: [constants] gives one of them twice, by its letter and its name")
+    if numbers.curvature == "hessian_free" and numbers.fd_step is None:
+        raise InputError(f"{path}: curvature = 'hessian_free' needs fd_step, the paper's δ")
+    try:
+        return _bounds(numbers, ProblemConstants(**given))
+    except OverflowError:
+        raise InputError(
+            f"{path}: these numbers give bounds too large to compute; lower adapt_lr or adapt_steps"
+        ) from None
+
+
+def _bounds(numbers: Numbers, constants: ProblemConstants) -> dict[str, Any]:
+    fd_step = numbers.fd_step or 0.0
     return {
-        "constants": {n: {"value": v, "samples": 0, "spread": 0.0} for n, v in given.items()},
+        "constants": {
+            n: {"value": v, "samples": 0, "spread": 0.0} for n, v in asdict(constants).items()
+        },
         "smooth": True,
+        "uniform": True,
         "by_steps": table_by_steps(
             constants,
             numbers.adapt_lr,
             numbers.batch_size,
             numbers.local_steps,
-            numbers.fd_step,
+            fd_step,
             max(numbers.adapt_steps, 1),
         ),
         "methods": [
@@ -70,7 +87,7 @@ def bounds_of_numbers(path: Path) -> dict[str, Any]:
                 numbers.curvature,
                 numbers.adapt_lr,
                 BatchSizes.equal(numbers.batch_size, numbers.adapt_steps),
-                numbers.fd_step,
+                fd_step,
                 Training(
                     numbers.meta_lr,
                     numbers.local_steps,

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -18,7 +17,6 @@ from nufed.bounds.promise import Kind, promise, table_by_steps
 from nufed.data import Split
 from nufed.errors import InputError, NumericalWarning, RunError
 from nufed.estimate import Estimate, Estimator, spread
-from nufed.evaluate import Measure
 from nufed.metagrad import Exact, FirstOrder, HessianFree
 from nufed.runs import Run
 from nufed.runs.build import (
@@ -30,7 +28,6 @@ from nufed.runs.build import (
 )
 from nufed.runs.config import OWN
 from nufed.server import choose_cohort
-from nufed.simulation import DirectEngine
 from nufed.theory import BatchSizes, ProblemConstants, Training
 
 
@@ -49,14 +46,16 @@ def bounds_of_run(run: Run) -> dict[str, Any]:
     estimates = _estimates(estimator, _distinct(ends), smooth)
     constants = _constants(estimates)
     shared = run.config.method
-    most = max(a.adapt_steps for a in methods.values()) if smooth else 0
+    most = max(a.adapt_steps for a in methods.values()) if smooth else -1
+    fd_step = max(_fd_step(a) for a in methods.values())
     return {
         "constants": {n: None if e is None else asdict(e) for n, e in estimates.items()},
         "smooth": smooth,
         "seed": seed,
         "by_steps": table_by_steps(
-            constants, shared.adapt_lr, shared.batch_size, shared.local_steps, 0.0, most
+            constants, shared.adapt_lr, shared.batch_size, shared.local_steps, fd_step, most
         ),
+        "uniform": all(a.averaging == "uniform" for a in methods.values()),
         "methods": [
             {
                 **_predicted(run, name, algorithm, constants, smooth, estimator),
@@ -80,8 +79,8 @@ def _predicted(
     smooth: bool,
     estimator: Estimator,
 ) -> dict[str, Any]:
-    """What the theory says about a method; with kinks it says something for ν = 0 only."""
-    if not smooth and algorithm.adapt_steps:
+    """What the theory says about a method: with kinks, nothing."""
+    if not smooth:
         return {"method": name, "steps": algorithm.adapt_steps}
     agents = estimator.federation.split.seen
     cohort = choose_cohort(agents, run.config.participation, seed=0, round=0)
@@ -96,7 +95,8 @@ def _predicted(
         BatchSizes.equal(algorithm.batch_size, algorithm.adapt_steps),
         _fd_step(algorithm),
         training,
-        _gap(estimator, algorithm),
+        # F(w₀), which is F(w₀) − F* or more for losses that are never negative
+        estimator.meta_value(estimator.objective.initial(), algorithm),
     )
 
 
@@ -109,7 +109,7 @@ def _measured(estimator: Estimator, w: Tensor, algorithm: GMeta) -> dict[str, fl
 
 
 def _stationarity(estimator: Estimator, w: Tensor, algorithm: GMeta) -> float:
-    """‖∇F(w)‖², on the agents looked at."""
+    """‖∇F(w)‖², over all agents that train."""
     return float(estimator.meta_gradients(w, algorithm).mean(dim=0).square().sum())
 
 
@@ -178,18 +178,6 @@ def _estimates(
 def _constants(estimates: Mapping[str, Estimate | None]) -> ProblemConstants:
     """The estimates as constants; without ρ only what needs none of it may be asked for."""
     return ProblemConstants(**{n: 0.0 if e is None else e.value for n, e in estimates.items()})
-
-
-def _gap(estimator: Estimator, algorithm: GMeta) -> float:
-    """F(w₀), which is F(w₀) − F* or more for losses that are never negative."""
-    w = estimator.objective.initial()
-    engine = DirectEngine(estimator.objective, estimator.federation, estimator.seed)
-    states: dict[int, Any] = {agent: {} for agent in estimator.agents}
-    steps = algorithm.adapt_steps
-    scores = engine.evaluate(
-        algorithm, {"model": w}, states, steps=steps, measure=Measure("loss", None)
-    )
-    return float(np.mean([s.loss[-1] for s in scores]))
 
 
 def _kind(algorithm: GMeta) -> Kind:

@@ -79,6 +79,7 @@ def promise(
         "bias": error.bias,
         "error": error.second_moment**0.5,
         "dissimilarity": dissimilarity,
+        "trivial": (constants.gradient * (1 + alpha * constants.smoothness) ** steps) ** 2,
         "terms": asdict(terms),
         "total": terms.total,
     }

@@ -20,7 +20,9 @@ TERMS = {
 
 def bounds_tables(bounds: Mapping[str, Any]) -> list[tuple[str, Table]]:
     """Constants, bounds per ν, predicted against measured, and the theorem's terms."""
-    tables = [("Constants", _constants(bounds)), ("Bounds by number of steps", _by_steps(bounds))]
+    tables = [("Constants", _constants(bounds))]
+    if bounds["by_steps"]:
+        tables.append(("Bounds by number of steps", _by_steps(bounds)))
     measured = [row for row in bounds["methods"] if "measured" in row]
     if measured:
         tables.append(("Predicted and measured, final model", _predicted(measured)))
@@ -35,15 +37,26 @@ def bounds_notes(bounds: Mapping[str, Any]) -> list[str]:
     notes = []
     if bounds["stationarity"]:
         notes.append(
-            "The constants are lower estimates of suprema, measured at the start and end of "
-            "training: bounds made of them are indications, not guarantees. σ_H and κ_H are in the "
-            "Frobenius norm. F* is taken as 0. Measured values are root mean squares over agents."
+            "The constants are lower estimates of suprema, measured at a few models: B and γ_G at "
+            "every method's start and end, L, σ_G and κ_G at the start and one end, ρ, σ_H, κ_H "
+            "and γ_H at one end. Bounds made of them are indications, not guarantees. F* is taken "
+            "as 0. Measured values are root mean squares over agents."
         )
     if not bounds["smooth"]:
         notes.append(
-            "The loss has kinks (ReLU, max-pooling or the like): its Hessian is not Lipschitz, "
-            "there is no ρ, and the paper's bounds for ν ≥ 1 do not apply. Use a smooth activation "
-            '(model.args.activation = "tanh") to have them.'
+            "The loss has kinks (ReLU, max-pooling or the like): its gradient is not smooth and "
+            "its Hessian not Lipschitz, so there is no ρ and the paper's bounds do not apply. Use "
+            'a smooth activation (model.args.activation = "tanh") to have them.'
+        )
+    if not bounds["uniform"]:
+        notes.append("Theorem 1 is about uniform averaging; this run averages by samples.")
+    trivial = [
+        row["method"] for row in bounds["methods"] if row.get("total", 0) > row.get("trivial", 0)
+    ]
+    if trivial:
+        notes.append(
+            f"For {', '.join(trivial)} the bound is above (B·c^ν)², which ‖∇F‖² never exceeds: "
+            "over so few rounds the theorem promises nothing."
         )
     over = [row for row in bounds["methods"] if not row.get("admissible", True)]
     if over:
@@ -111,7 +124,10 @@ def _predicted(methods: list[Mapping[str, Any]]) -> Table:
 def _theorem(methods: list[Mapping[str, Any]]) -> Table:
     rows = [
         ["β of the run", *(f"{m['meta_lr']:.2g}" for m in methods)],
-        ["largest β allowed", *(f"{m['largest_meta_lr']:.2g}" for m in methods)],
+        [
+            "largest β allowed",
+            *(f"{m['largest_meta_lr']:.2g}" for m in methods),
+        ],
         *([words, *(f"{m['terms'][term]:.3g}" for m in methods)] for term, words in TERMS.items()),
         ["total", *(f"{m['total']:.3g}" for m in methods)],
     ]

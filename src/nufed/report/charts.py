@@ -144,7 +144,8 @@ def bounds_charts(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         scale = alt.Scale(domain=order, range=_colours(order))
         yield (
             "bounds-terms",
-            "Theorem 1's bound on the mean of E‖∇F(w_k)‖² over the run, by its terms.",
+            "Theorem 1's bound on the mean of E‖∇F(w_k)‖² by its terms, at the run's β or the "
+            "largest allowed, whichever is smaller.",
             _chart(terms)
             .mark_bar()
             .encode(
@@ -162,7 +163,7 @@ def bounds_charts(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         scale = alt.Scale(domain=names, range=_colours(names))
         yield (
             "bounds-stationarity",
-            "Measured ‖∇F(w_k)‖² by round, each method's own F (its ν), on the agents looked at.",
+            "Measured ‖∇F(w_k)‖² by round, each method's own F (its ν), over agents that train.",
             _chart(bounds["stationarity"])
             .mark_line(point=alt.OverlayMarkDef(filled=False, size=45))
             .encode(

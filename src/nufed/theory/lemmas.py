@@ -56,7 +56,7 @@ def exact_error(
 
     Tight: given the iterates, the curvature batches and the last one are independent and unbiased,
     so that only the iterates bias the result; σ_H in the spectral norm is enough, no kurtosis.
-    Printed: needs σ_H and κ_H in the Frobenius norm.
+    Printed: never below it; its proof needs σ_H and κ_H in the Frobenius norm.
     """
     if variant == "tight":
         return hessian_free_error(constants, alpha, batches, 0.0)
@@ -158,13 +158,13 @@ def hessian_free_error(
     earlier = sum(iterate_error(constants, alpha, batches, at) for at in range(1, steps))
     spread = c**steps * constants.smoothness * iterate_error(constants, alpha, batches, steps)
     spread += bend * earlier + off
-    return GradientError(
-        bias=bent
-        + off
-        + c**steps * _last_gradient_bias(constants, alpha, batches)
-        + bend * earlier,
-        second_moment=noise + 2 * bent * spread + spread**2,
-    )
+    bias = bent + off + c**steps * _last_gradient_bias(constants, alpha, batches) + bend * earlier
+    second_moment = noise + 2 * bent * spread + spread**2
+    if fd_step > 0:  # for large steps the printed bound can be the smaller one
+        printed = hessian_free_error(constants, alpha, batches, fd_step, "paper")
+        bias = min(bias, printed.bias)
+        second_moment = min(second_moment, printed.second_moment)
+    return GradientError(min(bias, math.sqrt(second_moment)), second_moment)
 
 
 def difference_noise(
@@ -248,8 +248,11 @@ def _recursion_noise(
     for at in reversed(range(batches.steps)):
         sampled = size**2 + 2 * size * bent + noise  # E‖d̃‖²
         bent = c * bent + alpha * constants.hessian_lipschitz * fd_step / 2 * noise
-        single = (alpha * constants.hessian_noise) ** 2 / batches.curvature[at]
-        noise, size = c**2 * noise + single * sampled, c * size
+        single = constants.hessian_noise**2 * sampled  # of one sample's product
+        if fd_step > 0:
+            single = min(single, (constants.gradient_noise / fd_step) ** 2)
+        noise, size = c**2 * noise + alpha**2 * single / batches.curvature[at], c * size
+        bent = min(bent, math.sqrt(noise))
     return noise, bent
 
 

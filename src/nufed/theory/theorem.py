@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from nufed.theory.constants import BatchSizes, ProblemConstants, TheoryError, need
+from nufed.theory.constants import (
+    BatchSizes,
+    FalseBoundWarning,
+    ProblemConstants,
+    TheoryError,
+    need,
+)
 from nufed.theory.lemmas import GradientError, meta_dissimilarity, meta_smoothness
 
 
@@ -75,7 +82,14 @@ def convergence_bound(
     With b = βτL_F, the bound is the least over s of
     [(F_0−F*)/(βτK) + (φ + Cs/2)M² + (b/2)(1+ε)(κγ_F² + σ_F²/(τm))] / (A − C/(2s)).
     """
-    need(initial_gap >= 0, "initial_gap", initial_gap, "must be 0 or more")
+    for name, value in (
+        ("initial_gap", initial_gap),
+        ("dissimilarity", dissimilarity),
+        ("bias", error.bias),
+        ("second_moment", error.second_moment),
+    ):
+        need(math.isfinite(value) and value >= 0, name, value, "must be finite, 0 or more")
+    need(smoothness > 0, "smoothness", smoothness, "must be above 0")
     beta, tau, m = training.meta_lr, training.local_steps, training.cohort
     _check_meta_lr(beta, smoothness, tau)
     sigma = math.sqrt(error.second_moment)
@@ -98,7 +112,7 @@ def convergence_bound(
     sampling = b / 2 * (1 + epsilon) * kappa * gamma**2
     noise = b / 2 * (1 + epsilon) * sigma**2 / (tau * m)
     fixed = gap + sampling + noise + phi * off**2
-    if off > 0:  # the best s has a closed form
+    if off**2 > 0:  # the best s has a closed form
         s = c / (2 * a) * (1 + math.sqrt(1 + 4 * a * fixed / (c * off) ** 2))
         share, per_off = a - c / (2 * s), phi + c * s / 2
     else:
@@ -129,6 +143,12 @@ def printed_bound(
     """
     beta, tau = training.meta_lr, training.local_steps
     _check_meta_lr(beta, smoothness, tau)
+    if training.sampling > 0 and tau > 1:
+        warnings.warn(
+            "Theorem 1 as printed is false with some agents a round (docs/theory.md)",
+            FalseBoundWarning,
+            stacklevel=2,
+        )
     step = constant * beta * smoothness
     drift = beta * smoothness * tau * (tau - 1)
     return TheoremTerms(
@@ -163,10 +183,11 @@ def schedule(
 ) -> Schedule:
     """τ, K, β and D after the paper's remark, such that (1/K)ΣE‖∇F(w_k)‖² ≤ ε.
 
-    D is doubled until the bias takes a quarter of ε at most; τ = ⌈ε^{−1/2}⌉ with all agents in
-    every round and 1 otherwise (the variance of sampling agents grows with τ: more local updates
+    D is doubled until μ_F² takes a quarter of ε, or falls no more; τ = ⌈ε^{−1/2}⌉ with all agents
+    in every round and 1 otherwise (the variance of sampling agents grows with τ: more local updates
     then buy nothing); β is halved from the largest allowed until all but the first term take three
-    quarters; K does the rest. So K = O(ε^{−3/2}) with all agents and O(ε^{−2}) with some.
+    quarters; K does the rest. So K = O(ε^{−3/2}) with all agents and O(ε^{−2}) with some. This
+    follows the remark; with batches as large as 1/ε, τ = 1 and a larger β can need fewer rounds.
 
     Args:
         error: μ_F and σ_F² for given batch sizes: ``partial(exact_error, constants, alpha)``.
@@ -178,12 +199,14 @@ def schedule(
     size = _smallest_batch(epsilon, error, steps)
     errors = error(BatchSizes.equal(size, steps))
 
-    def terms(beta: float, rounds: int) -> TheoremTerms:
+    def terms(beta: float, rounds: int, gap: float = initial_gap) -> TheoremTerms:
         training = Training(beta, tau, rounds, cohort, agents)
-        return convergence_bound(training, smoothness, errors, dissimilarity, initial_gap)
+        return convergence_bound(training, smoothness, errors, dissimilarity, gap)
 
-    beta, forever = largest_meta_lr(smoothness, tau), 10**18
-    while terms(beta, forever).total > 0.75 * epsilon:
+    # what is left after infinitely many rounds tends to μ_F² as β falls: stop half-way to ε at most
+    enough = max(0.75 * epsilon, (errors.bias**2 + epsilon) / 2)
+    beta = largest_meta_lr(smoothness, tau)
+    while terms(beta, 1, gap=0.0).total > enough:
         beta /= 2
     rounds = 1
     while terms(beta, rounds).total > epsilon:
@@ -198,13 +221,15 @@ def schedule(
 def _smallest_batch(
     epsilon: float, error: Callable[[BatchSizes], GradientError], steps: int
 ) -> int:
-    for size in (1 << power for power in range(60)):
-        if 1.2 * error(BatchSizes.equal(size, steps)).bias ** 2 <= epsilon / 4:
+    for size in (1 << power for power in range(50)):
+        least = error(BatchSizes.equal(size, steps)).bias ** 2
+        if least <= epsilon / 4:
             return size
-    floor = 4.8 * error(BatchSizes.equal(2**60, steps)).bias ** 2
+    if least < 0.9 * epsilon:
+        return size
     raise TheoryError(
         f"epsilon = {epsilon:g} can't be promised with any batch size: the bias of this update "
-        f"alone takes {floor:.3g}; lower alpha, or use exact curvature or a smaller fd_step"
+        f"alone takes {least:.3g}; lower alpha, or use exact curvature or a smaller fd_step"
     )
 
 
