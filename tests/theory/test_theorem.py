@@ -162,21 +162,22 @@ def test_the_theorem_is_monotone(name):
     assert total(**{**values, name: 1.5 * values[name]}) > total(**values)
 
 
+def exact_schedule(epsilon, cohort):
+    return theory.schedule(
+        epsilon,
+        CONSTANTS,
+        0.05,
+        2,
+        error=partial(theory.exact_error, CONSTANTS, 0.05),
+        initial_gap=3.0,
+        agents=10,
+        cohort=cohort,
+    )
+
+
 @pytest.mark.parametrize(("cohort", "power"), [(10, 1.5), (3, 2.0)])
 def test_the_schedule_keeps_its_promise_at_the_stated_rate(cohort, power):
-    plans = [
-        theory.schedule(
-            epsilon,
-            CONSTANTS,
-            0.05,
-            2,
-            error=partial(theory.exact_error, CONSTANTS, 0.05),
-            initial_gap=3.0,
-            agents=10,
-            cohort=cohort,
-        )
-        for epsilon in (1e-2, 1e-4)
-    ]
+    plans = [exact_schedule(epsilon, cohort) for epsilon in (1e-2, 1e-4)]
     assert [plan.terms.total <= e for plan, e in zip(plans, (1e-2, 1e-4), strict=True)] == [
         True
     ] * 2
@@ -188,16 +189,7 @@ def test_the_schedule_keeps_its_promise_at_the_stated_rate(cohort, power):
 
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-10])
 def test_the_schedule_keeps_its_promise_for_tiny_targets(epsilon):
-    plan = theory.schedule(
-        epsilon,
-        CONSTANTS,
-        0.05,
-        2,
-        error=partial(theory.exact_error, CONSTANTS, 0.05),
-        initial_gap=3.0,
-        agents=10,
-        cohort=3,
-    )
+    plan = exact_schedule(epsilon, cohort=3)
     assert 0.5 * epsilon < plan.terms.total <= epsilon
 
 
