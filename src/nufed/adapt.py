@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from nufed.errors import require
-from nufed.objective import AnyBatch, Objective
+from nufed.objective import AnyBatch, AnyObjective
 
 Rate: TypeAlias = float | Tensor
 """A step size: one number, or one per coordinate of w."""
 
 
 def trajectory(
-    objective: Objective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
+    objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
 ) -> Iterator[Tensor]:
     """The models w₀ = w, w₁, …, w_ν of fine-tuning, one after another.
 
     w_{l+1} = w_l − α∇f(w_l, 𝒟_l)   (the paper's w̃_l, Remark 2)
 
-    >>> import torch
+    >>> from nufed import Objective
     >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
     >>> batch = (torch.ones(1, 1), torch.zeros(1, 1))
     >>> list(trajectory(objective, torch.tensor([8.0]), [batch, batch], lr=0.25))
@@ -30,14 +31,14 @@ def trajectory(
     check_rate(lr, w)
     yield w
     for batch in batches:
-        w = w - lr * objective.grad(w, batch)
+        w = descend(w, lr, objective.grad(w, batch))
         yield w
 
 
-def adapt(objective: Objective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate) -> Tensor:
+def adapt(objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate) -> Tensor:
     """The model after one fine-tuning step on each of ``batches``; w itself is not changed.
 
-    >>> import torch
+    >>> from nufed import Objective
     >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
     >>> batch = (torch.ones(1, 1), torch.zeros(1, 1))
     >>> adapt(objective, torch.tensor([8.0]), [batch, batch], lr=0.25)
@@ -47,12 +48,19 @@ def adapt(objective: Objective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
     return adapted
 
 
+def descend(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
+    """w − lr·direction, in one pass over memory where lr is one number."""
+    if isinstance(w, Tensor) and not isinstance(lr, Tensor):
+        return torch.sub(w, direction, alpha=lr)
+    return w - lr * direction
+
+
 def check_rate(lr: Rate, w: Tensor) -> None:
     """Refuse a step size that is neither one number nor one number per coordinate of w."""
     if isinstance(lr, Tensor):
         require(
-            lr.ndim == 0 or (lr.shape == w.shape and lr.dtype == w.dtype),
+            lr.ndim == 0 or (lr.shape == w.shape[-1:] and lr.dtype == w.dtype),
             "lr",
             f"{tuple(lr.shape)} of {lr.dtype}",
-            f"step sizes must be one number or a tensor like w, {tuple(w.shape)} of {w.dtype}",
+            f"step sizes must be one number or a tensor like w, {tuple(w.shape[-1:])} of {w.dtype}",
         )

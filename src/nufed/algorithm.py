@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
-from nufed.objective import Batch, Objective
+from nufed.objective import AnyObjective, Batch
 
 State: TypeAlias = Mapping[str, Tensor]
 
@@ -54,6 +54,15 @@ class ClientResult:
     vectors: State
     state: State
     cost: Cost
+
+
+class Draw(NamedTuple):
+    """The arguments of one call of :meth:`BatchSource.draw`."""
+
+    purpose: str
+    size: int
+    number: int = 1
+    step: int = 0
 
 
 class BatchSource(Protocol):
@@ -95,7 +104,7 @@ class Algorithm(Protocol):
         ...
 
     def client_update(
-        self, objective: Objective, received: State, state: State, batches: BatchSource
+        self, objective: AnyObjective, received: State, state: State, batches: BatchSource
     ) -> ClientResult:
         """One agent's work in one round."""
         ...
@@ -105,7 +114,30 @@ class Algorithm(Protocol):
         ...
 
     def personalize(
-        self, objective: Objective, server: State, state: State, batches: BatchSource, steps: int
+        self, objective: AnyObjective, server: State, state: State, batches: BatchSource, steps: int
     ) -> Iterator[Tensor]:
         """What an agent does before it is evaluated or served: its models after 0 … ``steps``."""
+        ...
+
+
+@runtime_checkable
+class Combining(Protocol):
+    """What an algorithm may add, so that engines may run many agents at once.
+
+    ``combines`` says how ``client_update`` and ``personalize`` make vectors of vectors:
+
+    * ``"elementwise"``: number by number, so that they may be handed a stack, one row per agent;
+    * ``"linearly"``: also only by sums and plain multiples of gradients and of what they received,
+      so that vectors may stand in other coordinates (:mod:`nufed.gram`).
+    """
+
+    @property
+    def combines(self) -> Literal["elementwise", "linearly"]: ...
+
+    def update_draws(self) -> Sequence[Draw]:
+        """Every draw of ``client_update``, so that an engine can prepare for them."""
+        ...
+
+    def personal_draws(self, steps: int) -> Sequence[Draw]:
+        """Every draw of ``personalize``."""
         ...

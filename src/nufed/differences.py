@@ -17,37 +17,41 @@ import torch
 from torch import Tensor
 
 from nufed.errors import InputError
-from nufed.objective import AnyBatch, Objective
+from nufed.objective import AnyBatch, AnyObjective
 
 RELATIVE_STEP = math.sqrt(torch.finfo(torch.float64).eps)
 POOR = 0.1  # relative error of a product from which a fixed step is called poor
 
 
 def central_difference(
-    objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor, step: float
+    objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
 ) -> Tensor:
     """(∇f(w+δv) − ∇f(w−δv)) / 2δ ≈ ∇²f(w)·v (the paper's HF approximation), with δ = ``step``.
 
     Both gradients see the same batch and the same dropout masks.
     """
-    ahead = objective.grad(w + step * v, batch)
-    behind = objective.grad(w - step * v, batch)
+    ahead = objective.grad(w + v * step, batch)
+    behind = objective.grad(w - v * step, batch)
     return (ahead - behind) / (2 * step)
 
 
 def double_difference(
-    objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor, step: float | None = None
+    objective: AnyObjective,
+    w: Tensor,
+    batch: AnyBatch,
+    v: Tensor,
+    step: float | Tensor | None = None,
 ) -> Tensor:
     """The central difference, evaluated in float64.
 
-    ``step=None`` takes δ = √ε·(1 + ‖w‖)/‖v‖ with ε the precision of float64.
+    ``step=None`` takes δ = √ε·(1 + ‖w‖)/‖v‖ with ε the precision of float64, for every row of a
+    stack its own.
     """
     wide_w, wide_v = w.double(), v.double()
     if step is None:
-        norm = float(wide_v.norm())
-        if norm == 0 or not math.isfinite(norm):
-            return v.clone()  # H·0 = 0; what is not finite stays so
-        step = RELATIVE_STEP * (1 + float(wide_w.norm())) / norm
+        norm = objective.double.norm(wide_v)
+        norm = torch.where(norm > 0, norm, 1)
+        step = RELATIVE_STEP * (1 + objective.double.norm(wide_w)) / norm
     try:
         wide = central_difference(objective.double, wide_w, batch, wide_v, step)
     except (RuntimeError, TypeError) as error:
@@ -61,17 +65,17 @@ def double_difference(
 
 
 def trouble_with_step(
-    step: float, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor
+    step: float, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor
 ) -> str | None:
     """What is wrong with a fixed step here, as a sentence; None if the product is good.
 
     Compares with the automatic step: six gradient evaluations, four of them in float64.
     """
     reference = double_difference(objective, w, batch, v)
-    off = _error(central_difference(objective, w, batch, v, step), reference)
+    off = _error(objective, central_difference(objective, w, batch, v, step), reference)
     if off <= POOR:
         return None
-    if _error(double_difference(objective, w, batch, v, step), reference) > POOR:
+    if _error(objective, double_difference(objective, w, batch, v, step), reference) > POOR:
         cause = "the step is too large: it crosses kinks (ReLU) or strong changes of curvature"
     else:
         cause = f"the step is too small: the difference drowns in the rounding of {w.dtype}"
@@ -82,11 +86,11 @@ def trouble_with_step(
 
 
 def trouble_with_product(
-    product: Tensor, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor
+    product: Tensor, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor
 ) -> str | None:
     """What is wrong with an exact product, as a sentence; None if it agrees with a difference."""
     try:
-        off = _error(product, double_difference(objective, w, batch, v))
+        off = _error(objective, product, double_difference(objective, w, batch, v))
     except InputError:  # does not run in float64: nothing to compare with
         return None
     if off <= POOR:
@@ -98,9 +102,9 @@ def trouble_with_product(
     )
 
 
-def _error(product: Tensor, reference: Tensor) -> float:
+def _error(objective: AnyObjective, product: Tensor, reference: Tensor) -> float:
     """The relative error of a product; none where there is nothing to compare with."""
-    scale = float(reference.norm())
+    scale = float(objective.norm(reference).norm())
     if scale == 0 or not math.isfinite(scale):
         return 0.0
-    return float((product - reference).norm()) / scale
+    return float(objective.norm(product - reference).norm()) / scale

@@ -18,7 +18,7 @@ from torch import Tensor
 from nufed.algorithm import Algorithm, State
 from nufed.data import Federation
 from nufed.errors import InputError
-from nufed.objective import Inputs, Objective
+from nufed.objective import Objective
 
 Metric: TypeAlias = Callable[[Tensor, Tensor], float | Tensor]
 
@@ -101,9 +101,10 @@ def evaluate_agent(
     """
     batches = federation.batches(agent, seed, "evaluate")
     models = algorithm.personalize(objective, server, state, batches, steps)
-    test = federation.test(agent)
-    return _agent_scores(
-        federation, agent, [_score_model(objective, w, test, measure) for w in models]
+    inputs, targets = federation.test(agent)
+    outputs = ((objective.predict(w, inputs), targets) for w in models)
+    return agent_scores(
+        federation, agent, [score_outputs(objective, *each, measure) for each in outputs]
     )
 
 
@@ -116,7 +117,7 @@ def majority_class(federation: Federation, agent: int, steps: int) -> AgentScore
     most = torch.bincount(targets[federation.split.train[agent]]).argmax()
     own = targets[federation.split.test[agent]]
     right = int((own == most).sum()) / len(own)
-    return _agent_scores(federation, agent, [(float("nan"), right)] * (steps + 1))
+    return agent_scores(federation, agent, [(float("nan"), right)] * (steps + 1))
 
 
 def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Summary:
@@ -144,18 +145,18 @@ def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Sum
     )
 
 
-def _score_model(
-    objective: Objective, w: Tensor, test: tuple[Inputs, Tensor], measure: Measure
+def score_outputs(
+    objective: Objective, outputs: Tensor, targets: Tensor, measure: Measure
 ) -> tuple[float, float]:
-    inputs, targets = test
-    outputs = objective.predict(w, inputs)
+    """The loss and the score of a model's outputs."""
     loss = float(objective.loss(outputs, targets))
     return loss, loss if measure.metric is None else float(measure.metric(outputs, targets))
 
 
-def _agent_scores(
+def agent_scores(
     federation: Federation, agent: int, scores: Sequence[tuple[float, float]]
 ) -> AgentScores:
+    """An agent's record from its loss and score after 0, 1, … steps."""
     split = federation.split
     loss, score = zip(*scores, strict=True)
     return AgentScores(

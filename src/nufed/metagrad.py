@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from nufed.adapt import Rate, trajectory
+from nufed.adapt import Rate, descend, trajectory
 from nufed.differences import (
     central_difference,
     double_difference,
@@ -28,7 +28,7 @@ from nufed.differences import (
     trouble_with_step,
 )
 from nufed.errors import NumericalWarning, require
-from nufed.objective import AnyBatch, Objective
+from nufed.objective import AnyBatch, AnyObjective, Objective
 
 
 class MetaBatch(NamedTuple):
@@ -51,7 +51,7 @@ class Curvature(Protocol):
     gradients_per_product: ClassVar[int]
     hvps_per_product: ClassVar[int]
 
-    def product(self, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         """∇²f(w, batch)·v, or what stands for it."""
         ...
 
@@ -70,10 +70,10 @@ class Exact:
     gradients_per_product: ClassVar[int] = 0
     hvps_per_product: ClassVar[int] = 1
 
-    def product(self, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         product = objective.hvp(w, batch, v)
-        if objective not in _checked:  # a few operations of torch have wrong second derivatives
-            _checked.add(objective)
+        if objective.base not in _checked:  # some operations have wrong second derivatives
+            _checked.add(objective.base)
             trouble = trouble_with_product(product, objective, w, batch, v)
             if trouble:
                 warnings.warn(trouble, NumericalWarning, stacklevel=2)
@@ -88,8 +88,8 @@ class FirstOrder:
     gradients_per_product: ClassVar[int] = 0
     hvps_per_product: ClassVar[int] = 0
 
-    def product(self, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
-        return v.new_zeros(v.shape)
+    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        return 0 * v
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class HessianFree:
         )
         require(ok, "fd_step", self.fd_step, 'must be "auto" or a number above 0')
 
-    def product(self, objective: Objective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         if self.fd_step == "auto":
             return double_difference(objective, w, batch, v)
         if self._watch.due():
@@ -127,7 +127,7 @@ class HessianFree:
 
 
 def meta_gradient(
-    objective: Objective, w: Tensor, batch: MetaBatch, *, lr: Rate, curvature: Curvature
+    objective: AnyObjective, w: Tensor, batch: MetaBatch, *, lr: Rate, curvature: Curvature
 ) -> Tensor:
     """The stochastic gradient of f(w_ν) with respect to w, for any ν (lines 1-8 of Algorithm 2).
 
@@ -161,7 +161,7 @@ def meta_gradient(
     d = objective.grad(adapted, batch.outer)
     scale, shape = _scale_and_shape(lr)
     for w_l, batch_l in reversed(list(zip(iterates, batch.curvature, strict=False))):
-        d = d - scale * curvature.product(objective, w_l, batch_l, shape * d)
+        d = descend(d, scale, curvature.product(objective, w_l, batch_l, shape * d))
     return d
 
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nufed.errors import InputError, require
+from nufed.stacked import stacked_losses, stacked_outputs
 
 Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -37,12 +38,41 @@ class Batch(NamedTuple):
 AnyBatch: TypeAlias = Batch | tuple[Inputs, Tensor]
 
 
+class AnyObjective(Protocol):
+    """What fine-tuning, meta-gradients and algorithms need of an objective."""
+
+    @property
+    def base(self) -> Objective:
+        """The objective on the module's own parameters."""
+        ...
+
+    @property
+    def double(self) -> AnyObjective:
+        """The same in float64."""
+        ...
+
+    def grad(self, w: Tensor, batch: AnyBatch) -> Tensor:
+        """∇f(w, batch)."""
+        ...
+
+    def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        """∇²f(w, batch)·v."""
+        ...
+
+    def norm(self, w: Tensor) -> Tensor:
+        """‖w‖, shaped so that it multiplies w."""
+        ...
+
+
 class Objective:
     """The loss of a module on a batch, as a function f(w, batch) of its flat parameters w.
 
     The vector holds every trainable parameter once (tied weights are one parameter, frozen ones
     are left out), in the order of ``module.named_parameters()``. All methods are pure: they change
     neither w nor the module, of which the objective keeps its own copy.
+
+    All of them also take a stack of vectors, one row per agent, with batches stacked the same way,
+    and then give one result per row (:mod:`nufed.stacked`).
 
     Args:
         module: any ``nn.Module`` with trainable floating-point parameters of one dtype.
@@ -118,14 +148,28 @@ class Objective:
         module = copy.deepcopy(self._module).double()
         return Objective(module, loss, running_stats=self._running_stats)
 
+    def with_module(self, module: nn.Module) -> Objective:
+        """The objective of another module with the same loss."""
+        return Objective(module, self._loss_function, running_stats=self._running_stats)
+
+    @property
+    def base(self) -> Objective:
+        """Itself: this is the objective on the module's own parameters."""
+        return self
+
+    def norm(self, w: Tensor) -> Tensor:
+        """‖w‖; of a stack, one per row."""
+        norm: Tensor = torch.linalg.vector_norm(w, dim=-1, keepdim=w.ndim > 1)
+        return norm
+
     def initial(self) -> Tensor:
         """A copy of the module's parameters as one flat vector."""
         return self._initial.clone()
 
     def value(self, w: Tensor, batch: AnyBatch) -> Tensor:
-        """f(w, batch), a scalar tensor."""
+        """f(w, batch), a scalar tensor (of a stack: one number per row)."""
         with torch.no_grad():
-            return self._value(w, batch)
+            return self.forward(w, batch)
 
     def grad(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """∇f(w, batch)."""
@@ -160,7 +204,7 @@ class Objective:
     def operations(self, w: Tensor, batch: AnyBatch) -> set[str]:
         """The names of the differentiable operations that f is made of, as autograd calls them."""
         with torch.enable_grad():
-            stack = [self._value(w.detach().requires_grad_(), batch).grad_fn]
+            stack = [self.forward(w.detach().requires_grad_(), batch).grad_fn]
         nodes = set()
         while stack:
             node = stack.pop()
@@ -187,13 +231,18 @@ class Objective:
                 parameters[name].copy_(value)
         return module
 
-    def _value(self, w: Tensor, batch: AnyBatch) -> Tensor:
+    def forward(self, w: Tensor, batch: AnyBatch) -> Tensor:
+        """f(w, batch) as :meth:`value` gives it, in autograd's graph."""
         batch = Batch(*batch)
         with self._mode(batch.seed):
-            return self.loss(self._outputs(w, batch.inputs), batch.targets)
+            outputs = self._outputs(w, batch.inputs)
+            if w.ndim == 1:
+                return self.loss(outputs, batch.targets)
+            targets = _cast(batch.targets, self.dtype)
+            return stacked_losses(self._loss_function, outputs, targets)
 
     def _differentiable(self, w: Tensor, batch: AnyBatch) -> Tensor:
-        loss = self._value(w, batch)
+        loss = self.forward(w, batch).sum()
         if not loss.requires_grad:
             raise InputError(
                 "the loss does not depend on the parameters in a way that can be differentiated: "
@@ -211,6 +260,8 @@ class Objective:
             arguments = (_cast(inputs, self.dtype),)
         else:
             arguments = tuple(_cast(x, self.dtype) for x in inputs)
+        if w.ndim > 1:
+            return stacked_outputs(self._module, self._unflatten(w), arguments, keywords)
         outputs: Tensor = functional_call(
             self._module, self._unflatten(w), arguments, keywords, tie_weights=False
         )
@@ -218,12 +269,13 @@ class Objective:
 
     def _unflatten(self, w: Tensor) -> dict[str, Tensor]:
         # split, not slicing: its backward pass is one concatenation
-        parts = torch.split(w, self._sizes)
-        views = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        parts = torch.split(w, self._sizes, dim=-1)
+        shapes = [(*w.shape[:-1], *shape) for shape in self._shapes]
+        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         return {name: views[place] for name, place in self._names.items()}
 
     def _check_vector(self, w: Tensor) -> None:
-        if w.shape != self._initial.shape or w.dtype != self.dtype:
+        if w.ndim not in (1, 2) or w.shape[-1] != self.size or w.dtype != self.dtype:
             raise InputError(
                 f"w has shape {tuple(w.shape)} and dtype {w.dtype}: this objective takes a flat "
                 f"vector of {self.size} numbers of dtype {self.dtype}, as initial() gives"

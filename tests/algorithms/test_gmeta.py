@@ -21,7 +21,7 @@ def test_without_adaptation_steps_it_is_fedavg_bit_for_bit():
     module, data = mlp(torch.float32), federation()
     objective = Objective(module)
 
-    # FedAvg, written independently
+    # FedAvg, written independently, as torch.optim.SGD steps
     w = torch.cat([p.detach().flatten() for p in module.parameters()])
     samples = data.samples
     for k in range(1, 5):
@@ -36,7 +36,7 @@ def test_without_adaptation_steps_it_is_fedavg_bit_for_bit():
                     module(samples.inputs[rows]), samples.targets[rows]
                 )
                 gradients = torch.autograd.grad(loss, list(module.parameters()))
-                model = model - 0.2 * torch.cat([g.flatten() for g in gradients])
+                model = model.add(torch.cat([g.flatten() for g in gradients]), alpha=-0.2)
             locals_.append(model)
         w = sum(locals_) / len(locals_)
 
@@ -58,7 +58,7 @@ def test_one_step_equals_the_formula_of_per_fedavg(curvature, within):
     (inner,), (outer,), (other,) = (batches.draw(p, 7) for p in ("adapt", "outer", "curvature"))
     d = objective.grad(w - alpha * objective.grad(w, inner), outer)
     if isinstance(curvature, Exact):
-        hessian = torch.autograd.functional.hessian(lambda w: objective._value(w, other), w)
+        hessian = torch.autograd.functional.hessian(lambda w: objective.forward(w, other), w)
         d = d - alpha * hessian @ d
     elif isinstance(curvature, HessianFree):
         ahead, behind = objective.grad(w + 1e-4 * d, other), objective.grad(w - 1e-4 * d, other)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from nufed.adapt import Rate, trajectory
+from nufed.adapt import Rate, descend, trajectory
 from nufed.aggregate import AVERAGING, Averaging, average
-from nufed.algorithm import BatchSource, ClientResult, ClientUpdate, Cost, State
+from nufed.algorithm import BatchSource, ClientResult, ClientUpdate, Cost, Draw, State
 from nufed.errors import require
 from nufed.metagrad import Curvature, Exact, FirstOrder, MetaBatch, meta_gradient
-from nufed.objective import Objective
+from nufed.objective import AnyObjective
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class GMeta:
         return {}
 
     def client_update(
-        self, objective: Objective, received: State, state: State, batches: BatchSource
+        self, objective: AnyObjective, received: State, state: State, batches: BatchSource
     ) -> ClientResult:
         w = received["model"]
         for t in range(self.local_steps):
@@ -82,25 +83,41 @@ class GMeta:
                 lr=self.adapt_lr,
                 curvature=self.curvature,
             )
-            w = w - self.meta_lr * d
+            w = descend(w, self.meta_lr, d)
         return ClientResult({"model": w}, state, self._cost())
 
     def server_update(self, server: State, updates: Sequence[ClientUpdate]) -> State:
         return {"model": average(updates, "model", self.averaging)}
 
     def personalize(
-        self, objective: Objective, server: State, state: State, batches: BatchSource, steps: int
+        self, objective: AnyObjective, server: State, state: State, batches: BatchSource, steps: int
     ) -> Iterator[Tensor]:
-        own = batches.draw("adapt", self.batch_size, steps)
+        (draw,) = self.personal_draws(steps)
+        own = batches.draw(*draw)
         return trajectory(objective, server["model"], own, self.adapt_lr)
 
     def meta_batch(self, batches: BatchSource, t: int) -> MetaBatch:
         """The 2ν+1 independent batches of local update t (ν+1 for first-order)."""
+        adapt, (outer,), curvature = (batches.draw(*draw) for draw in self._draws(t))
+        return MetaBatch(adapt, outer, curvature)
+
+    @property
+    def combines(self) -> Literal["elementwise", "linearly"]:
+        return "elementwise" if isinstance(self.adapt_lr, Tensor) else "linearly"
+
+    def update_draws(self) -> list[Draw]:
+        return [draw for t in range(self.local_steps) for draw in self._draws(t)]
+
+    def personal_draws(self, steps: int) -> list[Draw]:
+        return [Draw("adapt", self.batch_size, steps)]
+
+    def _draws(self, t: int) -> tuple[Draw, Draw, Draw]:
         nu, size = self.adapt_steps, self.batch_size
-        return MetaBatch(
-            adapt=batches.draw("adapt", size, nu, t),
-            outer=batches.draw("outer", size, 1, t)[0],
-            curvature=batches.draw("curvature", size, nu * self.curvature.batches_per_product, t),
+        products = nu * self.curvature.batches_per_product
+        return (
+            Draw("adapt", size, nu, t),
+            Draw("outer", size, 1, t),
+            Draw("curvature", size, products, t),
         )
 
     def _cost(self) -> Cost:

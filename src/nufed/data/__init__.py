@@ -1,6 +1,6 @@
 """Data: where samples come from, who holds them, and how they come out as batches."""
 
-from nufed.data.federation import AgentBatches, Federation, SmallAgents
+from nufed.data.federation import AgentBatches, Federation, Picked, SmallAgents
 from nufed.data.partition import Reuse, dirichlet, dirichlet_reusing, given, iid, shards
 from nufed.data.samples import Samples, as_samples
 from nufed.data.sources import SOURCES
@@ -19,6 +19,7 @@ __all__ = [
     "SOURCES",
     "AgentBatches",
     "Federation",
+    "Picked",
     "Reuse",
     "Samples",
     "SmallAgents",

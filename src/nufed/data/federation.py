@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-import numpy as np
 from torch import Tensor
 
 from nufed.data.partition import Rows
@@ -55,6 +54,13 @@ class Federation:
         return rows, min(size, len(rows))
 
 
+class Picked(NamedTuple):
+    """A batch as places in an agent's training part, and the seed of its dropout masks."""
+
+    places: Rows
+    seed: int
+
+
 @dataclass(frozen=True)
 class AgentBatches:
     """One agent's training data in one round (a :class:`nufed.algorithm.BatchSource`)."""
@@ -67,13 +73,19 @@ class AgentBatches:
 
     def draw(self, purpose: str, size: int, count: int = 1, step: int = 0) -> list[Batch]:
         """Independent batches, each drawn without replacement, each with a dropout seed."""
+        rows, take = self.federation.split.train[self.agent], self.federation.samples.take
+        return [
+            Batch(*take(rows[picked]), seed)
+            for picked, seed in self.pick(purpose, size, count, step)
+        ]
+
+    def pick(self, purpose: str, size: int, count: int = 1, step: int = 0) -> list[Picked]:
+        """The same batches as places in the agent's training part."""
         if count == 0:
             return []
         rows, size = self.federation.batch_rows(self.agent, size)
         rng = stream(self.seed, f"{self.use}/{purpose}", self.round, self.agent, step)
-        return [self._batch(rows, size, rng) for _ in range(count)]
-
-    def _batch(self, rows: Rows, size: int, rng: np.random.Generator) -> Batch:
-        picked = rng.choice(len(rows), size, replace=False)
-        inputs, targets = self.federation.samples.take(rows[picked])
-        return Batch(inputs, targets, torch_seed(rng))
+        return [
+            Picked(rng.choice(len(rows), size, replace=False), torch_seed(rng))
+            for _ in range(count)
+        ]

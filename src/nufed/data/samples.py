@@ -71,15 +71,26 @@ class Samples:
         """The inputs and targets of these rows, as a model takes them."""
         index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
         if isinstance(self.inputs, Mapping):
-            inputs: Inputs = {k: self._prepare(x[index]) for k, x in self.inputs.items()}
+            inputs: Inputs = {k: self._rows(x, index) for k, x in self.inputs.items()}
         elif isinstance(self.inputs, Tensor):
-            inputs = self._prepare(self.inputs[index])
+            inputs = self._rows(self.inputs, index)
         else:
-            inputs = tuple(self._prepare(x[index]) for x in self.inputs)
-        return inputs, self.targets[index]
+            inputs = tuple(self._rows(x, index) for x in self.inputs)
+        return inputs, self.targets.index_select(0, index)
 
-    def _prepare(self, x: Tensor) -> Tensor:
-        return x.to(torch.float32) * self.scale if x.dtype == torch.uint8 else x
+    def fill(self, table: Tensor, rows: np.ndarray[Any, Any]) -> None:
+        """Write the inputs of these rows, flattened, into the rows of a table."""
+        assert isinstance(self.inputs, Tensor)
+        index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
+        flat = self.inputs.flatten(1)
+        if flat.dtype == table.dtype:
+            torch.index_select(flat, 0, index, out=table)
+        else:
+            table.copy_(self._rows(flat, index))
+
+    def _rows(self, x: Tensor, index: Tensor) -> Tensor:
+        taken = x.index_select(0, index)
+        return taken * self.scale if x.dtype == torch.uint8 else taken
 
 
 def as_samples(data: Any) -> Samples:

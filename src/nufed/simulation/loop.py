@@ -10,7 +10,7 @@ from torch import Tensor
 from nufed.algorithm import Algorithm, ClientUpdate, Cost, State
 from nufed.errors import UpdateError
 from nufed.server import choose_cohort, close_round, to_send
-from nufed.simulation.serial import DirectEngine
+from nufed.simulation.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Progress:
 
 def train(
     algorithm: Algorithm,
-    engine: DirectEngine,
+    engine: Engine,
     w: Tensor,
     *,
     rounds: int,
@@ -53,7 +53,7 @@ def train(
 
 
 def run_round(
-    algorithm: Algorithm, engine: DirectEngine, progress: Progress, participation: float
+    algorithm: Algorithm, engine: Engine, progress: Progress, participation: float
 ) -> Progress:
     """One round: choose agents, let them work, and take in what they send."""
     k = progress.round + 1

@@ -1,8 +1,8 @@
-"""The direct engine: one agent after another, in this process."""
+"""The direct engine: one agent after another, on tensors as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nufed.algorithm import Algorithm, ClientResult, State
@@ -13,20 +13,18 @@ from nufed.objective import Objective
 
 @dataclass(frozen=True)
 class DirectEngine:
-    """Runs an algorithm's agents one by one, on tensors as they are.
-
-    An engine maps work over agents and decides nothing: what it returns depends neither on the
-    order of agents nor on how the work was spread.
-    """
+    """Every agent alone (an :class:`~nufed.simulation.engine.Engine`)."""
 
     objective: Objective
     federation: Federation
     seed: int
 
+    def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
+        return [[agent] for agent in agents]
+
     def client_updates(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], round: int
     ) -> dict[int, ClientResult]:
-        """The work of a round for every agent in ``states``, which holds the agents' states."""
         return {
             agent: algorithm.client_update(
                 self.objective,
@@ -46,7 +44,6 @@ class DirectEngine:
         steps: int,
         measure: Measure,
     ) -> list[AgentScores]:
-        """The scores of every agent in ``states`` after 0 … ``steps`` fine-tuning steps."""
         return [
             evaluate_agent(
                 algorithm,

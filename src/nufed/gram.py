@@ -1,0 +1,267 @@
+"""Local training in Gram space: the same algorithm without the wide first layer.
+
+Let the first layer be linear, Z = XWᵀ, with X an agent's samples (and a column of ones for the
+bias) and W the layer's weight (and bias). Its gradient on a batch b is (∂ℓ/∂Z)ᵀX[b], so every
+vector that gradient steps with plain step sizes can reach from W₀ is
+
+    W = s·W₀ + CᵀX     with one row of C per sample,
+
+and the layer's outputs are Z = s·Z₀ + KC with Z₀ = XW₀ᵀ and K = XXᵀ. A gradient is ∂ℓ/∂Z placed at
+the rows b of C (not autograd's derivative by C, which would be K∂ℓ/∂Z), and curvature sees a
+direction through the same map. Points have s = 1, gradients s = 0.
+
+So an agent's work in a round takes the products Z₀ at its beginning and CᵀX at its end, whatever
+the number of steps; the many products in between have the size of a batch. Most rows of C are zero
+most of the time, so a vector holds only those that are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from nufed.objective import AnyBatch, Batch, Objective
+
+
+@dataclass(frozen=True)
+class FirstLayer:
+    """A first linear layer: where its weight and bias lie in the flat vector, and what follows."""
+
+    start: int
+    outputs: int
+    inputs: int
+    bias: bool
+    rest: Objective
+
+    @property
+    def _sizes(self) -> list[int]:
+        bias = self.outputs if self.bias else 0
+        return [self.start, self.outputs * self.inputs, bias, self.rest.size - self.start]
+
+    def apply(self, w: Tensor, inputs: Tensor) -> Tensor:
+        """The layer's outputs, XWᵀ."""
+        _, weight, bias, _ = self._parts(w)
+        return torch.addmm(bias, inputs, weight.T) if self.bias else inputs @ weight.T
+
+    def gram(self, inputs: Tensor, others: Tensor) -> Tensor:
+        """The matrix K of these samples with these others."""
+        return inputs @ others.T + int(self.bias)
+
+    def fill_gram(self, table: Tensor, inputs: Tensor, block: int = 128) -> None:
+        """Write K of these samples into a table, computing its lower half only."""
+        for first in range(0, len(inputs), block):
+            here = slice(first, first + block)
+            columns = self.gram(inputs[first:], inputs[here])
+            table[first : len(inputs), first : first + columns.shape[1]] = columns
+            table[first : first + columns.shape[1], first : len(inputs)] = columns.T
+
+    def norm(self, w: Tensor) -> float:
+        """‖W‖."""
+        _, weight, bias, _ = self._parts(w)
+        return math.hypot(float(weight.norm()), float(bias.norm()))
+
+    def others(self, w: Tensor) -> Tensor:
+        """All parameters but the layer's."""
+        before, _, _, after = self._parts(w)
+        return torch.cat([before, after])
+
+    def vector(self, w: Tensor, moved: GramVector, agent: int, inputs: Tensor) -> Tensor:
+        """The flat vector that an agent's ``moved`` stands for, where w holds W₀."""
+        places, inverse = torch.unique(moved.places[agent], return_inverse=True)
+        rows = w.new_zeros(len(places), self.outputs).index_add_(0, inverse, moved.rows[agent])
+        scale, others = moved.tail[agent, 0], moved.tail[agent, 1:]
+        result = w.clone()
+        before, weight, bias, after = self._parts(result)
+        weight.addmm_(rows.T, inputs.index_select(0, places), beta=float(scale))
+        if self.bias:
+            bias.mul_(scale).add_(rows.sum(dim=0))
+        before.copy_(others[: self.start])
+        after.copy_(others[self.start :])
+        return result
+
+    def _parts(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        before, weight, bias, after = torch.split(w, self._sizes)
+        return before, weight.view(self.outputs, self.inputs), bias, after
+
+
+def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer | None:
+    """The module's first linear layer, if one has the size to take the inputs as they are.
+
+    Whether it does take them so, and nothing else does, is for the engine to try.
+    """
+    # a parameter of no numbers: logistic regression has no others
+    module = nn.Sequential(objective.module(objective.initial()))
+    module.register_parameter("none", nn.Parameter(torch.empty(0, dtype=objective.dtype)))
+    every = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    start = 0
+    for name, parameter in module.named_parameters():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if type(owner) is nn.Linear and owner.in_features == math.prod(input_shape):
+            own = [p for p in (owner.weight, owner.bias) if p is not None]
+            tied = sum(p is q for p in every for q in own) > len(own)
+            if tied or parameter is not owner.weight or not all(p.requires_grad for p in own):
+                return None
+            module.set_submodule(name.rpartition(".")[0], nn.Identity())
+            bias = owner.bias is not None
+            rest = objective.with_module(module)
+            return FirstLayer(start, owner.out_features, owner.in_features, bias, rest)
+        start += parameter.numel() if parameter.requires_grad else 0
+    return None
+
+
+@dataclass(frozen=True)
+class GramVector:
+    """A vector of every agent of a chunk: the rows of C that are not zero, then s and the rest.
+
+    It takes the place of a tensor in the arithmetic of algorithms: sums, and multiples by numbers
+    or by one number per agent, (agents, 1).
+
+    Args:
+        places: the samples that the rows belong to, (agents, rows); rows of one place add up.
+        rows: (agents, rows, outputs of the layer).
+        tail: s and the other parameters, (agents, 1 + their number).
+    """
+
+    places: Tensor
+    rows: Tensor
+    tail: Tensor
+
+    def __add__(self, other: GramVector) -> GramVector:
+        tail = self.tail + other.tail
+        if self.places is other.places:  # of one batch: so that differences are taken as such
+            return GramVector(self.places, self.rows + other.rows, tail)
+        places = torch.cat([self.places, other.places], dim=1)
+        return GramVector(places, torch.cat([self.rows, other.rows], dim=1), tail)
+
+    def __mul__(self, factor: float | Tensor) -> GramVector:
+        by_row = factor.unsqueeze(2) if isinstance(factor, Tensor) else factor
+        return GramVector(self.places, self.rows * by_row, self.tail * factor)
+
+    __rmul__ = __mul__
+
+    def __sub__(self, other: GramVector) -> GramVector:
+        return self + other * -1
+
+    def __truediv__(self, divisor: float | Tensor) -> GramVector:
+        return self * (1 / divisor)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tail.dtype
+
+    def to(self, dtype: torch.dtype) -> GramVector:
+        return GramVector(self.places, self.rows.to(dtype), self.tail.to(dtype))
+
+    def double(self) -> GramVector:
+        return self.to(torch.float64)
+
+
+@dataclass(frozen=True)
+class GramObjective:
+    """The objective of a chunk of agents in Gram space (a :class:`nufed.objective.AnyObjective`).
+
+    Its vectors are :class:`GramVector`; the inputs of a batch are the places of samples.
+
+    Args:
+        base: the objective on the module's own parameters.
+        layer: its first layer.
+        gram: K, (agents, places, places); only samples that get rows in C need a column.
+        start: Z₀, (agents, places, outputs of the layer).
+        start_norm: ‖W₀‖.
+    """
+
+    base: Objective
+    layer: FirstLayer
+    gram: Tensor
+    start: Tensor
+    start_norm: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.rest.dtype
+
+    @cached_property
+    def double(self) -> GramObjective:
+        """The same with vectors in float64; K and Z₀ are cast where they are used."""
+        return replace(self, layer=replace(self.layer, rest=self.layer.rest.double))
+
+    def initial(self, others: Tensor) -> GramVector:
+        """The vector of every agent at W₀ with these other parameters: s = 1 and C = 0."""
+        agents, width = len(self.gram), self.layer.outputs
+        tail = torch.cat([others.new_ones(1), others]).repeat(agents, 1)
+        places = torch.empty(agents, 0, dtype=torch.int64)
+        return GramVector(places, tail.new_empty(agents, 0, width), tail)
+
+    def grad(self, w: GramVector, batch: AnyBatch) -> GramVector:
+        """∇f(w, batch), one per agent."""
+        places, leaves = self._leaves(w, batch)
+        with torch.enable_grad():
+            loss = self._loss(leaves, batch)
+        return self._vector(places, torch.autograd.grad(loss, leaves, materialize_grads=True))
+
+    def hvp(self, w: GramVector, batch: AnyBatch, v: GramVector) -> GramVector:
+        """∇²f(w, batch)·v, one per agent."""
+        places, leaves = self._leaves(w, batch)
+        direction = (self._through(v, places), v.tail[:, 1:])
+        with torch.enable_grad():
+            loss = self._loss(leaves, batch)
+            gradient = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+        # a loss that is linear in a leaf has a gradient that does not depend on it
+        used = [i for i, g in enumerate(gradient) if g.requires_grad]
+        product = torch.autograd.grad(
+            [gradient[i] for i in used],
+            leaves,
+            [direction[i] for i in used],
+            materialize_grads=True,
+        )
+        return self._vector(places, product)
+
+    def norm(self, w: GramVector) -> Tensor:
+        """A bound of the norm of the weights that w stands for, (agents, 1).
+
+        ‖W‖ ≤ |s|·‖W₀‖ + Σ_i ‖C_i‖·‖x_i‖ with ‖x_i‖² = K_ii: a step of a difference needs no more.
+        """
+        lengths = self.gram.diagonal(dim1=1, dim2=2).gather(1, w.places).sqrt()
+        rows = torch.linalg.vector_norm(w.rows, dim=2)
+        weights = w.tail[:, :1].abs() * self.start_norm + (rows * lengths).sum(dim=1, keepdim=True)
+        return torch.hypot(weights, self.layer.rest.norm(w.tail[:, 1:]))
+
+    def predict(self, w: GramVector, places: Tensor) -> Tensor:
+        """The module's outputs for the samples at these places, in evaluation mode."""
+        return self.layer.rest.predict(w.tail[:, 1:], self._through(w, places))
+
+    def _through(self, w: GramVector, places: Tensor) -> Tensor:
+        """The layer's outputs for the samples at these places: s·Z₀[b] + K[b]C."""
+        outputs = w.tail[:, :1, None] * self._rows_of(self.start, places)
+        if not w.places.shape[1]:
+            return outputs
+        columns = w.places.unsqueeze(1).expand(-1, places.shape[1], -1)
+        gram = torch.gather(self._rows_of(self.gram, places), 2, columns)
+        return torch.baddbmm(outputs, gram.to(self.dtype), w.rows)
+
+    def _rows_of(self, tables: Tensor, places: Tensor) -> Tensor:
+        """The rows of every agent's table at its places."""
+        first = torch.arange(len(tables)).unsqueeze(1) * tables.shape[1]
+        rows = tables.flatten(0, 1).index_select(0, (places + first).flatten())
+        return rows.view(*places.shape, -1)
+
+    def _leaves(self, w: GramVector, batch: AnyBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """A batch's places, and what the loss is differentiated by: hidden outputs and the rest."""
+        places = batch[0]
+        assert isinstance(places, Tensor)
+        others = w.tail[:, 1:].detach()
+        return places, (self._through(w, places).requires_grad_(), others.requires_grad_())
+
+    def _loss(self, leaves: tuple[Tensor, Tensor], batch: AnyBatch) -> Tensor:
+        hidden, others = leaves
+        return self.layer.rest.forward(others, Batch(hidden, *batch[1:])).sum()
+
+    def _vector(self, places: Tensor, derivatives: tuple[Tensor, ...]) -> GramVector:
+        """The vector with these derivatives by the layer's outputs and by the other parameters."""
+        rows, others = derivatives
+        return GramVector(places, rows, torch.nn.functional.pad(others, (1, 0)))

@@ -1,0 +1,50 @@
+"""What an engine is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from nufed.algorithm import Algorithm, ClientResult, State
+from nufed.data import Federation
+from nufed.evaluate import AgentScores, Measure
+from nufed.objective import Objective
+
+
+class Engine(Protocol):
+    """Runs an algorithm's agents on this machine.
+
+    An engine maps work over agents and decides nothing: what it returns depends neither on the
+    order of agents nor on how the work was spread.
+    """
+
+    @property
+    def objective(self) -> Objective: ...
+
+    @property
+    def federation(self) -> Federation: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
+        """The agents in the groups that are worked on together, in a fixed way."""
+        ...
+
+    def client_updates(
+        self, algorithm: Algorithm, received: State, states: Mapping[int, State], round: int
+    ) -> dict[int, ClientResult]:
+        """The work of a round for every agent in ``states``, which holds the agents' states."""
+        ...
+
+    def evaluate(
+        self,
+        algorithm: Algorithm,
+        server: State,
+        states: Mapping[int, State],
+        *,
+        steps: int,
+        measure: Measure,
+    ) -> list[AgentScores]:
+        """The scores of every agent in ``states`` after 0 … ``steps`` fine-tuning steps."""
+        ...

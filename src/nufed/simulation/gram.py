@@ -1,0 +1,217 @@
+"""The Gram engine: agents of models whose first layer is linear, in Gram space (nufed.gram)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nufed.algorithm import Algorithm, ClientResult, Combining, Draw, State
+from nufed.data import AgentBatches, Federation
+from nufed.data.partition import Rows
+from nufed.evaluate import AgentScores, Measure, agent_scores, score_outputs
+from nufed.gram import FirstLayer, GramObjective, GramVector
+from nufed.objective import Batch, Objective
+from nufed.simulation.batched import even_chunks
+from nufed.simulation.shared import shared_zeros
+
+
+class GramEngine:
+    """Chunks of agents in Gram space (an :class:`~nufed.simulation.engine.Engine`).
+
+    The algorithm must combine vectors linearly (:class:`nufed.algorithm.Combining`) and use nothing
+    but the model. The matrices K of the agents' training parts are computed when first needed and
+    kept, once for all processes forked after the engine was made.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        federation: Federation,
+        seed: int,
+        layer: FirstLayer,
+        most: int = 5,
+    ) -> None:
+        self.objective, self.federation, self.seed = objective, federation, seed
+        self._layer, self._most = layer, most
+        largest = max(map(len, federation.split.train))
+        agents = len(federation.split.agents)
+        self._grams = shared_zeros((agents, largest, largest), objective.dtype)
+        self._gram_is_there = shared_zeros((agents,), torch.uint8)
+        self._test_grams: dict[tuple[int, tuple[Draw, ...]], Tensor] = {}
+        self._table = torch.empty(0, layer.inputs, dtype=objective.dtype)
+
+    def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
+        return even_chunks(self.federation, algorithm.batch_size, agents, self._most)
+
+    def client_updates(
+        self, algorithm: Algorithm, received: State, states: Mapping[int, State], round: int
+    ) -> dict[int, ClientResult]:
+        results: dict[int, ClientResult] = {}
+        for chunk in self.chunks(algorithm, list(states)):
+            results |= self._update_chunk(algorithm, received["model"], chunk, round)
+        return results
+
+    def _update_chunk(
+        self, algorithm: Algorithm, model: Tensor, chunk: list[int], round: int
+    ) -> dict[int, ClientResult]:
+        assert isinstance(algorithm, Combining)
+        sources = [self.federation.batches(agent, self.seed, "train", round) for agent in chunk]
+        batches = PlacedBatches.make(sources, algorithm.update_draws())
+        space = self._space(model, chunk, batches.used)
+        result = algorithm.client_update(space.objective, space.start, {}, batches)
+        w = cast(GramVector, result.vectors["model"])
+        return {
+            agent: ClientResult(
+                {"model": self._layer.vector(model, w, row, space.inputs[row])}, {}, result.cost
+            )
+            for row, agent in enumerate(chunk)
+        }
+
+    def evaluate(
+        self,
+        algorithm: Algorithm,
+        server: State,
+        states: Mapping[int, State],
+        *,
+        steps: int,
+        measure: Measure,
+    ) -> list[AgentScores]:
+        scores: dict[int, AgentScores] = {}
+        for chunk in self.chunks(algorithm, list(states)):
+            scores |= self._evaluate_chunk(algorithm, server["model"], chunk, steps, measure)
+        return [scores[agent] for agent in states]
+
+    def _evaluate_chunk(
+        self, algorithm: Algorithm, model: Tensor, chunk: list[int], steps: int, measure: Measure
+    ) -> dict[int, AgentScores]:
+        assert isinstance(algorithm, Combining)
+        sources = [self.federation.batches(agent, self.seed, "evaluate") for agent in chunk]
+        draws = tuple(algorithm.personal_draws(steps))
+        batches = PlacedBatches.make(sources, draws)
+        space = self._space(model, chunk, batches.used, draws)
+        models = algorithm.personalize(space.objective, space.start, {}, batches, steps)
+        outputs = [space.objective.predict(w, space.tests) for w in models]
+        scores = {}
+        for row, agent in enumerate(chunk):
+            targets = self.federation.samples.targets[self.federation.split.test[agent]]
+            own = (each[row, : len(targets)] for each in outputs)
+            scored = [score_outputs(self.objective, o, targets, measure) for o in own]
+            scores[agent] = agent_scores(self.federation, agent, scored)
+        return scores
+
+    def _space(
+        self,
+        model: Tensor,
+        chunk: list[int],
+        used: list[Rows],
+        draws: tuple[Draw, ...] | None = None,
+    ) -> _Space:
+        """The Gram space around a model for training; with ``draws`` for evaluation after these.
+
+        ``used`` are the places of the samples that get rows in C.
+        """
+        split, training = self.federation.split, draws is None
+        if training:
+            self._make_grams(chunk)
+        tests = [split.test[agent][: 0 if training else None] for agent in chunk]
+        rows = [split.train[a][own] for a, own in zip(chunk, used, strict=True)]
+        inputs = self._inputs([np.concatenate(pair) for pair in zip(rows, tests, strict=True)])
+        outputs = [self._layer.apply(model, x) for x in inputs]
+        trained, tested = max(map(len, rows)), max(map(len, tests))
+        gram = model.new_zeros(len(chunk), trained + tested, trained)
+        start = model.new_zeros(len(chunk), trained + tested, self._layer.outputs)
+        for row, agent in enumerate(chunk):
+            n, m = len(rows[row]), len(tests[row])
+            own = (
+                self._train_gram(agent, used[row])
+                if draws is None
+                else self._test_gram(agent, draws, inputs[row], n)
+            )
+            for table, values in ((gram[row, :, :n], own), (start[row], outputs[row])):
+                table[:n] = values[:n]
+                table[trained : trained + m] = values[n:]
+        objective = GramObjective(self.objective, self._layer, gram, start, self._layer.norm(model))
+        first = cast(Tensor, objective.initial(self._layer.others(model)))
+        places = torch.arange(trained, trained + tested).expand(len(chunk), -1)
+        return _Space(objective, {"model": first}, inputs, places)
+
+    def _inputs(self, rows: list[Rows]) -> list[Tensor]:
+        """The samples of every agent, in memory that the next call uses again."""
+        sizes = [len(own) for own in rows]
+        if sum(sizes) > len(self._table):
+            self._table = self._table.new_empty(sum(sizes), self._layer.inputs)
+        table = self._table[: sum(sizes)]
+        self.federation.samples.fill(table, np.concatenate(rows))
+        return list(torch.split(table, sizes))
+
+    def _make_grams(self, chunk: list[int]) -> None:
+        """Compute K of the training parts that are not there yet."""
+        for agent in chunk:
+            rows = self.federation.split.train[agent]
+            if not self._gram_is_there[agent]:
+                (inputs,) = self._inputs([rows])
+                self._layer.fill_gram(self._grams[agent], inputs)
+                self._gram_is_there[agent] = 1
+
+    def _train_gram(self, agent: int, used: Rows) -> Tensor:
+        """K of those samples of an agent's training part."""
+        index = torch.from_numpy(used)
+        return self._grams[agent].index_select(0, index).index_select(1, index)
+
+    def _test_gram(
+        self, agent: int, draws: tuple[Draw, ...], inputs: Tensor, trained: int
+    ) -> Tensor:
+        """K of the samples for fine-tuning and test with the former, the same in every round."""
+        if (agent, draws) not in self._test_grams:
+            self._test_grams[agent, draws] = self._layer.gram(inputs, inputs[:trained])
+        return self._test_grams[agent, draws]
+
+
+class _Space(NamedTuple):
+    objective: Any  # a GramObjective, whose vectors stand where algorithms expect tensors
+    start: State
+    inputs: list[Tensor]
+    tests: Tensor
+
+
+@dataclass(frozen=True)
+class PlacedBatches:
+    """The batches of several agents as places in Gram space (a BatchSource).
+
+    ``used`` are each agent's samples that occur, as places in its training part: a sample's place
+    in Gram space is its place in that list.
+    """
+
+    used: list[Rows]
+    batches: dict[tuple[str, int], list[Batch]]
+
+    @classmethod
+    def make(cls, sources: Sequence[AgentBatches], draws: Iterable[Draw]) -> PlacedBatches:
+        draws = [draw for draw in draws if draw.number]
+        picked = [[p for draw in draws for p in source.pick(*draw)] for source in sources]
+        used, places, targets = [], [], []
+        for source, own in zip(sources, picked, strict=True):
+            stacked = np.stack([p.places for p in own])
+            distinct, inverse = np.unique(stacked, return_inverse=True)
+            used.append(distinct)
+            places.append(inverse.reshape(stacked.shape))
+            rows = source.federation.split.train[source.agent][stacked]
+            targets.append(source.federation.samples.targets[rows])
+        stacks = zip(
+            torch.from_numpy(np.stack(places, axis=1)),
+            torch.stack(targets, dim=1),
+            [p.seed for p in picked[0]],  # for training mode: nothing random may be drawn
+            strict=True,
+        )
+        every = (Batch(*each) for each in stacks)
+        return cls(
+            used, {(d.purpose, d.step): [next(every) for _ in range(d.number)] for d in draws}
+        )
+
+    def draw(self, purpose: str, size: int, count: int = 1, step: int = 0) -> list[Batch]:
+        return self.batches[purpose, step][:count] if count else []
