@@ -150,7 +150,9 @@ def score_outputs(
 ) -> tuple[float, float]:
     """The loss and the score of a model's outputs."""
     loss = float(objective.loss(outputs, targets))
-    return loss, loss if measure.metric is None else float(measure.metric(outputs, targets))
+    if measure.metric is None:
+        return loss, loss
+    return loss, float(measure.metric(outputs.to(targets.device), targets))
 
 
 def agent_scores(

@@ -215,7 +215,7 @@ class Objective:
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of outputs that :meth:`predict` gave, a scalar tensor."""
-        loss = self._loss_function(outputs, _cast(targets, self.dtype))
+        loss = self._loss_function(outputs, _cast(targets, self._initial))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the loss returned {given}: it must return one number as a tensor")
@@ -238,7 +238,7 @@ class Objective:
             outputs = self._outputs(w, batch.inputs)
             if w.ndim == 1:
                 return self.loss(outputs, batch.targets)
-            targets = _cast(batch.targets, self.dtype)
+            targets = _cast(batch.targets, self._initial)
             return stacked_losses(self._loss_function, outputs, targets)
 
     def _differentiable(self, w: Tensor, batch: AnyBatch) -> Tensor:
@@ -255,11 +255,11 @@ class Objective:
         arguments: tuple[Tensor, ...] = ()
         keywords: dict[str, Tensor] = {}
         if isinstance(inputs, Mapping):
-            keywords = {name: _cast(x, self.dtype) for name, x in inputs.items()}
+            keywords = {name: _cast(x, self._initial) for name, x in inputs.items()}
         elif isinstance(inputs, Tensor):
-            arguments = (_cast(inputs, self.dtype),)
+            arguments = (_cast(inputs, self._initial),)
         else:
-            arguments = tuple(_cast(x, self.dtype) for x in inputs)
+            arguments = tuple(_cast(x, self._initial) for x in inputs)
         if w.ndim > 1:
             return stacked_outputs(self._module, self._unflatten(w), arguments, keywords)
         outputs: Tensor = functional_call(
@@ -320,9 +320,9 @@ def _derivative(
     return result
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating-point values in the objective's dtype; class labels and token ids as they are."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _cast(tensor: Tensor, like: Tensor) -> Tensor:
+    """On the device of ``like``, floating-point values in its dtype, labels and ids as they are."""
+    return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 @contextmanager

@@ -114,11 +114,23 @@ def build_module(
 
 def build_objective(config: Config, module: nn.Module, loss: Loss) -> Objective:
     """The module and loss as an objective in the configured precision."""
-    dtype = getattr(torch, config.dtype)
+    place = {"dtype": getattr(torch, config.dtype), "device": _device(config.device)}
     if isinstance(loss, nn.Module):
-        loss = copy.deepcopy(loss).to(dtype)
-    module = copy.deepcopy(module).to(dtype)
+        loss = copy.deepcopy(loss).to(**place)
+    module = copy.deepcopy(module).to(**place)
     return Objective(module, loss, running_stats=config.model.running_stats)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"device = {name!r}: torch can't use it here ({str(error).splitlines()[0]}); "
+            'use "cpu", or install the build of torch for it'
+        ) from None
+    return device
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:

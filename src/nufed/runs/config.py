@@ -129,6 +129,13 @@ class Config(_Table):
     threads: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="torch threads; part of what makes bits repeatable"
     )
+    engine: Literal["auto", "direct", "batched", "gram"] = Field(
+        default="auto", description="how agents are simulated; auto: from the shapes, see the docs"
+    )
+    workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        default="auto", description="processes; the model is the same for any number"
+    )
+    device: str = Field(default="cpu", description="where models are computed, as torch names it")
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()

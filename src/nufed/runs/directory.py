@@ -3,7 +3,7 @@
 ::
 
     config.toml                     the configuration with every default written out
-    run.json                        format version, what agents are scored by, software used
+    run.json                        format version, what agents are scored by, engines, software
     splits/seed-0.safetensors       who holds which rows, with its SHA-256
     splits/seed-0.json              the same as counts of classes per agent
     methods/NAME/seed-0/
@@ -72,11 +72,12 @@ class RunDirectory:
         """The directory of one method or baseline and seed (``kind`` is methods or baselines)."""
         return _make(self.path / kind / name / f"seed-{seed}", exist_ok=True)
 
-    def write_start(self, config: Config, measure: Measure) -> None:
+    def write_start(self, config: Config, measure: Measure, engines: Mapping[str, str]) -> None:
         (self.path / "config.toml").write_text(config.to_toml(), "utf-8")
         about = {
             "format": FORMAT,
             "measure": {"name": measure.name, "higher_is_better": measure.higher_is_better},
+            "engines": dict(engines),
             "software": {
                 "python": platform.python_version(),
                 "platform": platform.platform(),
@@ -114,7 +115,7 @@ class RunDirectory:
     def write_model(self, name: str, seed: int, server: State, round: int | None = None) -> None:
         """The server's state, after ``round`` rounds or at the end."""
         file = "model.safetensors" if round is None else f"model-round-{round:06d}.safetensors"
-        tensors = {k: v.detach().contiguous() for k, v in server.items()}
+        tensors = {k: v.detach().cpu().contiguous() for k, v in server.items()}
         (self.part("methods", name, seed) / file).write_bytes(save(tensors))
 
     def write_failure(self, name: str, seed: int, reason: str) -> None:

@@ -13,6 +13,7 @@ from nufed.algorithm import Algorithm, ClientResult, State
 from nufed.data import AgentBatches, Federation
 from nufed.evaluate import AgentScores, Measure, agent_scores, score_outputs
 from nufed.objective import Batch, Inputs, Objective
+from nufed.simulation.engine import work_of
 
 
 @dataclass(frozen=True)
@@ -34,24 +35,28 @@ class BatchedEngine:
     def client_updates(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], round: int
     ) -> dict[int, ClientResult]:
-        results = {}
+        results: dict[int, ClientResult] = {}
         for chunk in self.chunks(algorithm, list(states)):
-            source = StackedBatches(
-                [self.federation.batches(agent, self.seed, "train", round) for agent in chunk]
-            )
-            result = algorithm.client_update(
-                self.objective,
-                stack([received] * len(chunk)),
-                stack([states[agent] for agent in chunk]),
-                source,
-            )
-            for row, agent in enumerate(chunk):
-                results[agent] = ClientResult(
-                    {name: vectors[row] for name, vectors in result.vectors.items()},
-                    {name: vectors[row] for name, vectors in result.state.items()},
-                    result.cost,
+            with work_of(chunk, f"round {round}"):
+                results |= self._update_chunk(
+                    algorithm, received, {agent: states[agent] for agent in chunk}, round
                 )
         return results
+
+    def _update_chunk(
+        self, algorithm: Algorithm, received: State, states: Mapping[int, State], round: int
+    ) -> dict[int, ClientResult]:
+        sources = [self.federation.batches(agent, self.seed, "train", round) for agent in states]
+        result = algorithm.client_update(
+            self.objective,
+            stack([received] * len(states)),
+            stack(list(states.values())),
+            StackedBatches(sources),
+        )
+        return {
+            agent: ClientResult(_row(result.vectors, row), _row(result.state, row), result.cost)
+            for row, agent in enumerate(states)
+        }
 
     def evaluate(
         self,
@@ -62,30 +67,38 @@ class BatchedEngine:
         steps: int,
         measure: Measure,
     ) -> list[AgentScores]:
-        scores = {}
+        scores: dict[int, AgentScores] = {}
         for chunk in self.chunks(algorithm, list(states)):
-            batches = [self.federation.batches(agent, self.seed, "evaluate") for agent in chunk]
-            models = algorithm.personalize(
+            with work_of(chunk, "evaluation"):
+                own = {agent: states[agent] for agent in chunk}
+                scores |= self._evaluate_chunk(algorithm, server, own, steps, measure)
+        return [scores[agent] for agent in states]
+
+    def _evaluate_chunk(
+        self,
+        algorithm: Algorithm,
+        server: State,
+        states: Mapping[int, State],
+        steps: int,
+        measure: Measure,
+    ) -> dict[int, AgentScores]:
+        sources = [self.federation.batches(agent, self.seed, "evaluate") for agent in states]
+        models = list(
+            algorithm.personalize(
                 self.objective,
-                stack([server] * len(chunk)),
-                stack([states[agent] for agent in chunk]),
-                StackedBatches(batches),
+                stack([server] * len(states)),
+                stack(list(states.values())),
+                StackedBatches(sources),
                 steps,
             )
-            tests = [self.federation.test(agent) for agent in chunk]
-            after = [
-                [
-                    score_outputs(
-                        self.objective, self.objective.predict(w, inputs), targets, measure
-                    )
-                    for w, (inputs, targets) in zip(stacked, tests, strict=True)
-                ]
-                for stacked in models
-            ]
-            for row, agent in enumerate(chunk):
-                own = [scored[row] for scored in after]
-                scores[agent] = agent_scores(self.federation, agent, own)
-        return [scores[agent] for agent in states]
+        )
+        scores = {}
+        for row, agent in enumerate(states):
+            inputs, targets = self.federation.test(agent)
+            outputs = (self.objective.predict(stacked[row], inputs) for stacked in models)
+            scored = [score_outputs(self.objective, o, targets, measure) for o in outputs]
+            scores[agent] = agent_scores(self.federation, agent, scored)
+        return scores
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,10 @@ def even_chunks(
 def stack(states: Sequence[State]) -> State:
     """The states of several agents as one, a row of each vector per agent."""
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
+def _row(state: State, row: int) -> State:
+    return {name: vectors[row] for name, vectors in state.items()}
 
 
 def stack_inputs(inputs: Sequence[Inputs]) -> Inputs:

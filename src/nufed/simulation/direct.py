@@ -9,6 +9,7 @@ from nufed.algorithm import Algorithm, ClientResult, State
 from nufed.data import Federation
 from nufed.evaluate import AgentScores, Measure, evaluate_agent
 from nufed.objective import Objective
+from nufed.simulation.engine import work_of
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,12 @@ class DirectEngine:
     def client_updates(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], round: int
     ) -> dict[int, ClientResult]:
-        return {
-            agent: algorithm.client_update(
-                self.objective,
-                received,
-                state,
-                self.federation.batches(agent, self.seed, "train", round),
-            )
-            for agent, state in states.items()
-        }
+        results = {}
+        for agent, state in states.items():
+            batches = self.federation.batches(agent, self.seed, "train", round)
+            with work_of([agent], f"round {round}"):
+                results[agent] = algorithm.client_update(self.objective, received, state, batches)
+        return results
 
     def evaluate(
         self,
@@ -44,17 +42,20 @@ class DirectEngine:
         steps: int,
         measure: Measure,
     ) -> list[AgentScores]:
-        return [
-            evaluate_agent(
-                algorithm,
-                self.objective,
-                self.federation,
-                agent,
-                server,
-                state,
-                seed=self.seed,
-                steps=steps,
-                measure=measure,
-            )
-            for agent, state in states.items()
-        ]
+        scores = []
+        for agent, state in states.items():
+            with work_of([agent], "evaluation"):
+                scores.append(
+                    evaluate_agent(
+                        algorithm,
+                        self.objective,
+                        self.federation,
+                        agent,
+                        server,
+                        state,
+                        seed=self.seed,
+                        steps=steps,
+                        measure=measure,
+                    )
+                )
+        return scores

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from nufed.algorithm import Algorithm, ClientResult, State
 from nufed.data import Federation
+from nufed.errors import NufedError, TrainingError
 from nufed.evaluate import AgentScores, Measure
 from nufed.objective import Objective
+
+
+@contextmanager
+def work_of(agents: Sequence[int], where: str) -> Iterator[None]:
+    """Name the agents whose work fails: whatever a module does wrong ends the method's training."""
+    try:
+        yield
+    except NufedError:
+        raise
+    except Exception as error:
+        who = "agent" if len(agents) == 1 else "one of agents"
+        names = ", ".join(map(str, agents))
+        raise TrainingError(
+            f"{who} {names} failed in {where}: {type(error).__name__}: {error}"
+        ) from error
 
 
 class Engine(Protocol):

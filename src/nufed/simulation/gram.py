@@ -17,6 +17,7 @@ from nufed.evaluate import AgentScores, Measure, agent_scores, score_outputs
 from nufed.gram import FirstLayer, GramObjective, GramVector
 from nufed.objective import Batch, Objective
 from nufed.simulation.batched import even_chunks
+from nufed.simulation.engine import work_of
 from nufed.simulation.shared import shared_zeros
 
 
@@ -53,7 +54,8 @@ class GramEngine:
     ) -> dict[int, ClientResult]:
         results: dict[int, ClientResult] = {}
         for chunk in self.chunks(algorithm, list(states)):
-            results |= self._update_chunk(algorithm, received["model"], chunk, round)
+            with work_of(chunk, f"round {round}"):
+                results |= self._update_chunk(algorithm, received["model"], chunk, round)
         return results
 
     def _update_chunk(
@@ -83,7 +85,8 @@ class GramEngine:
     ) -> list[AgentScores]:
         scores: dict[int, AgentScores] = {}
         for chunk in self.chunks(algorithm, list(states)):
-            scores |= self._evaluate_chunk(algorithm, server["model"], chunk, steps, measure)
+            with work_of(chunk, "evaluation"):
+                scores |= self._evaluate_chunk(algorithm, server["model"], chunk, steps, measure)
         return [scores[agent] for agent in states]
 
     def _evaluate_chunk(

@@ -1,0 +1,208 @@
+"""The independent parts of a run: each method, and the null baselines, for each seed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from nufed.algorithm import Algorithm, BatchSource, Combining, State
+from nufed.algorithms import GMeta
+from nufed.errors import TrainingError
+from nufed.evaluate import AgentScores, majority_class, summarise
+from nufed.experiment.setup import Setup
+from nufed.metagrad import FirstOrder
+from nufed.objective import AnyObjective
+from nufed.runs import RunDirectory
+from nufed.runs.directory import write_line
+from nufed.simulation import Engine, Progress, WorkerEngine, train
+
+BASELINES = "null baselines"
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a progress display needs: where the run is, and the last score measured there."""
+
+    seed: int
+    method: str
+    round: int
+    score: float | None
+
+
+Listener: TypeAlias = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One method (or the null baselines) with one seed, and roughly how much work it is."""
+
+    seed: int
+    method: str
+    work: float
+
+    def __str__(self) -> str:
+        return f"{self.method} with seed {self.seed}"
+
+
+def parts_of(setup: Setup) -> list[Part]:
+    """The parts of a run, seed by seed."""
+    config, agents = setup.config, len(setup.federations[setup.config.seeds[0]].split.agents)
+    works = {BASELINES: float(agents * _alone(setup).local_steps)}
+    for name, algorithm in setup.algorithms.items():
+        draws = algorithm.update_draws() if isinstance(algorithm, Combining) else []
+        batches = sum(draw.number for draw in draws) or 1
+        works[name] = config.rounds * config.participation * agents * batches
+    return [Part(seed, name, work) for seed in config.seeds for name, work in works.items()]
+
+
+def run_part(
+    setup: Setup, part: Part, directory: RunDirectory, listener: Listener, workers: int
+) -> None:
+    """Train and evaluate one part, with so many processes, and write down what came out."""
+    listener(Event(part.seed, part.method, 0, None))
+    if part.method == BASELINES:
+        wanted = "auto" if setup.config.engine == "gram" else setup.config.engine
+        name = setup.engines[part.seed].choose(_alone(setup), wanted)
+    else:
+        name = setup.engine_names[part.method]
+    engine = setup.engines[part.seed].get(name)
+    shared = WorkerEngine(engine, workers) if workers > 1 else None
+    try:
+        _run(setup, part, directory, listener, shared or engine)
+    except TrainingError as error:  # the other methods go on
+        directory.write_failure(part.method, part.seed, str(error))
+    finally:
+        if shared:
+            shared.close()
+
+
+def _run(
+    setup: Setup, part: Part, directory: RunDirectory, listener: Listener, engine: Engine
+) -> None:
+    if part.method == BASELINES:
+        for name, scores in _baselines(setup, engine):
+            directory.write_scores("baselines", name, part.seed, scores)
+    else:
+        algorithm = setup.algorithms[part.method]
+        _run_method(setup, engine, part.method, algorithm, directory, listener)
+
+
+def _run_method(
+    setup: Setup,
+    engine: Engine,
+    name: str,
+    algorithm: Algorithm,
+    directory: RunDirectory,
+    listener: Listener,
+) -> None:
+    config, seed = setup.config, engine.seed
+    start, scores, score = time.perf_counter(), [], None
+    with (directory.part("methods", name, seed) / "metrics.jsonl").open("w") as file:
+        for progress in train(
+            algorithm,
+            engine,
+            engine.objective.initial(),
+            rounds=config.rounds,
+            participation=config.participation,
+        ):
+            line = _record(algorithm, progress)
+            if progress.round % config.eval_every == 0 or progress.round == config.rounds:
+                scores = _evaluate(setup, engine, algorithm, progress)
+                line["evaluation"] = _by_group(scores, setup)
+                score = line["evaluation"]["seen"]["score"][-1]
+            write_line(file, line)
+            if config.save_every and progress.round and progress.round % config.save_every == 0:
+                directory.write_model(name, seed, progress.server, progress.round)
+            listener(Event(seed, name, progress.round, score))
+    directory.write_scores("methods", name, seed, scores)
+    directory.write_model(name, seed, progress.server)
+    directory.write_timing(method=name, seed=seed, seconds=time.perf_counter() - start)
+
+
+def _record(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
+    """What one round took and did."""
+    agents = len(progress.cohort)
+    return {
+        "round": progress.round,
+        "cohort": progress.cohort,
+        "rejected": [{"agent": r.agent, "reason": r.reason} for r in progress.rejected],
+        "gradients": progress.cost.gradients,
+        "hvps": progress.cost.hvps,
+        "bytes_down": agents * _bytes(progress.server, algorithm.receives),
+        "bytes_up": agents * _bytes(progress.server, algorithm.sends),
+    }
+
+
+def _bytes(server: State, names: Sequence[str]) -> int:
+    return sum(server[name].nbytes for name in names)
+
+
+def _evaluate(
+    setup: Setup, engine: Engine, algorithm: Algorithm, progress: Progress
+) -> list[AgentScores]:
+    states = progress.client_states(algorithm, engine.federation.split.agents)
+    return engine.evaluate(
+        algorithm,
+        progress.server,
+        states,
+        steps=setup.config.steps_evaluated,
+        measure=setup.measure,
+    )
+
+
+def _by_group(scores: Sequence[AgentScores], setup: Setup) -> dict[str, dict[str, list[float]]]:
+    """Mean score and loss after 0 … eval_steps steps, over agents seen in training and others."""
+    groups = {}
+    for group in ("seen", "unseen"):
+        chosen = [s for s in scores if s.seen == (group == "seen")]
+        if chosen:
+            steps = range(setup.config.steps_evaluated + 1)
+            means = [summarise(chosen, step, setup.measure) for step in steps]
+            groups[group] = {"score": [m.mean for m in means], "loss": [m.loss for m in means]}
+    return groups
+
+
+def _baselines(setup: Setup, engine: Engine) -> Iterator[tuple[str, list[AgentScores]]]:
+    """The null baselines."""
+    steps = setup.config.steps_evaluated
+    agents = engine.federation.split.agents
+    if setup.samples.classes and setup.measure.name == "accuracy":
+        yield "majority", [majority_class(engine.federation, a, steps) for a in agents]
+    alone, measure = _alone(setup), setup.measure
+    initial = {"model": engine.objective.initial()}
+    untrained: dict[int, State] = dict.fromkeys(agents, initial)
+    yield "untrained", engine.evaluate(alone, initial, untrained, steps=steps, measure=measure)
+    results = engine.client_updates(alone, initial, {agent: {} for agent in agents}, round=1)
+    local = {agent: result.vectors for agent, result in results.items()}
+    yield "local", engine.evaluate(alone, initial, local, steps=steps, measure=measure)
+
+
+class _Alone(GMeta):
+    """FedAvg without a server: an agent's state is its own model."""
+
+    @property
+    def combines(self) -> Literal["elementwise", "linearly"]:
+        return "elementwise"
+
+    def personalize(
+        self, objective: AnyObjective, server: State, state: State, batches: BatchSource, steps: int
+    ) -> Iterator[Tensor]:
+        return super().personalize(objective, state, {}, batches, steps)
+
+
+def _alone(setup: Setup) -> _Alone:
+    """Local training for all rounds, with the settings of the first method."""
+    first = next(iter(setup.algorithms.values()))
+    settings = first if isinstance(first, GMeta) else setup.config.method
+    return _Alone(
+        adapt_steps=0,
+        adapt_lr=settings.adapt_lr,
+        meta_lr=settings.meta_lr,
+        batch_size=settings.batch_size,
+        local_steps=settings.local_steps * setup.config.rounds,
+        curvature=FirstOrder(),
+    )

@@ -1,0 +1,90 @@
+"""A run from its configuration to its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nufed.errors import TrainingError
+from nufed.evaluate import Metric
+from nufed.experiment.parts import Event, Listener, Part, parts_of, run_part
+from nufed.experiment.setup import Setup
+from nufed.objective import Loss
+from nufed.runs import Config, Run, RunDirectory, load_config, load_run
+from nufed.runs.directory import write_json
+from nufed.simulation import Workers
+from nufed.threads import torch_threads
+
+
+def run(
+    config: str | Path | Mapping[str, Any] = "quickstart",
+    overrides: Sequence[str] = (),
+    *,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    out: str | Path | None = None,
+    on_start: Callable[[Config, Path], None] | None = None,
+    on_progress: Listener | None = None,
+) -> Run:
+    """Train and evaluate every method of a configuration, as ``nufed run`` does.
+
+    Args:
+        config: a preset's name, a TOML file, or the same tables as a mapping.
+        overrides: ``key=value`` strings, as on the command line.
+        model: your own module, or a function that makes one, instead of ``[model]``.
+        data: your own data instead of ``[data] source``: ``(inputs, targets)``, with ``owners`` as
+            a third for a natural federation, a ``Dataset``, or :class:`nufed.Samples`.
+        loss: your own ``loss(outputs, targets)``; metric: your own ``metric(outputs, targets)``,
+            more is better.
+        out: the run directory to make; ``runs/NAME-001`` and so on by default.
+        on_start, on_progress: called with the directory, and after every round.
+
+    Returns:
+        The finished run, read back from its directory (``run.path``, ``run.rows()``).
+    """
+    checked = load_config(config, overrides)
+    with torch_threads(checked.threads):
+        setup = Setup.make(checked, model=model, data=data, loss=loss, metric=metric)
+        directory = RunDirectory.create(checked.name, None if out is None else Path(out))
+        directory.write_start(setup.config, setup.measure, setup.engine_names)
+        for seed, federation in setup.federations.items():
+            directory.write_split(federation.split, setup.samples, seed)
+        if on_start:
+            on_start(setup.config, directory.path)
+        _run_parts(setup, directory, on_progress or (lambda event: None))
+    finished = load_run(directory.path)
+    if not finished.methods:
+        raise TrainingError(f"no method could be trained: {finished.failures[0]}")
+    write_json(directory.path / "results.json", finished.to_json())
+    from nufed.report import build_report  # charts take a moment to import
+
+    build_report([finished], directory.path)
+    return finished
+
+
+def _run_parts(setup: Setup, directory: RunDirectory, listener: Listener) -> None:
+    """Train and evaluate every method and seed, several at a time where there are workers."""
+    parts = parts_of(setup)
+    together = min(setup.workers, len(parts))
+    if together == 1:
+        for part in parts:
+            run_part(setup, part, directory, listener, setup.workers)
+        return
+
+    def answer(part: Part, note: Callable[[Event], None]) -> None:
+        run_part(setup, part, directory, note, setup.workers // together)
+
+    def describe(part: Part, last: Event | None) -> str:
+        return f"{part}, after round {last.round}" if last else str(part)
+
+    workers = Workers(together, answer)
+    try:
+        longest_first = sorted(parts, key=lambda part: -part.work)
+        workers.ask(longest_first, describe, listener)
+    finally:
+        workers.close()

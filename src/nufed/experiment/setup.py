@@ -1,0 +1,145 @@
+"""Everything that training needs, checked before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from nufed.algorithm import Algorithm
+from nufed.data import Federation, Samples, as_samples
+from nufed.errors import InputError
+from nufed.evaluate import Measure
+from nufed.objective import Objective
+from nufed.runs import Config
+from nufed.runs.build import (
+    build_federation,
+    build_loss,
+    build_measure,
+    build_module,
+    build_objective,
+    build_samples,
+)
+from nufed.runs.config import OWN
+from nufed.server import to_send
+from nufed.simulation import DirectEngine, EngineName, Engines, can_fork, usable_cores
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that training needs, checked before a directory is made."""
+
+    config: Config
+    samples: Samples
+    federations: dict[int, Federation]
+    objectives: dict[int, Objective]
+    algorithms: dict[str, Algorithm]
+    measure: Measure
+    engines: dict[int, Engines]
+    engine_names: dict[str, EngineName]
+    workers: int
+
+    @classmethod
+    def make(cls, config: Config, **own: Any) -> Setup:
+        samples = build_samples(config.data) if own["data"] is None else as_samples(own["data"])
+        loss = own["loss"] or build_loss(config, samples)
+        measure = build_measure(config, samples)
+        if own["metric"] is not None:
+            measure = Measure(getattr(own["metric"], "__name__", "metric"), own["metric"])
+        algorithms = config.algorithms()
+        federations = {s: build_federation(config.data, samples, s) for s in config.seeds}
+        for federation in federations.values():
+            for algorithm in algorithms.values():
+                federation.check_batch_size(algorithm.batch_size)
+        objectives = {
+            seed: build_objective(config, _module(config, own["model"], samples, seed), loss)
+            for seed in config.seeds
+        }
+        _try_model(config, samples, federations, objectives, algorithms, measure)
+        engines = {
+            seed: Engines(
+                objectives[seed],
+                federations[seed],
+                seed,
+                visits=config.rounds * config.participation,
+                seeds=len(config.seeds),
+            )
+            for seed in config.seeds
+        }
+        first = engines[config.seeds[0]]
+        names = {name: first.choose(a, config.engine) for name, a in algorithms.items()}
+        return cls(
+            _noting(config, own),
+            samples,
+            federations,
+            objectives,
+            algorithms,
+            measure,
+            engines,
+            names,
+            _workers(config),
+        )
+
+
+def _try_model(
+    config: Config,
+    samples: Samples,
+    federations: Mapping[int, Federation],
+    objectives: Mapping[int, Objective],
+    algorithms: Mapping[str, Algorithm],
+    measure: Measure,
+) -> None:
+    """Find out, before anything is written, whether model, loss, metric and data fit together.
+
+    One agent works for one round with every method, and is evaluated.
+    """
+    seed = config.seeds[0]
+    engine = DirectEngine(objectives[seed], federations[seed], seed)
+    w = objectives[seed].initial()
+    try:
+        for algorithm in algorithms.values():
+            server, states = algorithm.server_init(w), {0: algorithm.client_init(w)}
+            engine.client_updates(algorithm, to_send(algorithm, server), states, round=0)
+            engine.evaluate(algorithm, server, states, steps=1, measure=measure)
+    except InputError:
+        raise
+    except Exception as error:  # whatever the user's model, loss or metric does wrong
+        cause = error.__cause__ or error
+        raise InputError(
+            f"the model, loss and metric can't be used on this data, inputs of shape "
+            f"{samples.input_shape}: {type(cause).__name__}: {str(cause).splitlines()[0]}"
+        ) from error
+
+
+def _workers(config: Config) -> int:
+    """``workers`` as a number; ``auto`` is one per core where processes can be forked."""
+    alone = [
+        (not can_fork(), "this system can't fork processes safely"),
+        (
+            config.threads > 1,
+            f"threads = {config.threads} and torch's threads don't survive a fork",
+        ),
+        (config.device != "cpu", f"device = {config.device!r}, which one process uses at a time"),
+    ]
+    reasons = [reason for applies, reason in alone if applies]
+    if config.workers == "auto":
+        return 1 if reasons else usable_cores()
+    if config.workers > 1 and reasons:
+        raise InputError(f"workers = {config.workers}: must be 1, because {reasons[0]}")
+    return config.workers
+
+
+def _module(config: Config, model: Any, samples: Samples, seed: int) -> nn.Module:
+    return model if isinstance(model, nn.Module) else build_module(config, samples, seed, model)
+
+
+def _noting(config: Config, own: Mapping[str, Any]) -> Config:
+    """The configuration with a note in the place of everything that was passed as an object."""
+    update: dict[str, Any] = {k: OWN for k in ("loss", "metric") if own[k] is not None}
+    if own["model"] is not None:
+        update["model"] = config.model.model_copy(update={"name": OWN, "args": {}})
+    if own["data"] is not None:
+        update["data"] = config.data.model_copy(update={"source": OWN, "args": {}})
+    return config.model_copy(update=update)

@@ -1,0 +1,146 @@
+"""Processes forked from this one that answer questions, one at a time each.
+
+Fork, because a child then has everything the parent has: the data without a copy, and modules,
+losses and metrics that could not be sent. A child must not use more than one thread of torch, whose
+pools do not survive a fork. Questions and answers are small; vectors go through shared memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeAlias
+
+from nufed.errors import NufedError, TrainingError
+
+Note: TypeAlias = Callable[[Any], None]
+
+
+def can_fork() -> bool:
+    """Whether this system forks safely; macOS and Windows do not."""
+    return sys.platform == "linux"
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+class Workers:
+    """``count`` processes that call ``answer(question, note)``.
+
+    What a child gives to ``note`` reaches the parent while the question is still being answered.
+    Children end when asked to, and by themselves when the parent is gone.
+    """
+
+    def __init__(self, count: int, answer: Callable[[Any, Note], Any]) -> None:
+        self._links: dict[Connection, BaseProcess] = {}
+        context = multiprocessing.get_context("fork")
+        for _ in range(count):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, [*self._links, mine], answer), name="nufed worker"
+            )
+            with warnings.catch_warnings():
+                # Python warns of threads at a fork: a child uses none that were running
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            theirs.close()
+            self._links[mine] = process
+        self.close = weakref.finalize(self, _end, self._links)
+
+    def ask(
+        self,
+        questions: Sequence[Any],
+        describe: Callable[[Any, Any], str],
+        on_note: Note = lambda note: None,
+    ) -> list[Any]:
+        """The answers, in the order of the questions; each goes to the first process that is free.
+
+        An exception of a child is raised here. If a process dies, the error names what it was at:
+        ``describe(question, last note)``.
+        """
+        waiting = deque(enumerate(questions))
+        idle, busy = list(self._links), dict[Connection, int]()
+        answers: list[Any] = [None] * len(waiting)
+        last_notes: dict[int, Any] = {}
+        while waiting or busy:
+            while waiting and idle:
+                link = idle.pop()
+                busy[link], question = waiting.popleft()
+                link.send(question)
+            for ready in wait(list(busy)):
+                assert isinstance(ready, Connection)
+                place = busy[ready]
+                try:
+                    kind, content = ready.recv()
+                except (EOFError, ConnectionResetError):
+                    what = describe(questions[place], last_notes.get(place))
+                    raise TrainingError(f"{self._death(ready)} while it was at {what}") from None
+                if kind == "note":
+                    last_notes[place] = content
+                    on_note(content)
+                elif kind == "warning":
+                    warnings.warn(content, stacklevel=2)
+                elif kind == "error":
+                    raise content
+                else:
+                    answers[place] = content
+                    idle.append(ready)
+                    del busy[ready]
+        return answers
+
+    def _death(self, link: Connection) -> str:
+        process = self._links[link]
+        process.join(5)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return (
+                f"a worker process was ended by {signal.Signals(-code).name} (the system does that "
+                "when memory runs out)"
+            )
+        return f"a worker process ended with exit code {code}"
+
+
+def _end(links: dict[Connection, BaseProcess]) -> None:
+    for link in links:
+        link.close()
+    for process in links.values():
+        process.terminate()
+    for process in links.values():
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _serve(link: Connection, others: list[Connection], answer: Callable[[Any, Note], Any]) -> None:
+    """The life of a child."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for other in others:  # so that a child sees the end of the parent
+        other.close()
+    try:
+        while True:
+            question = link.recv()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    kind, content = "answer", answer(question, lambda n: link.send(("note", n)))
+                except NufedError as error:
+                    kind, content = "error", error
+                except Exception as error:
+                    kind, content = "error", TrainingError(f"{type(error).__name__}: {error}")
+            for warning in caught:
+                link.send(("warning", warning.message))
+            link.send((kind, content))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
