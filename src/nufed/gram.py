@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nufed.objective import AnyBatch, Batch, Objective
@@ -199,27 +200,16 @@ class GramObjective:
 
     def grad(self, w: GramVector, batch: AnyBatch) -> GramVector:
         """∇f(w, batch), one per agent."""
-        places, leaves = self._leaves(w, batch)
-        with torch.enable_grad():
-            loss = self._loss(leaves, batch)
-        return self._vector(places, torch.autograd.grad(loss, leaves, materialize_grads=True))
+        places, hidden = self._hidden(w, batch)
+        others, rows = self.layer.rest.stacked_grad(w.tail[:, 1:], hidden, by_inputs=True)
+        return self._vector(places, rows, others)
 
     def hvp(self, w: GramVector, batch: AnyBatch, v: GramVector) -> GramVector:
         """∇²f(w, batch)·v, one per agent."""
-        places, leaves = self._leaves(w, batch)
-        direction = (self._through(v, places), v.tail[:, 1:])
-        with torch.enable_grad():
-            loss = self._loss(leaves, batch)
-            gradient = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
-        # a loss that is linear in a leaf has a gradient that does not depend on it
-        used = [i for i, g in enumerate(gradient) if g.requires_grad]
-        product = torch.autograd.grad(
-            [gradient[i] for i in used],
-            leaves,
-            [direction[i] for i in used],
-            materialize_grads=True,
-        )
-        return self._vector(places, product)
+        places, hidden = self._hidden(w, batch)
+        change = self._through(v, places)
+        others, rows = self.layer.rest.stacked_hvp(w.tail[:, 1:], hidden, v.tail[:, 1:], change)
+        return self._vector(places, rows, others)
 
     def norm(self, w: GramVector) -> Tensor:
         """A bound of the norm of the weights that w stands for, (agents, 1).
@@ -250,18 +240,13 @@ class GramObjective:
         rows = tables.flatten(0, 1).index_select(0, (places + first).flatten())
         return rows.view(*places.shape, -1)
 
-    def _leaves(self, w: GramVector, batch: AnyBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """A batch's places, and what the loss is differentiated by: hidden outputs and the rest."""
+    def _hidden(self, w: GramVector, batch: AnyBatch) -> tuple[Tensor, Batch]:
+        """A batch's places, and the batch as the rest of the network meets it."""
         places = batch[0]
         assert isinstance(places, Tensor)
-        others = w.tail[:, 1:].detach()
-        return places, (self._through(w, places).requires_grad_(), others.requires_grad_())
+        return places, Batch(self._through(w, places), *batch[1:])
 
-    def _loss(self, leaves: tuple[Tensor, Tensor], batch: AnyBatch) -> Tensor:
-        hidden, others = leaves
-        return self.layer.rest.forward(others, Batch(hidden, *batch[1:])).sum()
-
-    def _vector(self, places: Tensor, derivatives: tuple[Tensor, ...]) -> GramVector:
+    def _vector(self, places: Tensor, rows: Tensor | None, others: Tensor) -> GramVector:
         """The vector with these derivatives by the layer's outputs and by the other parameters."""
-        rows, others = derivatives
-        return GramVector(places, rows, torch.nn.functional.pad(others, (1, 0)))
+        assert rows is not None
+        return GramVector(places, rows, F.pad(others, (1, 0)))

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nufed.errors import InputError, require
+from nufed.perceptron import perceptron
 from nufed.stacked import stacked_losses, stacked_outputs
 
 Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
@@ -122,6 +123,7 @@ class Objective:
         self._shapes = [p.shape for p in parameters.values()]
         self._sizes = [p.numel() for p in parameters.values()]
         self._initial = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
+        self._chain = perceptron(self._module, self._loss_function)
         self._has_buffers = any(True for _ in self._module.buffers())
         # layers that never go into training mode: keepers of statistics, and those the user froze
         keepers = [self._module.get_submodule(name) for name in self._keepers]
@@ -173,6 +175,8 @@ class Objective:
 
     def grad(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """∇f(w, batch)."""
+        if w.ndim > 1:
+            return self.stacked_grad(w, batch)[0]
         w = w.detach().requires_grad_()
         with torch.enable_grad():
             return _derivative(self._differentiable(w, batch), w)
@@ -180,6 +184,8 @@ class Objective:
     def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         """∇²f(w, batch)·v, by differentiating ⟨∇f, v⟩; the Hessian is never formed."""
         require(v.shape == w.shape, "v", tuple(v.shape), f"must have the shape of w, {w.shape}")
+        if w.ndim > 1:
+            return self.stacked_hvp(w, batch, v)[0]
         try:
             return self._hvp(w, batch, v)
         except RuntimeError as error:
@@ -195,6 +201,60 @@ class Objective:
             gradient = _derivative(self._differentiable(w, batch), w, create_graph=True)
             # a loss that is linear in w has a gradient that does not depend on it
             return _derivative(gradient, w, v) if gradient.requires_grad else torch.zeros_like(w)
+
+    def stacked_grad(
+        self, w: Tensor, batch: AnyBatch, by_inputs: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of a stack, and on request the derivatives by the inputs (one tensor)."""
+        batch = Batch(*batch)
+        if self._chain is not None:
+            gradient = torch.empty_like(w)
+            inputs = self._chain.gradient(
+                self._unflatten(w),
+                self._flat(batch.inputs),
+                batch.targets,
+                into=self._unflatten(gradient),
+                by_inputs=by_inputs,
+            )
+            return gradient, inputs
+        leaves, leafy = self._leaves(w, batch, by_inputs)
+        with torch.enable_grad():
+            loss = self._differentiable(leaves[0], leafy)
+        gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
+        return gradients[0], gradients[1] if by_inputs else None
+
+    def stacked_hvp(
+        self, w: Tensor, batch: AnyBatch, v: Tensor, change: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The Hessian-vector products of a stack; with a change of the inputs, by both together."""
+        batch = Batch(*batch)
+        if self._chain is not None:
+            product = torch.empty_like(w)
+            inputs = self._chain.product(
+                self._unflatten(w),
+                self._unflatten(v),
+                self._flat(batch.inputs),
+                change,
+                batch.targets,
+                into=self._unflatten(product),
+            )
+            return product, inputs
+        leaves, leafy = self._leaves(w, batch, change is not None)
+        directions = [v] if change is None else [v, change]
+        with torch.enable_grad():
+            loss = self._differentiable(leaves[0], leafy)
+            gradient = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+            # a loss that is linear in a leaf has a gradient that does not depend on it
+            used = [i for i, g in enumerate(gradient) if g.requires_grad]
+            if not used:
+                return torch.zeros_like(w), None if change is None else torch.zeros_like(change)
+            products = torch.autograd.grad(
+                [gradient[i] for i in used],
+                leaves,
+                [directions[i] for i in used],
+                materialize_grads=True,
+            )
+        return products[0], None if change is None else products[1]
 
     def predict(self, w: Tensor, inputs: Inputs) -> Tensor:
         """The module's outputs for ``inputs`` in evaluation mode."""
@@ -266,6 +326,20 @@ class Objective:
             self._module, self._unflatten(w), arguments, keywords, tie_weights=False
         )
         return outputs
+
+    def _flat(self, inputs: Inputs) -> Tensor:
+        """The inputs of a chain, (agents, samples, numbers)."""
+        assert isinstance(inputs, Tensor)
+        return _cast(inputs, self._initial).flatten(2)
+
+    def _leaves(self, w: Tensor, batch: Batch, by_inputs: bool) -> tuple[list[Tensor], Batch]:
+        """What a stack is differentiated by, and the batch of which it is a part."""
+        leaves = [w.detach().requires_grad_()]
+        if by_inputs:
+            assert isinstance(batch.inputs, Tensor)
+            leaves.append(batch.inputs.detach().requires_grad_())
+            batch = batch._replace(inputs=leaves[1])
+        return leaves, batch
 
     def _unflatten(self, w: Tensor) -> dict[str, Tensor]:
         # split, not slicing: its backward pass is one concatenation
