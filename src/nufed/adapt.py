@@ -52,7 +52,7 @@ def descend(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
     """w − lr·direction, in one pass over memory where lr is one number."""
     if isinstance(w, Tensor) and not isinstance(lr, Tensor):
         return torch.sub(w, direction, alpha=lr)
-    return w - lr * direction
+    return w + direction * -lr
 
 
 def check_rate(lr: Rate, w: Tensor) -> None:

@@ -21,12 +21,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nufed.objective import AnyBatch, Batch, Objective
+
+Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,21 @@ class FirstLayer:
         before, _, _, after = self._parts(w)
         return torch.cat([before, after])
 
-    def vector(self, w: Tensor, moved: GramVector, agent: int, inputs: Tensor) -> Tensor:
-        """The flat vector that an agent's ``moved`` stands for, where w holds W₀."""
-        places, inverse = torch.unique(moved.places[agent], return_inverse=True)
-        rows = w.new_zeros(len(places), self.outputs).index_add_(0, inverse, moved.rows[agent])
+    def vector(
+        self, w: Tensor, moved: GramVector, agent: int, places: Rows, inputs: Tensor
+    ) -> Tensor:
+        """The flat vector that an agent's ``moved`` stands for.
+
+        w holds W₀, and ``inputs`` the samples at ``places``, which are in order.
+        """
+        touched, inverse = np.unique(moved.places[agent].numpy(), return_inverse=True)
+        rows = w.new_zeros(len(touched), self.outputs)
+        rows.index_add_(0, torch.from_numpy(inverse), moved.rows[agent])
         scale, others = moved.tail[agent, 0], moved.tail[agent, 1:]
         result = w.clone()
         before, weight, bias, after = self._parts(result)
-        weight.addmm_(rows.T, inputs.index_select(0, places), beta=float(scale))
+        own = torch.from_numpy(np.searchsorted(places, touched))
+        weight.addmm_(rows.T, inputs.index_select(0, own), beta=float(scale))
         if self.bias:
             bias.mul_(scale).add_(rows.sum(dim=0))
         before.copy_(others[: self.start])
@@ -146,7 +157,7 @@ class GramVector:
     __rmul__ = __mul__
 
     def __sub__(self, other: GramVector) -> GramVector:
-        return self + other * -1
+        return self + GramVector(other.places, -other.rows, -other.tail)
 
     def __truediv__(self, divisor: float | Tensor) -> GramVector:
         return self * (1 / divisor)
@@ -171,7 +182,8 @@ class GramObjective:
     Args:
         base: the objective on the module's own parameters.
         layer: its first layer.
-        gram: K, (agents, places, places); only samples that get rows in C need a column.
+        gram: tables of K, (tables, places, places); only samples that get rows in C need a column.
+        tables: which of them is each agent's.
         start: Z₀, (agents, places, outputs of the layer).
         start_norm: ‖W₀‖.
     """
@@ -179,6 +191,7 @@ class GramObjective:
     base: Objective
     layer: FirstLayer
     gram: Tensor
+    tables: Tensor
     start: Tensor
     start_norm: float
 
@@ -193,7 +206,7 @@ class GramObjective:
 
     def initial(self, others: Tensor) -> GramVector:
         """The vector of every agent at W₀ with these other parameters: s = 1 and C = 0."""
-        agents, width = len(self.gram), self.layer.outputs
+        agents, width = len(self.tables), self.layer.outputs
         tail = torch.cat([others.new_ones(1), others]).repeat(agents, 1)
         places = torch.empty(agents, 0, dtype=torch.int64)
         return GramVector(places, tail.new_empty(agents, 0, width), tail)
@@ -216,7 +229,7 @@ class GramObjective:
 
         ‖W‖ ≤ |s|·‖W₀‖ + Σ_i ‖C_i‖·‖x_i‖ with ‖x_i‖² = K_ii: a step of a difference needs no more.
         """
-        lengths = self.gram.diagonal(dim1=1, dim2=2).gather(1, w.places).sqrt()
+        lengths = self.gram[self.tables.unsqueeze(1), w.places, w.places].sqrt()
         rows = torch.linalg.vector_norm(w.rows, dim=2)
         weights = w.tail[:, :1].abs() * self.start_norm + (rows * lengths).sum(dim=1, keepdim=True)
         return torch.hypot(weights, self.layer.rest.norm(w.tail[:, 1:]))
@@ -227,18 +240,22 @@ class GramObjective:
 
     def _through(self, w: GramVector, places: Tensor) -> Tensor:
         """The layer's outputs for the samples at these places: s·Z₀[b] + K[b]C."""
-        outputs = w.tail[:, :1, None] * self._rows_of(self.start, places)
+        start, gram = self._first_rows
+        outputs = w.tail[:, :1, None] * _rows(self.start, places + start)
         if not w.places.shape[1]:
             return outputs
         columns = w.places.unsqueeze(1).expand(-1, places.shape[1], -1)
-        gram = torch.gather(self._rows_of(self.gram, places), 2, columns)
-        return torch.baddbmm(outputs, gram.to(self.dtype), w.rows)
+        products = torch.gather(_rows(self.gram, places + gram), 2, columns)
+        return torch.baddbmm(outputs, products.to(self.dtype), w.rows)
 
-    def _rows_of(self, tables: Tensor, places: Tensor) -> Tensor:
-        """The rows of every agent's table at its places."""
-        first = torch.arange(len(tables)).unsqueeze(1) * tables.shape[1]
-        rows = tables.flatten(0, 1).index_select(0, (places + first).flatten())
-        return rows.view(*places.shape, -1)
+    @cached_property
+    def _first_rows(self) -> tuple[Tensor, Tensor]:
+        """Where each agent's rows begin in ``start`` and in ``gram``."""
+        agents = torch.arange(len(self.tables))
+        return (
+            (agents * self.start.shape[1]).unsqueeze(1),
+            (self.tables * self.gram.shape[1]).unsqueeze(1),
+        )
 
     def _hidden(self, w: GramVector, batch: AnyBatch) -> tuple[Tensor, Batch]:
         """A batch's places, and the batch as the rest of the network meets it."""
@@ -250,3 +267,8 @@ class GramObjective:
         """The vector with these derivatives by the layer's outputs and by the other parameters."""
         assert rows is not None
         return GramVector(places, rows, F.pad(others, (1, 0)))
+
+
+def _rows(tables: Tensor, index: Tensor) -> Tensor:
+    """Rows of a stack of tables, which ``index`` counts through."""
+    return tables.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, -1)

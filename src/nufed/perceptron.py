@@ -18,14 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Parameters: TypeAlias = Mapping[str, Tensor]
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Activation:
-    """A function applied to every number; first and second derivative in terms of its value y."""
+    """A function φ applied to every number, with its derivatives in terms of its value y = φ(x).
+
+    ``backward(d, y)`` is φ′d, and ``bend(y)`` is φ″, None where that is zero.
+    """
 
     apply: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
     bend: Callable[[Tensor], Tensor] | None
 
 
@@ -38,10 +42,10 @@ class Linear:
 
 
 ACTIVATIONS: dict[type[nn.Module], Activation] = {
-    nn.ReLU: Activation(torch.relu, lambda y: y > 0, None),
-    nn.Tanh: Activation(torch.tanh, lambda y: 1 - y * y, lambda y: 2 * y * (y * y - 1)),
+    nn.ReLU: Activation(torch.relu, lambda d, y: aten.threshold_backward(d, y, 0), None),
+    nn.Tanh: Activation(torch.tanh, aten.tanh_backward, lambda y: 2 * y * (y * y - 1)),
     nn.Sigmoid: Activation(
-        torch.sigmoid, lambda y: y * (1 - y), lambda y: y * (1 - y) * (1 - 2 * y)
+        torch.sigmoid, aten.sigmoid_backward, lambda y: y * (1 - y) * (1 - 2 * y)
     ),
 }
 
@@ -60,7 +64,7 @@ class Perceptron:
         d, _ = _residual(xs[-1], targets)
         for i, link in reversed(list(enumerate(self.links))):
             if isinstance(link, Activation):
-                d = d * link.slope(xs[i + 1])
+                d = link.backward(d, xs[i + 1])
                 continue
             torch.bmm(d.mT, xs[i], out=into[link.weight])
             if link.bias:
@@ -83,7 +87,7 @@ class Perceptron:
         dots = [torch.zeros_like(inputs) if change is None else change]
         for i, link in enumerate(self.links):
             if isinstance(link, Activation):
-                dots.append(dots[i] * link.slope(xs[i + 1]))
+                dots.append(link.backward(dots[i], xs[i + 1]))
                 continue
             dot = torch.baddbmm(torch.bmm(xs[i], v[link.weight].mT), dots[i], p[link.weight].mT)
             dots.append(dot + v[link.bias].unsqueeze(1) if link.bias else dot)
@@ -92,11 +96,10 @@ class Perceptron:
         d_dot = outputs * (dots[-1] - mean) / targets.shape[1]
         for i, link in reversed(list(enumerate(self.links))):
             if isinstance(link, Activation):
-                slope = link.slope(xs[i + 1])
-                d_dot = d_dot * slope
+                d_dot = link.backward(d_dot, xs[i + 1])
                 if link.bend:
                     d_dot = d_dot + d * link.bend(xs[i + 1]) * dots[i]
-                d = d * slope
+                d = link.backward(d, xs[i + 1])
                 continue
             torch.baddbmm(torch.bmm(d_dot.mT, xs[i]), d.mT, dots[i], out=into[link.weight])
             if link.bias:

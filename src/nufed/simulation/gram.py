@@ -64,12 +64,14 @@ class GramEngine:
         assert isinstance(algorithm, Combining)
         sources = [self.federation.batches(agent, self.seed, "train", round) for agent in chunk]
         batches = PlacedBatches.make(sources, algorithm.update_draws())
-        space = self._space(model, chunk, batches.used)
+        space = self._training_space(model, chunk, batches.used)
         result = algorithm.client_update(space.objective, space.start, {}, batches)
         w = cast(GramVector, result.vectors["model"])
         return {
             agent: ClientResult(
-                {"model": self._layer.vector(model, w, row, space.inputs[row])}, {}, result.cost
+                {"model": self._layer.vector(model, w, row, batches.used[row], space.inputs[row])},
+                {},
+                result.cost,
             )
             for row, agent in enumerate(chunk)
         }
@@ -95,10 +97,12 @@ class GramEngine:
         assert isinstance(algorithm, Combining)
         sources = [self.federation.batches(agent, self.seed, "evaluate") for agent in chunk]
         draws = tuple(algorithm.personal_draws(steps))
-        batches = PlacedBatches.make(sources, draws)
-        space = self._space(model, chunk, batches.used, draws)
+        batches = PlacedBatches.make(sources, draws, among_used=True)
+        space = self._test_space(model, chunk, batches.used, draws)
         models = algorithm.personalize(space.objective, space.start, {}, batches, steps)
-        outputs = [space.objective.predict(w, space.tests) for w in models]
+        trained, tested = max(map(len, batches.used)), len(space.objective.start[0])
+        places = torch.arange(trained, tested).expand(len(chunk), -1)
+        outputs = [space.objective.predict(w, places) for w in models]
         scores = {}
         for row, agent in enumerate(chunk):
             targets = self.federation.samples.targets[self.federation.split.test[agent]]
@@ -107,41 +111,45 @@ class GramEngine:
             scores[agent] = agent_scores(self.federation, agent, scored)
         return scores
 
-    def _space(
-        self,
-        model: Tensor,
-        chunk: list[int],
-        used: list[Rows],
-        draws: tuple[Draw, ...] | None = None,
-    ) -> _Space:
-        """The Gram space around a model for training; with ``draws`` for evaluation after these.
+    def _training_space(self, model: Tensor, chunk: list[int], used: list[Rows]) -> _Space:
+        """The Gram space around a model; a sample's place is its place in the training part."""
+        self._make_grams(chunk)
+        train = self.federation.split.train
+        inputs = self._inputs([train[a][own] for a, own in zip(chunk, used, strict=True)])
+        outputs = model.new_empty(len(chunk), self._grams.shape[1], self._layer.outputs)
+        for row, own in enumerate(used):
+            outputs[row, torch.from_numpy(own)] = self._layer.apply(model, inputs[row])
+        return self._space(model, self._grams, torch.tensor(chunk), outputs, inputs)
 
-        ``used`` are the places of the samples that get rows in C.
-        """
-        split, training = self.federation.split, draws is None
-        if training:
-            self._make_grams(chunk)
-        tests = [split.test[agent][: 0 if training else None] for agent in chunk]
-        rows = [split.train[a][own] for a, own in zip(chunk, used, strict=True)]
-        inputs = self._inputs([np.concatenate(pair) for pair in zip(rows, tests, strict=True)])
-        outputs = [self._layer.apply(model, x) for x in inputs]
-        trained, tested = max(map(len, rows)), max(map(len, tests))
+    def _test_space(
+        self, model: Tensor, chunk: list[int], used: list[Rows], draws: tuple[Draw, ...]
+    ) -> _Space:
+        """The same for fine-tuning and test; places count the used samples, then those for test."""
+        split = self.federation.split
+        both = [
+            (split.train[agent][own], split.test[agent])
+            for agent, own in zip(chunk, used, strict=True)
+        ]
+        inputs = self._inputs([np.concatenate(pair) for pair in both])
+        trained, tested = (max(map(len, column)) for column in zip(*both, strict=True))
         gram = model.new_zeros(len(chunk), trained + tested, trained)
-        start = model.new_zeros(len(chunk), trained + tested, self._layer.outputs)
+        outputs = model.new_zeros(len(chunk), trained + tested, self._layer.outputs)
         for row, agent in enumerate(chunk):
-            n, m = len(rows[row]), len(tests[row])
-            own = (
-                self._train_gram(agent, used[row])
-                if draws is None
-                else self._test_gram(agent, draws, inputs[row], n)
-            )
-            for table, values in ((gram[row, :, :n], own), (start[row], outputs[row])):
-                table[:n] = values[:n]
-                table[trained : trained + m] = values[n:]
-        objective = GramObjective(self.objective, self._layer, gram, start, self._layer.norm(model))
-        first = cast(Tensor, objective.initial(self._layer.others(model)))
-        places = torch.arange(trained, trained + tested).expand(len(chunk), -1)
-        return _Space(objective, {"model": first}, inputs, places)
+            n, m = map(len, both[row])
+            values = self._layer.apply(model, inputs[row])
+            products = self._test_gram(agent, draws, inputs[row], n)
+            for table, own in ((outputs[row], values), (gram[row, :, :n], products)):
+                table[:n] = own[:n]
+                table[trained : trained + m] = own[n:]
+        return self._space(model, gram, torch.arange(len(chunk)), outputs, inputs)
+
+    def _space(
+        self, model: Tensor, gram: Tensor, tables: Tensor, outputs: Tensor, inputs: list[Tensor]
+    ) -> _Space:
+        norm = self._layer.norm(model)
+        objective = GramObjective(self.objective, self._layer, gram, tables, outputs, norm)
+        start = cast(Tensor, objective.initial(self._layer.others(model)))
+        return _Space(objective, {"model": start}, inputs)
 
     def _inputs(self, rows: list[Rows]) -> list[Tensor]:
         """The samples of every agent, in memory that the next call uses again."""
@@ -161,11 +169,6 @@ class GramEngine:
                 self._layer.fill_gram(self._grams[agent], inputs)
                 self._gram_is_there[agent] = 1
 
-    def _train_gram(self, agent: int, used: Rows) -> Tensor:
-        """K of those samples of an agent's training part."""
-        index = torch.from_numpy(used)
-        return self._grams[agent].index_select(0, index).index_select(1, index)
-
     def _test_gram(
         self, agent: int, draws: tuple[Draw, ...], inputs: Tensor, trained: int
     ) -> Tensor:
@@ -179,30 +182,30 @@ class _Space(NamedTuple):
     objective: Any  # a GramObjective, whose vectors stand where algorithms expect tensors
     start: State
     inputs: list[Tensor]
-    tests: Tensor
 
 
 @dataclass(frozen=True)
 class PlacedBatches:
-    """The batches of several agents as places in Gram space (a BatchSource).
+    """The batches of several agents as places in their training parts (a BatchSource).
 
-    ``used`` are each agent's samples that occur, as places in its training part: a sample's place
-    in Gram space is its place in that list.
+    ``used`` are each agent's places that occur, in order. With ``among_used``, batches hold places
+    in that list instead.
     """
 
     used: list[Rows]
     batches: dict[tuple[str, int], list[Batch]]
 
     @classmethod
-    def make(cls, sources: Sequence[AgentBatches], draws: Iterable[Draw]) -> PlacedBatches:
+    def make(
+        cls, sources: Sequence[AgentBatches], draws: Iterable[Draw], among_used: bool = False
+    ) -> PlacedBatches:
         draws = [draw for draw in draws if draw.number]
         picked = [[p for draw in draws for p in source.pick(*draw)] for source in sources]
         used, places, targets = [], [], []
         for source, own in zip(sources, picked, strict=True):
             stacked = np.stack([p.places for p in own])
-            distinct, inverse = np.unique(stacked, return_inverse=True)
-            used.append(distinct)
-            places.append(inverse.reshape(stacked.shape))
+            used.append(np.unique(stacked))
+            places.append(np.searchsorted(used[-1], stacked) if among_used else stacked)
             rows = source.federation.split.train[source.agent][stacked]
             targets.append(source.federation.samples.targets[rows])
         stacks = zip(
