@@ -27,7 +27,8 @@ from nufed.report.tables import Table, all_groups, headline, results_table
 from nufed.runs import Run, load_config, load_run, presets
 from nufed.runs.build import build_samples, build_split
 from nufed.runs.config import known_fields
-from nufed.runs.directory import class_counts, finite, write_json
+from nufed.runs.directory import LISTED, class_counts, finite, write_json
+from nufed.simulation import ENGINES
 from nufed.theory import TheoryError
 from nufed.threads import torch_threads
 
@@ -141,6 +142,7 @@ def list_all(as_json: AsJson = False) -> None:
         "partitions": PARTITIONS,
         "models": {name: _first_line(f) for name, f in MODELS.items()},
         "algorithms": {name: _first_line(f) for name, f in ALGORITHMS.items()},
+        "engines": {str(name): text for name, text in ENGINES.items()},
         "configuration keys": {
             key: _describe(field)
             for key, field in known_fields()
@@ -171,21 +173,24 @@ def data_show(
     config = load_config(source, overrides or ())
     samples = build_samples(config.data)
     split = build_split(config.data, samples, seed)
-    counts = [class_counts(split, samples, agent) for agent in split.agents]
+    names = split.names[:LISTED]
+    counts = [class_counts(split, samples, agent) for agent in range(len(names))]
     classes = samples.classes or ("samples",)
     if out is not None:
         if out.suffix not in (".svg", ".png", ".html"):
             raise InputError(f"--out {out}: must end in .svg, .png or .html")
         try:
-            save_counts_chart(split.names, classes, counts, out)
+            save_counts_chart(names, classes, counts, out)
         except OSError as error:
             raise InputError(f"--out {out}: can't be written ({error.strerror})") from error
     if as_json:
-        held = dict(zip(split.names, counts, strict=True))
+        held = dict(zip(names, counts, strict=True))
         print(json.dumps({"sha256": split.fingerprint, "classes": classes, "agents": held}))
         return
-    _print_counts(split.names, split.unseen, classes, counts)
-    print(f"{len(split.names)} agents, {sum(map(sum, counts))} samples, {split.fingerprint[:12]}")
+    _print_counts(names, split.unseen, classes, counts)
+    first = f"the first {len(names)} of " if len(names) < len(split.names) else ""
+    total = sum(map(sum, counts))
+    print(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
 
 
 def _print_results(runs: list[Run]) -> None:

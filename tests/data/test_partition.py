@@ -4,7 +4,7 @@ from hypothesis import given as given_examples
 from hypothesis import strategies as st
 
 from nufed import InputError
-from nufed.data import dirichlet, dirichlet_reusing, given, iid, shards
+from nufed.data import DirichletReusing, dirichlet, given, iid, shards
 from nufed.data.partition import _draw_counts
 
 
@@ -42,13 +42,15 @@ PART_SIZES = st.tuples(st.integers(1, 30), st.integers(0, 5), st.integers(1, 10)
 
 @given_examples(labels(), st.integers(1, 9), PART_SIZES, CONCENTRATIONS, SEEDS)
 def test_dirichlet_reusing_across_agents(labels, agents, sizes, concentration, seed):
-    rng = np.random.default_rng(seed)
     try:
-        parts = dirichlet_reusing(labels, agents, sizes, concentration, rng)
+        parts = DirichletReusing(labels, agents, sizes, concentration, seed)
     except InputError as error:
         assert "samples" in str(error) and sum(sizes) > len(labels) / 2 - 12 * 2
         return
     assert len(parts) == agents
+    again = DirichletReusing(labels, agents + 3, sizes, concentration, seed)
+    alike = zip(parts[agents - 1], again[agents - 1], strict=True)
+    assert all(np.array_equal(a, b) for a, b in alike)  # whoever else there is, whoever asked first
     for own in parts:
         assert [len(part) for part in own] == list(sizes) and all(map(no_repeats, own))
     # nobody trains on what another agent is validated or tested on
@@ -111,7 +113,7 @@ def test_it_finishes_in_the_extreme():
     parts = dirichlet(labels, 500, 100, 1e-4, np.random.default_rng(0))
     assert {len(p) for p in parts} == {100}
     assert no_repeats(np.concatenate(parts))  # and every sample is used
-    shared = dirichlet_reusing(labels, 500, (80, 0, 20), 1e-4, np.random.default_rng(0))
+    shared = DirichletReusing(labels, 500, (80, 0, 20), 1e-4, seed=0)
     purity = [np.bincount(labels[train]).max() / 80 for train, _, _ in shared]
     assert np.mean(purity) > 0.99  # nearly all hold one class
     assert all(labels[test][0] in labels[train] for train, _, test in shared)
@@ -125,7 +127,7 @@ def test_concentration_controls_heterogeneity_and_classes_follow_the_drawn_distr
         spread.append(np.mean([np.bincount(labels[p], minlength=10).max() for p in parts]))
     assert spread[0] > 90 > spread[1] > 30 > 25 > spread[2]
     # α_d → 0: the one class of each agent is uniform over classes
-    alone = dirichlet_reusing(labels, 2000, (5,), 1e-4, np.random.default_rng(2))
+    alone = DirichletReusing(labels, 2000, (5,), 1e-4, seed=2)
     firsts = np.bincount([labels[part[0]] for (part,) in alone], minlength=10)
     assert np.abs(firsts - 200).max() < 5 * np.sqrt(2000 * 0.1 * 0.9)
 

@@ -1,10 +1,10 @@
 """Data: where samples come from, who holds them, and how they come out as batches."""
 
 from nufed.data.federation import AgentBatches, Federation, Picked, SmallAgents
-from nufed.data.partition import Reuse, dirichlet, dirichlet_reusing, given, iid, shards
+from nufed.data.partition import DirichletReusing, Reuse, dirichlet, given, iid, shards
 from nufed.data.samples import Samples, as_samples
 from nufed.data.sources import SOURCES
-from nufed.data.split import Split, make_split, part_sizes, split_of_parts
+from nufed.data.split import Split, choose_unseen, lazy_split, make_split, part_sizes
 
 PARTITIONS: dict[str, str] = {
     "auto": "given if the data has owners, else dirichlet",
@@ -18,6 +18,7 @@ __all__ = [
     "PARTITIONS",
     "SOURCES",
     "AgentBatches",
+    "DirichletReusing",
     "Federation",
     "Picked",
     "Reuse",
@@ -25,12 +26,12 @@ __all__ = [
     "SmallAgents",
     "Split",
     "as_samples",
+    "choose_unseen",
     "dirichlet",
-    "dirichlet_reusing",
     "given",
     "iid",
+    "lazy_split",
     "make_split",
     "part_sizes",
     "shards",
-    "split_of_parts",
 ]

@@ -39,8 +39,7 @@ class Federation:
 
     def check_batch_size(self, size: int) -> None:
         """Refuse, before anything runs, a batch size that some agent can't fill."""
-        for agent in self.split.agents:
-            self.batch_rows(agent, size)
+        self.batch_rows(self.split.smallest_agent, size)
 
     def batch_rows(self, agent: int, size: int) -> tuple[Rows, int]:
         """An agent's training rows, and how many of them make a batch."""

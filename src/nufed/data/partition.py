@@ -5,12 +5,15 @@ No function here ever gives a row twice to one agent, and all of them finish.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 
 from nufed.errors import InputError
+from nufed.seeding import stream
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Reuse: TypeAlias = Literal["never", "across_agents"]
@@ -49,32 +52,63 @@ def dirichlet(
     return parts
 
 
-def dirichlet_reusing(
-    labels: Rows,
-    agents: int,
-    sizes: Sequence[int],
-    concentration: float,
-    rng: np.random.Generator,
-) -> list[list[Rows]]:
+class DirichletReusing(Sequence[list[Rows]]):
     """The same, but agents may share samples: every agent draws from the whole data.
 
     The data is cut once into as many pools as there are ``sizes`` (training, validation, test), in
     their proportions and class by class, and an agent's parts come from their pools by one class
-    distribution. So no agent trains on what another one is tested on. Returns a list of parts per
-    agent; no part holds a row twice.
+    distribution. So no agent trains on what another one is tested on. A sequence with a list of
+    parts per agent; no part holds a row twice.
+
+    An agent's parts are a function of the seed and its number, and are drawn when they are asked
+    for: a million agents take no memory.
     """
-    classes = np.unique(labels)
-    cuts = np.cumsum(sizes)[:-1] / sum(sizes)
-    shuffled = _shuffled_classes(labels, classes, rng)
-    by_class = [np.split(p, np.round(cuts * len(p)).astype(int)) for p in shuffled]
-    pools = [[pieces[part] for pieces in by_class] for part in range(len(sizes))]
-    for pool, size in zip(pools, sizes, strict=True):
-        _check_enough(sum(map(len, pool)), size, 1, size)
-    parts = []
-    for _ in range(agents):
-        pmf = rng.dirichlet(np.full(len(classes), concentration))
-        parts.append([_draw_part(pool, pmf, n, rng) for pool, n in zip(pools, sizes, strict=True)])
-    return parts
+
+    def __init__(
+        self, labels: Rows, agents: int, sizes: Sequence[int], concentration: float, seed: int
+    ) -> None:
+        self._agents, self._sizes = agents, tuple(sizes)
+        self._concentration, self._seed = concentration, seed
+        self._labels_sha256 = hashlib.sha256(np.ascontiguousarray(labels).tobytes()).hexdigest()
+        cuts = np.cumsum(sizes)[:-1] / sum(sizes)
+        shuffled = _shuffled_classes(labels, np.unique(labels), stream(seed, "partition"))
+        by_class = [np.split(p, np.round(cuts * len(p)).astype(int)) for p in shuffled]
+        self._pools = [[pieces[part] for pieces in by_class] for part in range(len(sizes))]
+        for pool, size in zip(self._pools, sizes, strict=True):
+            _check_enough(sum(map(len, pool)), size, 1, size)
+        self._parts = lru_cache(maxsize=256)(self._draw)
+
+    def describe(self) -> dict[str, Any]:
+        """Its arguments, with the SHA-256 of the labels."""
+        return {
+            "agents": self._agents,
+            "sizes": list(self._sizes),
+            "concentration": self._concentration,
+            "seed": self._seed,
+            "labels_sha256": self._labels_sha256,
+        }
+
+    def __len__(self) -> int:
+        return self._agents
+
+    @overload
+    def __getitem__(self, agent: int) -> list[Rows]: ...
+
+    @overload
+    def __getitem__(self, agent: slice) -> Sequence[list[Rows]]: ...
+
+    def __getitem__(self, agent: int | slice) -> Any:
+        if isinstance(agent, slice):
+            return [self[i] for i in range(self._agents)[agent]]
+        return self._parts(range(self._agents)[agent])
+
+    def _draw(self, agent: int) -> list[Rows]:
+        rng = stream(self._seed, "partition of", agent=agent)
+        pmf = rng.dirichlet(np.full(len(self._pools[0]), self._concentration))
+        return [
+            _draw_part(pool, pmf, size, rng)
+            for pool, size in zip(self._pools, self._sizes, strict=True)
+        ]
 
 
 def _draw_part(

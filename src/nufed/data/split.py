@@ -4,51 +4,68 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from nufed.data.partition import Rows
+from nufed.data.partition import DirichletReusing, Rows
 from nufed.errors import InputError
 from nufed.seeding import stream
 
 PARTS = ("train", "validation", "test")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Split:
     """The rows of every agent in three disjoint parts, and the agents held out from training.
 
-    Agents are numbered from 0; ``names`` are what people call them.
+    Agents are numbered from 0; ``names`` are what people call them. A split with a ``recipe`` draws
+    an agent's rows when they are asked for, and is saved as that recipe.
     """
 
-    train: list[Rows]
-    validation: list[Rows]
-    test: list[Rows]
-    names: tuple[str, ...]
+    train: Sequence[Rows]
+    validation: Sequence[Rows]
+    test: Sequence[Rows]
+    names: Sequence[str]
     unseen: tuple[int, ...] = ()
+    recipe: DirichletReusing | None = None
 
     @property
     def agents(self) -> range:
         return range(len(self.names))
 
-    @property
-    def seen(self) -> list[int]:
+    @cached_property
+    def seen(self) -> Sequence[int]:
         """The agents that take part in training."""
-        return sorted(set(self.agents) - set(self.unseen))
+        return sorted(set(self.agents) - set(self.unseen)) if self.unseen else self.agents
 
-    def all_rows(self) -> list[Rows]:
-        """The rows of every part of every agent."""
-        return [*self.train, *self.validation, *self.test]
+    @cached_property
+    def smallest_agent(self) -> int:
+        """An agent with the fewest training rows."""
+        return 0 if self.recipe else int(np.argmin([len(rows) for rows in self.train]))
+
+    @cached_property
+    def most_rows(self) -> int:
+        """The most training rows that an agent has."""
+        return len(self.train[0]) if self.recipe else max(map(len, self.train))
+
+    @property
+    def last_row(self) -> int:
+        """The largest row number that occurs."""
+        parts = (*self.train, *self.validation, *self.test)
+        return max(int(rows.max(initial=0)) for rows in parts)
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything the split holds."""
-        digest = hashlib.sha256(json.dumps([self.names, self.unseen]).encode())
+        digest = hashlib.sha256(json.dumps(self._about()).encode())
         for name, array in sorted(self._arrays().items()):
             digest.update(name.encode() + array.tobytes())
         return digest.hexdigest()
@@ -58,27 +75,51 @@ class Split:
         path.write_bytes(self._serialised())
 
     @classmethod
-    def load(cls, path: Path) -> Split:
-        """Read a split back; a file with any other byte than :meth:`save` writes is refused."""
+    def load(cls, path: Path, labels: Rows | None = None) -> Split:
+        """Read a split back; a file with any other byte than :meth:`save` writes is refused.
+
+        A split that was saved as a recipe is made again from the data's ``labels``.
+        """
         try:
             with safe_open(path, framework="numpy") as file:
                 about = json.loads(file.metadata()["nufed"])
-                rows = {
-                    p: _unpack(file.get_tensor(p), file.get_tensor(p + "_sizes")) for p in PARTS
-                }
-            split = cls(**rows, names=tuple(about["names"]), unseen=tuple(about["unseen"]))
+                if "recipe" in about:
+                    split = cls._from_recipe(about, labels)
+                else:
+                    train, validation, test = (
+                        _unpack(file.get_tensor(p), file.get_tensor(p + "_sizes")) for p in PARTS
+                    )
+                    names, unseen = tuple(about["names"]), tuple(about["unseen"])
+                    split = cls(train, validation, test, names, unseen)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} can't be read as a split: {error}") from error
         if split._serialised() != Path(path).read_bytes():
-            raise InputError(f"{path} is damaged: this split does not match its SHA-256")
+            raise InputError(
+                f"{path} is damaged, or about other data: this split does not match its SHA-256"
+            )
         return split
+
+    @classmethod
+    def _from_recipe(cls, about: dict[str, Any], labels: Rows | None) -> Split:
+        if labels is None:
+            raise InputError("it holds a recipe, and the labels of its data are not given")
+        recipe = {k: v for k, v in about["recipe"].items() if k != "labels_sha256"}
+        return lazy_split(DirichletReusing(labels, **recipe), tuple(about["unseen"]))
+
+    def _about(self) -> dict[str, Any]:
+        """What a saved split holds beside arrays."""
+        if self.recipe is None:
+            return {"names": list(self.names), "unseen": list(self.unseen)}
+        return {"recipe": self.recipe.describe(), "unseen": list(self.unseen)}
 
     def _serialised(self) -> bytes:
         # one metadata key: safetensors does not keep the order of several
-        about = {"names": self.names, "unseen": self.unseen, "sha256": self.fingerprint}
+        about = {**self._about(), "sha256": self.fingerprint}
         return save(self._arrays(), metadata={"nufed": json.dumps(about)})
 
     def _arrays(self) -> dict[str, Rows]:
+        if self.recipe is not None:
+            return {}
         arrays = {}
         for part in PARTS:
             rows: list[Rows] = getattr(self, part)
@@ -119,22 +160,45 @@ def make_split(
         sizes = part_sizes(len(own), validation, test, names[agent])
         shuffled = stream(seed, "parts", agent=agent).permutation(own)
         parts.append(np.split(shuffled, np.cumsum(sizes)[:-1]))
-    return split_of_parts(parts, seed, unseen_agents, names)
+    unseen = choose_unseen(len(rows), unseen_agents, seed)
+    rows_of = [[own[part] for own in parts] for part in range(len(PARTS))]
+    return Split(rows_of[0], rows_of[1], rows_of[2], names, unseen)
 
 
-def split_of_parts(
-    parts: list[list[Rows]], seed: int, unseen_agents: int, names: tuple[str, ...] | None = None
-) -> Split:
-    """A split from every agent's training, validation and test rows."""
-    if not 0 <= unseen_agents < len(parts):
+def lazy_split(recipe: DirichletReusing, unseen: tuple[int, ...]) -> Split:
+    """The split whose agents' rows are drawn when they are asked for."""
+    agents = len(recipe)
+
+    def part(number: int) -> Sequence[Rows]:
+        return _Lazy(agents, lambda agent: recipe[agent][number])
+
+    return Split(part(0), part(1), part(2), _Lazy(agents, str), unseen, recipe)
+
+
+def choose_unseen(agents: int, unseen_agents: int, seed: int) -> tuple[int, ...]:
+    """The agents that are held out from training."""
+    if not 0 <= unseen_agents < agents:
         raise InputError(
-            f"unseen_agents = {unseen_agents}: of {len(parts)} agents at least one must take part "
-            f"in training, so it must lie in 0 … {len(parts) - 1}"
+            f"unseen_agents = {unseen_agents}: of {agents} agents at least one must take part "
+            f"in training, so it must lie in 0 … {agents - 1}"
         )
-    unseen = stream(seed, "unseen").choice(len(parts), unseen_agents, replace=False)
-    train, validation, test = (list(column) for column in zip(*parts, strict=True))
-    names = names or tuple(str(agent) for agent in range(len(parts)))
-    return Split(train, validation, test, names, tuple(sorted(unseen.tolist())))
+    unseen = stream(seed, "unseen").choice(agents, unseen_agents, replace=False)
+    return tuple(sorted(unseen.tolist()))
+
+
+class _Lazy(Sequence[T]):
+    """A sequence whose items are made when they are asked for."""
+
+    def __init__(self, length: int, item: Callable[[int], T]) -> None:
+        self._length, self._item = length, item
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self._item(i) for i in range(self._length)[place]]
+        return self._item(range(self._length)[place])
 
 
 def _unpack(rows: Rows, sizes: Rows) -> list[np.ndarray[Any, Any]]:

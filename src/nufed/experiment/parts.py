@@ -51,7 +51,8 @@ class Part:
 def parts_of(setup: Setup) -> list[Part]:
     """The parts of a run, seed by seed."""
     config, agents = setup.config, len(setup.federations[setup.config.seeds[0]].split.agents)
-    works = {BASELINES: float(agents * _alone(setup).local_steps)}
+    evaluated = len(setup.evaluated[config.seeds[0]])
+    works = {BASELINES: float(evaluated * _alone(setup).local_steps)}
     for name, algorithm in setup.algorithms.items():
         draws = algorithm.update_draws() if isinstance(algorithm, Combining) else []
         batches = sum(draw.number for draw in draws) or 1
@@ -144,7 +145,7 @@ def _bytes(server: State, names: Sequence[str]) -> int:
 def _evaluate(
     setup: Setup, engine: Engine, algorithm: Algorithm, progress: Progress
 ) -> list[AgentScores]:
-    states = progress.client_states(algorithm, engine.federation.split.agents)
+    states = progress.client_states(algorithm, setup.evaluated[engine.seed])
     return engine.evaluate(
         algorithm,
         progress.server,
@@ -169,7 +170,7 @@ def _by_group(scores: Sequence[AgentScores], setup: Setup) -> dict[str, dict[str
 def _baselines(setup: Setup, engine: Engine) -> Iterator[tuple[str, list[AgentScores]]]:
     """The null baselines."""
     steps = setup.config.steps_evaluated
-    agents = engine.federation.split.agents
+    agents = setup.evaluated[engine.seed]
     if setup.samples.classes and setup.measure.name == "accuracy":
         yield "majority", [majority_class(engine.federation, a, steps) for a in agents]
     alone, measure = _alone(setup), setup.measure

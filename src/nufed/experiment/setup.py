@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from nufed.algorithm import Algorithm
-from nufed.data import Federation, Samples, as_samples
+from nufed.data import Federation, Samples, Split, as_samples
 from nufed.errors import InputError
 from nufed.evaluate import Measure
 from nufed.objective import Objective
@@ -23,6 +23,7 @@ from nufed.runs.build import (
     build_samples,
 )
 from nufed.runs.config import OWN
+from nufed.seeding import stream
 from nufed.server import to_send
 from nufed.simulation import DirectEngine, EngineName, Engines, can_fork, usable_cores
 
@@ -39,6 +40,7 @@ class Setup:
     measure: Measure
     engines: dict[int, Engines]
     engine_names: dict[str, EngineName]
+    evaluated: dict[int, list[int]]
     workers: int
 
     @classmethod
@@ -79,6 +81,7 @@ class Setup:
             measure,
             engines,
             names,
+            {seed: _evaluated(config, f.split, seed) for seed, f in federations.items()},
             _workers(config),
         )
 
@@ -111,6 +114,18 @@ def _try_model(
             f"the model, loss and metric can't be used on this data, inputs of shape "
             f"{samples.input_shape}: {type(cause).__name__}: {str(cause).splitlines()[0]}"
         ) from error
+
+
+def _evaluated(config: Config, split: Split, seed: int) -> list[int]:
+    """The agents to evaluate: all, or of those seen in training and of the others a sample each."""
+    if config.eval_agents is None:
+        return list(split.agents)
+    rng = stream(seed, "evaluated agents")
+    chosen: list[int] = []
+    for group in (split.seen, split.unseen):
+        picked = rng.choice(len(group), min(config.eval_agents, len(group)), replace=False)
+        chosen += sorted(group[i] for i in picked)
+    return chosen
 
 
 def _workers(config: Config) -> int:

@@ -18,6 +18,7 @@ from nufed.runs import Run
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#000000"]
 GREY = "#777777"
 WIDTH, HEIGHT = 560, 320
+DRAWN = 100  # agents in the chart of a split
 
 
 def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
@@ -48,7 +49,8 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
             name = "split" if len(runs) == 1 else f"split-{runs.index(run) + 1}"
             first = run.config.seeds[0]
             of = run_name(run, runs)
-            yield name, f"Samples per agent and class, {of}, seed {first}.", split_chart(run)
+            caption = f"Samples per agent{_first(run)} and class, {of}, seed {first}."
+            yield name, caption, split_chart(run)
 
 
 def rounds_chart(runs: Sequence[Run], group: str) -> Any:
@@ -100,13 +102,18 @@ def agents_chart(runs: Sequence[Run]) -> Any:
     )
 
 
+def _first(run: Run) -> str:
+    return f" (the first {DRAWN} of {run.agents})" if run.agents > DRAWN else ""
+
+
 def split_chart(run: Run) -> Any:
     """Who holds how many samples of which class."""
     split = run.splits[run.config.seeds[0]]
+    agents = split["agents"][:DRAWN]
     return counts_chart(
-        [agent["name"] for agent in split["agents"]],
+        [agent["name"] for agent in agents],
         split["classes"],
-        [agent["counts"] for agent in split["agents"]],
+        [agent["counts"] for agent in agents],
     )
 
 

@@ -146,6 +146,8 @@ def settings_table(run: Run) -> Table:
         "parts": f"validation {config.data.validation:g}, test {config.data.test:g}, rest training",
         "model": f"{config.model.name} {config.model.args or ''}, {config.dtype}",
         "fine-tuning steps evaluated": str(config.steps_evaluated),
+        "agents evaluated": "all" if config.eval_agents is None else _sampled(run),
+        "engine": ", ".join(f"{method} {engine}" for method, engine in run.engines.items()),
         "seeds": ", ".join(map(str, config.seeds)),
         "split SHA-256": ", ".join(f"{s}: {x['sha256'][:12]}" for s, x in run.splits.items()),
         "software": ", ".join(f"{k} {v}" for k, v in run.software.items()),
@@ -161,12 +163,21 @@ def headline(run: Run) -> str:
     nulls = [row for row in seen if row.kind == "baseline"]
     text = (
         f"Personalised test {run.measure.name} after {config.steps_evaluated} fine-tuning steps on "
-        f"each agent's own training data, last round ({config.rounds}), mean over the "
-        f"{run.agents - config.data.unseen_agents} agents seen in training"
-        f"{_over_seeds(run)}. Best method: {best.name}, {show(best.after.mean)}"
+        f"each agent's own training data, last round ({config.rounds}), mean over "
+        f"{_sampled(run)} agents seen in training{_over_seeds(run)}. "
+        f"Best method: {best.name}, {show(best.after.mean)}"
     )
     beside = ", ".join(f"{row.name} {show(row.after.mean)}" for row in nulls)
     return f"{text}; null baselines: {beside}."
+
+
+def _sampled(run: Run) -> str:
+    """How many of the agents seen in training are evaluated."""
+    seen = run.agents - run.config.data.unseen_agents
+    asked = run.config.eval_agents
+    return (
+        f"the {seen}" if asked is None or asked >= seen else f"a fixed sample of {asked} of {seen}"
+    )
 
 
 def _over_seeds(run: Run) -> str:

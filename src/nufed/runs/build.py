@@ -15,18 +15,19 @@ from torch import Tensor, nn
 
 from nufed.data import (
     SOURCES,
+    DirichletReusing,
     Federation,
     Samples,
     Split,
     as_samples,
+    choose_unseen,
     dirichlet,
-    dirichlet_reusing,
     given,
     iid,
+    lazy_split,
     make_split,
     part_sizes,
     shards,
-    split_of_parts,
 )
 from nufed.errors import InputError
 from nufed.evaluate import Measure, accuracy
@@ -44,8 +45,9 @@ def build_samples(config: DataConfig) -> Samples:
 def build_split(config: DataConfig, samples: Samples, seed: int) -> Split:
     """The split of ``samples`` among agents that ``[data]`` describes."""
     if config.split_file is not None:
-        split = Split.load(Path(config.split_file.replace("{seed}", str(seed))))
-        if max(int(rows.max(initial=0)) for rows in split.all_rows()) >= len(samples):
+        path = Path(config.split_file.replace("{seed}", str(seed)))
+        split = Split.load(path, samples.targets.numpy())
+        if split.recipe is None and split.last_row >= len(samples):
             raise InputError(
                 f"data.split_file = {config.split_file!r}: it is about more samples than the "
                 f"{len(samples)} of this data; give the split of the same data"
@@ -76,8 +78,9 @@ def build_split(config: DataConfig, samples: Samples, seed: int) -> Split:
         size = size or max(1, len(samples) // config.agents)
         if config.reuse == "across_agents":
             sizes = part_sizes(size, config.validation, config.test, "0")
-            parts = dirichlet_reusing(labels, config.agents, sizes, config.dirichlet, rng)
-            return split_of_parts(parts, seed, config.unseen_agents)
+            recipe = DirichletReusing(labels, config.agents, sizes, config.dirichlet, seed)
+            unseen = choose_unseen(config.agents, config.unseen_agents, seed)
+            return lazy_split(recipe, unseen)
         rows = dirichlet(labels, config.agents, size, config.dirichlet, rng)
     return make_split(
         rows,

@@ -119,6 +119,9 @@ class Config(_Table):
     eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto", description="fine-tuning steps evaluated; auto: the largest ν, at least 1"
     )
+    eval_agents: Count | None = Field(
+        default=None, description="evaluate a fixed sample of so many agents; all by default"
+    )
     eval_every: Count = Field(default=10, description="rounds between evaluations")
     save_every: Annotated[int, Field(ge=0)] = Field(
         default=0, description="rounds between saved models"

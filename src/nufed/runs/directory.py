@@ -5,7 +5,7 @@
     config.toml                     the configuration with every default written out
     run.json                        format version, what agents are scored by, engines, software
     splits/seed-0.safetensors       who holds which rows, with its SHA-256
-    splits/seed-0.json              the same as counts of classes per agent
+    splits/seed-0.json              the same as counts of classes per agent, of the first 1000
     methods/NAME/seed-0/
         metrics.jsonl               one line per round
         agents.jsonl                one line per agent: scores of the final model
@@ -39,6 +39,7 @@ from nufed.evaluate import AgentScores, Measure
 from nufed.runs.config import Config
 
 FORMAT = 1
+LISTED = 1000  # agents of a split whose counts are written down
 
 
 class RunDirectory:
@@ -94,6 +95,7 @@ class RunDirectory:
             "sha256": split.fingerprint,
             "classes": samples.classes,
             "unseen": split.unseen,
+            "number": len(split.agents),
             "agents": [
                 {
                     "name": name,
@@ -102,7 +104,7 @@ class RunDirectory:
                     "test": len(split.test[agent]),
                     "counts": class_counts(split, samples, agent),
                 }
-                for agent, name in enumerate(split.names)
+                for agent, name in enumerate(split.names[:LISTED])
             ],
         }
         write_json(folder / f"seed-{seed}.json", about)

@@ -96,6 +96,7 @@ class Run:
     baselines: dict[str, dict[int, Trained]]
     timing: list[dict[str, Any]]
     failures: list[str]
+    engines: dict[str, str]
 
     @property
     def groups(self) -> list[str]:
@@ -104,7 +105,7 @@ class Run:
 
     @property
     def agents(self) -> int:
-        return len(next(iter(self.splits.values()))["agents"])
+        return int(next(iter(self.splits.values()))["number"])
 
     def rows(self) -> list[Row]:
         """The results table, best method of each group first, then the null baselines."""
@@ -195,7 +196,7 @@ def load_run(path: Path) -> Run:
                 f"{path} has format {about['format']} and this nufed reads {FORMAT}: use the "
                 f"version that wrote it, {about['software']['nufed']}"
             )
-        measure = about["measure"]
+        measure, engines = about["measure"], about["engines"]
     except (OSError, ValueError, KeyError, TypeError, InputError) as error:
         raise RunError(f"{path} can't be read as a run directory: {error}") from error
     methods = {n: _parts(path / "methods" / n, config.seeds) for n in config.algorithms()}
@@ -206,6 +207,7 @@ def load_run(path: Path) -> Run:
         # of the metric only its name and direction matter from here on
         measure=Measure(measure["name"], _known if measure["higher_is_better"] else None),
         software=about["software"],
+        engines=engines,
         splits=splits,
         methods={n: p for n, p in methods.items() if p},
         baselines={

@@ -148,7 +148,7 @@ class Engines:
         layer = first_layer(self.objective, self.federation.samples.input_shape)
         if layer is None:
             return False
-        most = max(map(len, self.federation.split.train))
+        most = self.federation.split.most_rows
         batch = min(algorithm.batch_size, most)
         batches = sum(draw.number for draw in algorithm.update_draws())
         used = most * (1 - (1 - batch / most) ** batches)
@@ -158,7 +158,7 @@ class Engines:
 
     def _gram_bytes(self) -> int:
         split, size = self.federation.split, self.objective.dtype.itemsize
-        return self.seeds * len(split.agents) * max(map(len, split.train)) ** 2 * size
+        return self.seeds * len(split.agents) * split.most_rows**2 * size
 
 
 def _make(

@@ -39,7 +39,7 @@ class GramEngine:
     ) -> None:
         self.objective, self.federation, self.seed = objective, federation, seed
         self._layer, self._most = layer, most
-        largest = max(map(len, federation.split.train))
+        largest = federation.split.most_rows
         agents = len(federation.split.agents)
         self._grams = shared_zeros((agents, largest, largest), objective.dtype)
         self._gram_is_there = shared_zeros((agents,), torch.uint8)
