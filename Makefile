@@ -19,8 +19,8 @@ test: $(READY)           ## everything that must hold: format, lint, types, impo
 test-slow: $(READY)      ## the longer campaigns, with hypothesis searching
 	NUFED_HYPOTHESIS=search $(BIN)/pytest -q -m "slow or not slow" --timeout 3600
 
-bench: $(READY)          ## cost of a round, side by side with a plain loop
-	$(BIN)/python benchmarks/rounds.py
+bench: $(READY)          ## cost of rounds, side by side with a plain loop and a floor
+	$(BIN)/python benchmarks/bench.py
 
 format: $(READY)         ## format and fix what can be fixed
 	$(BIN)/ruff format .

@@ -115,8 +115,9 @@ def test_the_automatic_step_follows_the_norms(monkeypatch):
     (batch,) = batches(1)
     steps = []
     monkeypatch.setattr(
-        "nufed.differences.central_difference",
-        lambda objective, w, batch, v, step: steps.append(step) or torch.zeros_like(v),
+        Objective,
+        "difference",
+        lambda self, w, batch, v, step: steps.append(float(step)) or torch.zeros_like(v),
     )
     w, v = torch.ones(objective.size, dtype=torch.float64), objective.initial()
     for scale_w, scale_v in [(1, 1), (3, 1), (1, 10)]:

@@ -16,6 +16,7 @@ import nufed
 from nufed import InputError, Split
 from nufed.data import SOURCES
 from nufed.errors import TrainingError
+from nufed.experiment import parts
 from nufed.runs import build, load_config
 
 SMALL = {
@@ -262,15 +263,16 @@ def test_divergence_while_fine_tuning_is_shown_not_hidden(tmp_path):
 
 def test_settings_reach_what_they_are_for(tmp_path, monkeypatch):
     seen = []
-    original = nufed.experiment.train
+    original = parts.train
 
     def spy(algorithm, engine, *arguments, **keywords):
         seen.append((algorithm, engine.federation))
         return original(algorithm, engine, *arguments, **keywords)
 
-    monkeypatch.setattr("nufed.experiment.train", spy)
+    monkeypatch.setattr(parts, "train", spy)
     overrides = [
         "seeds=[0]",
+        "workers=1",
         "rounds=1",
         "method.averaging=samples",
         "methods.hf.fd_step=1e-4",
@@ -353,13 +355,13 @@ def test_a_saved_split_is_used_as_it_is(finished, tmp_path):
 
 def test_threads_are_set_and_restored(tmp_path, monkeypatch):
     used = []
-    original = nufed.experiment.train
+    original = parts.train
 
     def spy(*arguments, **keywords):
         used.append(torch.get_num_threads())
         return original(*arguments, **keywords)
 
-    monkeypatch.setattr("nufed.experiment.train", spy)
+    monkeypatch.setattr(parts, "train", spy)
     torch.set_num_threads(2)
     nufed.run({**SMALL, "seeds": [0]}, ["rounds=1", "threads=3"], out=tmp_path / "run")
     assert set(used) == {3} and torch.get_num_threads() == 2

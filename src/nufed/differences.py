@@ -23,18 +23,6 @@ RELATIVE_STEP = math.sqrt(torch.finfo(torch.float64).eps)
 POOR = 0.1  # relative error of a product from which a fixed step is called poor
 
 
-def central_difference(
-    objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
-) -> Tensor:
-    """(∇f(w+δv) − ∇f(w−δv)) / 2δ ≈ ∇²f(w)·v (the paper's HF approximation), with δ = ``step``.
-
-    Both gradients see the same batch and the same dropout masks.
-    """
-    ahead = objective.grad(w + v * step, batch)
-    behind = objective.grad(w - v * step, batch)
-    return (ahead - behind) / (2 * step)
-
-
 def double_difference(
     objective: AnyObjective,
     w: Tensor,
@@ -47,13 +35,11 @@ def double_difference(
     ``step=None`` takes δ = √ε·(1 + ‖w‖)/‖v‖ with ε the precision of float64, for every row of a
     stack its own.
     """
-    wide_w, wide_v = w.double(), v.double()
     if step is None:
-        norm = objective.double.norm(wide_v)
-        norm = torch.where(norm > 0, norm, 1)
-        step = RELATIVE_STEP * (1 + objective.double.norm(wide_w)) / norm
+        norm = objective.norm(v).double()
+        step = RELATIVE_STEP * (1 + objective.norm(w).double()) / torch.where(norm > 0, norm, 1)
     try:
-        wide = central_difference(objective.double, wide_w, batch, wide_v, step)
+        wide = objective.double.difference(w, batch, v, step)
     except (RuntimeError, TypeError) as error:
         objective.grad(w, batch)  # if this fails too, it is not about float64
         raise InputError(
@@ -72,7 +58,7 @@ def trouble_with_step(
     Compares with the automatic step: six gradient evaluations, four of them in float64.
     """
     reference = double_difference(objective, w, batch, v)
-    off = _error(objective, central_difference(objective, w, batch, v, step), reference)
+    off = _error(objective, objective.difference(w, batch, v, step), reference)
     if off <= POOR:
         return None
     if _error(objective, double_difference(objective, w, batch, v, step), reference) > POOR:

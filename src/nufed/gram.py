@@ -25,7 +25,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nufed.objective import AnyBatch, Batch, Objective
@@ -85,11 +84,12 @@ class FirstLayer:
         touched, inverse = np.unique(moved.places[agent].numpy(), return_inverse=True)
         rows = w.new_zeros(len(touched), self.outputs)
         rows.index_add_(0, torch.from_numpy(inverse), moved.rows[agent])
-        scale, others = moved.tail[agent, 0], moved.tail[agent, 1:]
+        scale = float(moved.scale[agent]) if isinstance(moved.scale, Tensor) else moved.scale
+        others = moved.others[agent]
         result = w.clone()
         before, weight, bias, after = self._parts(result)
         own = torch.from_numpy(np.searchsorted(places, touched))
-        weight.addmm_(rows.T, inputs.index_select(0, own), beta=float(scale))
+        weight.addmm_(rows.T, inputs.index_select(0, own), beta=scale)
         if self.bias:
             bias.mul_(scale).add_(rows.sum(dim=0))
         before.copy_(others[: self.start])
@@ -128,49 +128,54 @@ def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer 
 
 @dataclass(frozen=True)
 class GramVector:
-    """A vector of every agent of a chunk: the rows of C that are not zero, then s and the rest.
+    """A vector of every agent of a chunk: s, the rows of C that are not zero, and the rest.
 
     It takes the place of a tensor in the arithmetic of algorithms: sums, and multiples by numbers
     or by one number per agent, (agents, 1).
 
     Args:
+        scale: s, a number, or one per agent.
         places: the samples that the rows belong to, (agents, rows); rows of one place add up.
         rows: (agents, rows, outputs of the layer).
-        tail: s and the other parameters, (agents, 1 + their number).
+        others: the other parameters, (agents, their number).
     """
 
+    scale: float | Tensor
     places: Tensor
     rows: Tensor
-    tail: Tensor
+    others: Tensor
 
     def __add__(self, other: GramVector) -> GramVector:
-        tail = self.tail + other.tail
+        scale, others = self.scale + other.scale, self.others + other.others
         if self.places is other.places:  # of one batch: so that differences are taken as such
-            return GramVector(self.places, self.rows + other.rows, tail)
+            return GramVector(scale, self.places, self.rows + other.rows, others)
         places = torch.cat([self.places, other.places], dim=1)
-        return GramVector(places, torch.cat([self.rows, other.rows], dim=1), tail)
+        return GramVector(scale, places, torch.cat([self.rows, other.rows], dim=1), others)
 
     def __mul__(self, factor: float | Tensor) -> GramVector:
         by_row = factor.unsqueeze(2) if isinstance(factor, Tensor) else factor
-        return GramVector(self.places, self.rows * by_row, self.tail * factor)
+        scale = 0.0 if self.is_direction else self.scale * factor
+        return GramVector(scale, self.places, self.rows * by_row, self.others * factor)
 
     __rmul__ = __mul__
 
     def __sub__(self, other: GramVector) -> GramVector:
-        return self + GramVector(other.places, -other.rows, -other.tail)
+        return self + other * -1.0
 
     def __truediv__(self, divisor: float | Tensor) -> GramVector:
         return self * (1 / divisor)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.tail.dtype
+        return self.others.dtype
 
     def to(self, dtype: torch.dtype) -> GramVector:
-        return GramVector(self.places, self.rows.to(dtype), self.tail.to(dtype))
+        return replace(self, rows=self.rows.to(dtype), others=self.others.to(dtype))
 
-    def double(self) -> GramVector:
-        return self.to(torch.float64)
+    @property
+    def is_direction(self) -> bool:
+        """Whether s = 0."""
+        return not isinstance(self.scale, Tensor) and self.scale == 0
 
 
 @dataclass(frozen=True)
@@ -206,23 +211,37 @@ class GramObjective:
 
     def initial(self, others: Tensor) -> GramVector:
         """The vector of every agent at W₀ with these other parameters: s = 1 and C = 0."""
-        agents, width = len(self.tables), self.layer.outputs
-        tail = torch.cat([others.new_ones(1), others]).repeat(agents, 1)
+        agents = len(self.tables)
         places = torch.empty(agents, 0, dtype=torch.int64)
-        return GramVector(places, tail.new_empty(agents, 0, width), tail)
+        rows = others.new_empty(agents, 0, self.layer.outputs)
+        return GramVector(1.0, places, rows, others.repeat(agents, 1))
 
     def grad(self, w: GramVector, batch: AnyBatch) -> GramVector:
         """∇f(w, batch), one per agent."""
-        places, hidden = self._hidden(w, batch)
-        others, rows = self.layer.rest.stacked_grad(w.tail[:, 1:], hidden, by_inputs=True)
-        return self._vector(places, rows, others)
+        places = _places(batch)
+        return self._grad(places, self._through(w, places), w.others, batch)
 
     def hvp(self, w: GramVector, batch: AnyBatch, v: GramVector) -> GramVector:
         """∇²f(w, batch)·v, one per agent."""
-        places, hidden = self._hidden(w, batch)
-        change = self._through(v, places)
-        others, rows = self.layer.rest.stacked_hvp(w.tail[:, 1:], hidden, v.tail[:, 1:], change)
-        return self._vector(places, rows, others)
+        places = _places(batch)
+        hidden, change = self._through(w, places), self._through(v, places)
+        others, rows = self.layer.rest.stacked_hvp(
+            w.others, Batch(hidden, *batch[1:]), v.others, change
+        )
+        assert rows is not None
+        return GramVector(0.0, places, rows, others)
+
+    def difference(
+        self, w: GramVector, batch: AnyBatch, v: GramVector, step: float | Tensor
+    ) -> GramVector:
+        """(∇f(w+δv) − ∇f(w−δv)) / 2δ; the layer is linear, so its outputs are Z(w) ± δZ(v)."""
+        places = _places(batch)
+        hidden, change = self._through(w, places), self._through(v, places)
+        change = change * (step.unsqueeze(2) if isinstance(step, Tensor) else step)
+        others, beside = w.others.to(self.dtype), v.others.to(self.dtype) * step
+        ahead = self._grad(places, hidden + change, others + beside, batch)
+        behind = self._grad(places, hidden - change, others - beside, batch)
+        return (ahead - behind) / (2 * step)
 
     def norm(self, w: GramVector) -> Tensor:
         """A bound of the norm of the weights that w stands for, (agents, 1).
@@ -231,22 +250,36 @@ class GramObjective:
         """
         lengths = self.gram[self.tables.unsqueeze(1), w.places, w.places].sqrt()
         rows = torch.linalg.vector_norm(w.rows, dim=2)
-        weights = w.tail[:, :1].abs() * self.start_norm + (rows * lengths).sum(dim=1, keepdim=True)
-        return torch.hypot(weights, self.layer.rest.norm(w.tail[:, 1:]))
+        start = torch.as_tensor(w.scale).abs() * self.start_norm
+        weights = start + (rows * lengths).sum(dim=1, keepdim=True)
+        return torch.hypot(weights, self.layer.rest.norm(w.others))
 
     def predict(self, w: GramVector, places: Tensor) -> Tensor:
         """The module's outputs for the samples at these places, in evaluation mode."""
-        return self.layer.rest.predict(w.tail[:, 1:], self._through(w, places))
+        return self.layer.rest.predict(w.others, self._through(w, places))
+
+    def _grad(self, places: Tensor, hidden: Tensor, others: Tensor, batch: AnyBatch) -> GramVector:
+        """The gradient where the layer's outputs are ``hidden``."""
+        by_others, rows = self.layer.rest.stacked_grad(
+            others, Batch(hidden, *batch[1:]), by_inputs=True
+        )
+        assert rows is not None
+        return GramVector(0.0, places, rows, by_others)
 
     def _through(self, w: GramVector, places: Tensor) -> Tensor:
-        """The layer's outputs for the samples at these places: s·Z₀[b] + K[b]C."""
-        start, gram = self._first_rows
-        outputs = w.tail[:, :1, None] * _rows(self.start, places + start)
-        if not w.places.shape[1]:
-            return outputs
+        """The layer's outputs for the samples at these places: s·Z₀[b] + K[b]C.
+
+        Computed in the precision of K, whose rounding is that of the layer itself.
+        """
+        first_start, first_gram = self._first_rows
         columns = w.places.unsqueeze(1).expand(-1, places.shape[1], -1)
-        products = torch.gather(_rows(self.gram, places + gram), 2, columns)
-        return torch.baddbmm(outputs, products.to(self.dtype), w.rows)
+        gram = torch.gather(_rows(self.gram, places + first_gram), 2, columns)
+        rows = w.rows.to(gram.dtype)
+        if w.is_direction:
+            return torch.bmm(gram, rows).to(self.dtype)
+        scale = w.scale.unsqueeze(2) if isinstance(w.scale, Tensor) else w.scale
+        start = _rows(self.start, places + first_start)
+        return torch.baddbmm(start * scale, gram, rows).to(self.dtype)
 
     @cached_property
     def _first_rows(self) -> tuple[Tensor, Tensor]:
@@ -257,16 +290,11 @@ class GramObjective:
             (self.tables * self.gram.shape[1]).unsqueeze(1),
         )
 
-    def _hidden(self, w: GramVector, batch: AnyBatch) -> tuple[Tensor, Batch]:
-        """A batch's places, and the batch as the rest of the network meets it."""
-        places = batch[0]
-        assert isinstance(places, Tensor)
-        return places, Batch(self._through(w, places), *batch[1:])
 
-    def _vector(self, places: Tensor, rows: Tensor | None, others: Tensor) -> GramVector:
-        """The vector with these derivatives by the layer's outputs and by the other parameters."""
-        assert rows is not None
-        return GramVector(places, rows, F.pad(others, (1, 0)))
+def _places(batch: AnyBatch) -> Tensor:
+    places = batch[0]
+    assert isinstance(places, Tensor)
+    return places
 
 
 def _rows(tables: Tensor, index: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from nufed.adapt import Rate, descend, trajectory
 from nufed.differences import (
-    central_difference,
     double_difference,
     trouble_with_product,
     trouble_with_step,
@@ -123,7 +122,7 @@ class HessianFree:
             if trouble:
                 self._watch.stop()
                 warnings.warn(trouble, NumericalWarning, stacklevel=2)
-        return central_difference(objective, w, batch, v, self.fd_step)
+        return objective.difference(w, batch, v, self.fd_step)
 
 
 def meta_gradient(

@@ -60,8 +60,12 @@ class AnyObjective(Protocol):
         """∇²f(w, batch)·v."""
         ...
 
+    def difference(self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor) -> Tensor:
+        """(∇f(w+δv) − ∇f(w−δv)) / 2δ with δ = ``step``."""
+        ...
+
     def norm(self, w: Tensor) -> Tensor:
-        """‖w‖, shaped so that it multiplies w."""
+        """‖w‖, shaped so that it multiplies w; for steps, a bound will do."""
         ...
 
 
@@ -201,6 +205,15 @@ class Objective:
             gradient = _derivative(self._differentiable(w, batch), w, create_graph=True)
             # a loss that is linear in w has a gradient that does not depend on it
             return _derivative(gradient, w, v) if gradient.requires_grad else torch.zeros_like(w)
+
+    def difference(self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor) -> Tensor:
+        """(∇f(w+δv) − ∇f(w−δv)) / 2δ ≈ ∇²f(w)·v, with δ = ``step`` (the paper's HF approximation).
+
+        Both gradients see the same batch and the same dropout masks.
+        """
+        w, change = w.to(self.dtype), v.to(self.dtype) * step
+        ahead, behind = self.grad(w + change, batch), self.grad(w - change, batch)
+        return (ahead - behind) / (2 * step)
 
     def stacked_grad(
         self, w: Tensor, batch: AnyBatch, by_inputs: bool = False

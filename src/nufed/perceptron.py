@@ -162,4 +162,4 @@ def _residual(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     softmax = torch.softmax(outputs, dim=-1)
     ones = targets.unsqueeze(-1)
     residual = softmax.scatter_add(2, ones, softmax.new_full((), -1.0).expand(ones.shape))
-    return residual / targets.shape[1], softmax
+    return residual.div_(targets.shape[1]), softmax

@@ -8,8 +8,10 @@ drawn before. Methods compared in one run therefore meet the same splits, cohort
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
+from numpy.random.bit_generator import ISeedSequence
 
 
 def stream(
@@ -27,8 +29,18 @@ def stream(
     np.False_
     """
     place = f"{seed:d}/{purpose}/{round:d}/{agent:d}/{step:d}".encode()
-    key = int.from_bytes(hashlib.sha256(place).digest()[:16], "little")
-    return np.random.Generator(np.random.Philox(key=key))
+    key = np.frombuffer(hashlib.sha256(place).digest()[:16], dtype="<u8")
+    return np.random.Generator(np.random.Philox(_Key(key)))  # type: ignore[arg-type]
+
+
+class _Key(ISeedSequence):
+    """Hands a key to a bit generator; giving it as ``key=`` gathers entropy first, for nothing."""
+
+    def __init__(self, key: np.ndarray[Any, Any]) -> None:
+        self._key = key
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
+        return self._key
 
 
 def torch_seed(generator: np.random.Generator) -> int:

@@ -200,6 +200,8 @@ class PlacedBatches:
         cls, sources: Sequence[AgentBatches], draws: Iterable[Draw], among_used: bool = False
     ) -> PlacedBatches:
         draws = [draw for draw in draws if draw.number]
+        if not draws:  # no fine-tuning, only a test
+            return cls([np.empty(0, dtype=np.int64) for _ in sources], {})
         picked = [[p for draw in draws for p in source.pick(*draw)] for source in sources]
         used, places, targets = [], [], []
         for source, own in zip(sources, picked, strict=True):
