@@ -1,10 +1,15 @@
 """Small modules, batches and federations that several tests use."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import nn
 
 from nufed import Batch, Federation, Objective
+from nufed.aggregate import average
+from nufed.algorithm import ClientResult, Cost
 from nufed.data import as_samples, make_split
 
 
@@ -88,5 +93,57 @@ def federation(agents=6, samples=24, seed=0, inputs=5, classes=3, unseen=0, dtyp
     return Federation(as_samples((torch.from_numpy(x), y)), split)
 
 
+def uneven_federation(sizes=(12, 16, 40, 24, 12, 40), inputs=5, classes=3, unseen=1):
+    """Agents of several sizes, the small ones with all they have as their batch."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(sum(sizes), inputs)).astype(np.float32)
+    y = (x @ rng.normal(size=(inputs, classes))).argmax(axis=1)
+    rows = np.split(rng.permutation(len(x)), np.cumsum(sizes)[:-1])
+    split = make_split(rows, 0, validation=0.0, test=0.25, unseen_agents=unseen)
+    return Federation(as_samples((torch.from_numpy(x), y)), split, small_agents="use_all")
+
+
 def relative_error(got, right):
     return float((got - right).norm() / right.norm())
+
+
+@dataclass(frozen=True)
+class Scaffold:
+    """SCAFFOLD (its second option for control variates), for tests only."""
+
+    lr: float = 0.1
+    local_steps: int = 2
+    batch_size: int = 6
+
+    receives = ("model", "control")
+    sends = ("model", "control")
+
+    def server_init(self, w):
+        return {"model": w, "control": torch.zeros_like(w)}
+
+    def client_init(self, w):
+        return {"control": torch.zeros_like(w)}
+
+    def client_update(self, objective, received, state, batches):
+        w = received["model"]
+        for t in range(self.local_steps):
+            (batch,) = batches.draw("outer", self.batch_size, step=t)
+            w = w - self.lr * (objective.grad(w, batch) - state["control"] + received["control"])
+        drift = (received["model"] - w) / (self.local_steps * self.lr)
+        control = state["control"] - received["control"] + drift
+        sent = {"model": w, "control": control - state["control"]}
+        return ClientResult(sent, {"control": control}, Cost(self.local_steps))
+
+    def server_update(self, server, updates):
+        change = average(updates, "control", "uniform")
+        return {
+            "model": average(updates, "model", "uniform"),
+            "control": server["control"] + 0.5 * change,
+        }
+
+    def personalize(self, objective, server, state, batches, steps) -> Iterator[torch.Tensor]:
+        w = server["model"]
+        yield w
+        for batch in batches.draw("adapt", self.batch_size, steps):
+            w = w - self.lr * (objective.grad(w, batch) - state["control"] + server["control"])
+            yield w

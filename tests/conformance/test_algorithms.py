@@ -4,7 +4,6 @@
 must fit the protocol without a change to the engines.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,55 +11,11 @@ import torch
 from torch import nn
 
 from nufed import Exact, FirstOrder, HessianFree, Objective
-from nufed.aggregate import average
-from nufed.algorithm import ClientResult, Cost
 from nufed.algorithms import ALGORITHMS
 from nufed.evaluate import Measure
 from nufed.server import to_send
 from nufed.simulation import DirectEngine, run_round, train
-from support import federation, mlp, tied
-
-
-@dataclass(frozen=True)
-class Scaffold:
-    """SCAFFOLD (its second option for control variates), for tests only."""
-
-    lr: float = 0.1
-    local_steps: int = 2
-    batch_size: int = 6
-
-    receives = ("model", "control")
-    sends = ("model", "control")
-
-    def server_init(self, w):
-        return {"model": w, "control": torch.zeros_like(w)}
-
-    def client_init(self, w):
-        return {"control": torch.zeros_like(w)}
-
-    def client_update(self, objective, received, state, batches):
-        w = received["model"]
-        for t in range(self.local_steps):
-            (batch,) = batches.draw("outer", self.batch_size, step=t)
-            w = w - self.lr * (objective.grad(w, batch) - state["control"] + received["control"])
-        drift = (received["model"] - w) / (self.local_steps * self.lr)
-        control = state["control"] - received["control"] + drift
-        sent = {"model": w, "control": control - state["control"]}
-        return ClientResult(sent, {"control": control}, Cost(self.local_steps))
-
-    def server_update(self, server, updates):
-        change = average(updates, "control", "uniform")
-        return {
-            "model": average(updates, "model", "uniform"),
-            "control": server["control"] + 0.5 * change,
-        }
-
-    def personalize(self, objective, server, state, batches, steps) -> Iterator[torch.Tensor]:
-        w = server["model"]
-        yield w
-        for batch in batches.draw("adapt", self.batch_size, steps):
-            w = w - self.lr * (objective.grad(w, batch) - state["control"] + server["control"])
-            yield w
+from support import Scaffold, federation, mlp, tied
 
 
 SETTINGS = {"adapt_lr": 0.2, "meta_lr": 0.1, "local_steps": 2, "batch_size": 6}
