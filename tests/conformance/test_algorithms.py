@@ -17,7 +17,6 @@ from nufed.server import to_send
 from nufed.simulation import DirectEngine, run_round, train
 from support import Scaffold, federation, mlp, tied
 
-
 SETTINGS = {"adapt_lr": 0.2, "meta_lr": 0.1, "local_steps": 2, "batch_size": 6}
 CURVATURES = {
     "exact": Exact(),
