@@ -76,7 +76,10 @@ class Workers:
             while waiting and idle:
                 link = idle.pop()
                 busy[link], question = waiting.popleft()
-                link.send(question)
+                try:
+                    link.send(question)
+                except (BrokenPipeError, ConnectionResetError):
+                    raise self._death(link, describe(question, None)) from None
             for ready in wait(list(busy)):
                 assert isinstance(ready, Connection)
                 place = busy[ready]
@@ -84,7 +87,7 @@ class Workers:
                     kind, content = ready.recv()
                 except (EOFError, ConnectionResetError):
                     what = describe(questions[place], last_notes.get(place))
-                    raise TrainingError(f"{self._death(ready)} while it was at {what}") from None
+                    raise self._death(ready, what) from None
                 if kind == "note":
                     last_notes[place] = content
                     on_note(content)
@@ -98,16 +101,14 @@ class Workers:
                     del busy[ready]
         return answers
 
-    def _death(self, link: Connection) -> str:
+    def _death(self, link: Connection, what: str) -> TrainingError:
         process = self._links[link]
         process.join(5)
-        code = process.exitcode
+        code, how = process.exitcode, f"ended with exit code {process.exitcode}"
         if code is not None and code < 0:
-            return (
-                f"a worker process was ended by {signal.Signals(-code).name} (the system does that "
-                "when memory runs out)"
-            )
-        return f"a worker process ended with exit code {code}"
+            name = signal.Signals(-code).name
+            how = f"was ended by {name} (the system does that when memory runs out)"
+        return TrainingError(f"a worker process {how} while it was at {what}")
 
 
 def _end(links: dict[Connection, BaseProcess]) -> None:
