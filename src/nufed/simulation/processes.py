@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import warnings
@@ -137,11 +138,20 @@ def _serve(link: Connection, others: list[Connection], answer: Callable[[Any, No
                 try:
                     kind, content = "answer", answer(question, lambda n: link.send(("note", n)))
                 except NufedError as error:
-                    kind, content = "error", error
+                    kind, content = "error", _sendable(error, TrainingError)
                 except Exception as error:
                     kind, content = "error", TrainingError(f"{type(error).__name__}: {error}")
             for warning in caught:
-                link.send(("warning", warning.message))
+                link.send(("warning", _sendable(warning.message, UserWarning)))
             link.send((kind, content))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+
+
+def _sendable(thing: Any, instead: type[Exception]) -> Any:
+    """An exception or warning as it is, or its text if it can't be sent or be made again."""
+    try:
+        pickle.loads(pickle.dumps(thing))
+    except Exception:  # whatever its class does
+        return instead(str(thing))
+    return thing
