@@ -102,9 +102,9 @@ class FirstLayer:
 
 
 def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer | None:
-    """The module's first linear layer, if one has the size to take the inputs as they are.
+    """The module's first linear layer, if it is one that takes the inputs as they are.
 
-    Whether it does take them so, and nothing else does, is for the engine to try.
+    Whether the engine then gives the right model is still to be tried.
     """
     # a parameter of no numbers: logistic regression has no others
     module = nn.Sequential(objective.module(objective.initial()))
@@ -118,12 +118,46 @@ def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer 
             tied = sum(p is q for p in every for q in own) > len(own)
             if tied or parameter is not owner.weight or not all(p.requires_grad for p in own):
                 return None
+            if not _only_user_of_inputs(owner, module, input_shape):
+                return None
             module.set_submodule(name.rpartition(".")[0], nn.Identity())
             bias = owner.bias is not None
             rest = objective.with_module(module)
             return FirstLayer(start, owner.out_features, owner.in_features, bias, rest)
         start += parameter.numel() if parameter.requires_grad else 0
     return None
+
+
+def _only_user_of_inputs(layer: nn.Linear, module: nn.Module, input_shape: Sequence[int]) -> bool:
+    """Whether the layer meets the module's inputs, not a function of them, and nothing else does.
+
+    Seen from the memory that the layer is handed and from autograd's graph: a function may happen
+    to change no value (a clamp).
+    """
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    x = torch.linspace(-1, 1, 2 * math.prod(input_shape)).to(layer.weight)
+    x = x.view(2, *input_shape).requires_grad_()
+    met: list[Tensor] = []
+
+    def cut(_: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> Tensor:
+        met.append(inputs[0])
+        return outputs.detach()
+
+    handle = layer.register_forward_hook(cut)
+    try:
+        with torch.enable_grad():
+            outputs = module(x)
+            past = (
+                outputs.requires_grad
+                and torch.autograd.grad(outputs.sum(), x, allow_unused=True)[0]
+            )
+    except Exception:  # whatever a module does with such inputs
+        return False
+    finally:
+        handle.remove()
+    same = len(met) == 1 and met[0].data_ptr() == x.data_ptr() and met[0].shape[0] == len(x)
+    return same and met[0].is_contiguous() and not isinstance(past, Tensor)
 
 
 @dataclass(frozen=True)
