@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ELEMENTWISE = (
     nn.ELU, nn.GELU, nn.Identity, nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Tanh,
@@ -76,5 +77,6 @@ def _any_module(
         return functional_call(module, p, a, k, tie_weights=False)
 
     # without arguments of some kind there is nothing to map over; vmap takes empty containers
-    result: Tensor = vmap(outputs)(dict(parameters), arguments, dict(keywords))
+    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no form for stacks
+        result: Tensor = vmap(outputs)(dict(parameters), arguments, dict(keywords))
     return result
