@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/paper.md", "docs/theory.md", "docs/performance.md", "CONTRIBUTING.md", "README.md"]
+    "page",
+    ["docs/paper.md", "docs/theory.md", "docs/performance.md", "CONTRIBUTING.md", "README.md"],
 )
 def test_files_that_documents_name_exist(page):
     named = re.findall(

@@ -7,6 +7,7 @@ pools do not survive a fork. Questions and answers are small; vectors go through
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -128,7 +129,8 @@ def _serve(link: Connection, others: list[Connection], answer: Callable[[Any, No
     """The life of a child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in others:  # so that a child sees the end of the parent
+    _end_with_parent()
+    for other in others:  # so that a child that waits sees the end of the parent
         other.close()
     try:
         while True:
@@ -146,6 +148,12 @@ def _serve(link: Connection, others: list[Connection], answer: Callable[[Any, No
             link.send((kind, content))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+
+
+def _end_with_parent() -> None:
+    """Let the system end this process with its parent, also in the middle of long work."""
+    parent_death_signal = 1
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
 
 
 def _sendable(thing: Any, instead: type[Exception]) -> Any:
