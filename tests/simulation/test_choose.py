@@ -210,8 +210,9 @@ def frozen():
 
 
 def hooked():
+    """Its first layer's outputs are changed for the last agent only."""
     module = Net()
-    module.first.register_forward_hook(lambda layer, inputs, outputs: 2 * outputs)
+    module.first.register_forward_hook(lambda layer, inputs, outputs: outputs.clamp(-4, 4))
     return module
 
 

@@ -199,6 +199,14 @@ def test_processes_are_kept_from_round_to_round(spread):
     update(engine, 3)  # closed is not the end
 
 
+def test_what_a_round_gave_is_not_overwritten_by_the_next(spread):
+    engine = spread(make("direct"), 2)
+    first = update(engine, 1)
+    before = {agent: numbers(result.vectors) for agent, result in first.items()}
+    assert numbers(update(engine, 2)[0].vectors) != before[0]
+    assert {agent: numbers(result.vectors) for agent, result in first.items()} == before
+
+
 def small_batches(then, outputs, targets, parent):
     """A loss that does something for agents 0 and 4, whose batches have 9 samples."""
     if len(targets) == 9 and os.getpid() != parent:
