@@ -284,7 +284,7 @@ class GramObjective:
         """
         lengths = self.gram[self.tables.unsqueeze(1), w.places, w.places].sqrt()
         rows = torch.linalg.vector_norm(w.rows, dim=2)
-        start = torch.as_tensor(w.scale).abs() * self.start_norm
+        start = torch.as_tensor(w.scale, dtype=w.dtype).abs() * self.start_norm
         weights = start + (rows * lengths).sum(dim=1, keepdim=True)
         return torch.hypot(weights, self.layer.rest.norm(w.others))
 
