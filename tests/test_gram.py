@@ -169,7 +169,8 @@ def random_vector(places=None):
     places = torch.randint(0, SAMPLES, (AGENTS, 4)) if places is None else places
     rows = torch.randn(*places.shape, 6, dtype=torch.float64)
     others = 6 * 4 + 4 + 4 * 3 + 3
-    return GramVector(places, rows, torch.randn(AGENTS, 1 + others, dtype=torch.float64))
+    scale, tail = torch.randn(AGENTS, 1 + others, dtype=torch.float64).split([1, others], dim=1)
+    return GramVector(scale, places, rows, tail)
 
 
 def test_arithmetic_is_that_of_the_vectors_they_stand_for():
@@ -197,17 +198,24 @@ def test_arithmetic_is_that_of_the_vectors_they_stand_for():
 
 def test_vectors_change_their_precision():
     vector = random_vector().to(torch.float32)
-    assert vector.dtype == vector.rows.dtype == vector.tail.dtype == torch.float32
-    wide = vector.double()
+    assert vector.dtype == vector.rows.dtype == vector.others.dtype == torch.float32
+    wide = vector.to(torch.float64)
     assert wide.dtype == wide.rows.dtype == torch.float64
     assert torch.equal(wide.rows.float(), vector.rows) and wide.places is vector.places
+
+
+def test_gradients_are_directions_and_points_are_not():
+    problem = Problem(MODULES["tanh"]())
+    gradient = problem.space.grad(problem.start, problem.batch())
+    assert gradient.is_direction and (3 * gradient - gradient / 2).is_direction
+    assert not problem.start.is_direction and not (problem.start + gradient).is_direction
 
 
 def test_the_double_objective_gives_double_gradients():
     problem = Problem(MODULES["tanh"](), torch.float32)
     point, _ = problem.moved()
     batch, double = problem.batch(), problem.space.double
-    narrow, wide = problem.space.grad(point, batch), double.grad(point.double(), batch)
+    narrow, wide = problem.space.grad(point, batch), double.grad(point.to(torch.float64), batch)
     assert (narrow.dtype, wide.dtype, double.dtype) == (
         torch.float32,
         torch.float64,
