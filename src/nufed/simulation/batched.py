@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nufed.algorithm import Algorithm, ClientResult, State
 from nufed.data import AgentBatches, Federation
+from nufed.data.partition import Rows
 from nufed.evaluate import AgentScores, Measure, agent_scores, score_outputs
 from nufed.objective import Batch, Inputs, Objective
 from nufed.simulation.engine import work_of
@@ -92,11 +93,21 @@ class BatchedEngine:
                 steps,
             )
         )
+        rows = [self.federation.split.test[agent] for agent in states]
+        outputs: list[list[Tensor]]
+        if len({len(own) for own in rows}) == 1:
+            inputs, _ = take_stacked(self.federation, rows)
+            outputs = [list(self.objective.predict(w, inputs)) for w in models]
+        else:
+            tests = [self.federation.test(agent)[0] for agent in states]
+            outputs = [
+                [self.objective.predict(own, test) for own, test in zip(w, tests, strict=True)]
+                for w in models
+            ]
         scores = {}
         for row, agent in enumerate(states):
-            inputs, targets = self.federation.test(agent)
-            outputs = (self.objective.predict(stacked[row], inputs) for stacked in models)
-            scored = [score_outputs(self.objective, o, targets, measure) for o in outputs]
+            targets = self.federation.samples.targets[rows[row]]
+            scored = [score_outputs(self.objective, o[row], targets, measure) for o in outputs]
             scores[agent] = agent_scores(self.federation, agent, scored)
         return scores
 
@@ -108,15 +119,32 @@ class StackedBatches:
     sources: Sequence[AgentBatches]
 
     def draw(self, purpose: str, size: int, count: int = 1, step: int = 0) -> list[Batch]:
-        drawn = [source.draw(purpose, size, count, step) for source in self.sources]
-        return [
-            Batch(
-                stack_inputs([batch.inputs for batch in together]),
-                torch.stack([batch.targets for batch in together]),
-                together[0].seed,  # for training mode: nothing random may be drawn
-            )
-            for together in zip(*drawn, strict=True)
-        ]
+        federation = self.sources[0].federation
+        picked = [source.pick(purpose, size, count, step) for source in self.sources]
+        batches = []
+        for together in zip(*picked, strict=True):
+            rows = [
+                federation.split.train[source.agent][own.places]
+                for source, own in zip(self.sources, together, strict=True)
+            ]
+            inputs, targets = take_stacked(federation, rows)
+            # a seed for training mode: nothing random may be drawn
+            batches.append(Batch(inputs, targets, together[0].seed))
+        return batches
+
+
+def take_stacked(federation: Federation, rows: Sequence[Rows]) -> tuple[Inputs, Tensor]:
+    """The samples of several agents, each with as many rows, stacked."""
+    inputs, targets = federation.samples.take(np.concatenate(rows))
+
+    def stacked(x: Tensor) -> Tensor:
+        return x.view(len(rows), len(rows[0]), *x.shape[1:])
+
+    if isinstance(inputs, Tensor):
+        return stacked(inputs), stacked(targets)
+    if isinstance(inputs, Mapping):
+        return {name: stacked(x) for name, x in inputs.items()}, stacked(targets)
+    return tuple(map(stacked, inputs)), stacked(targets)
 
 
 def even_chunks(
@@ -140,12 +168,3 @@ def stack(states: Sequence[State]) -> State:
 
 def _row(state: State, row: int) -> State:
     return {name: vectors[row] for name, vectors in state.items()}
-
-
-def stack_inputs(inputs: Sequence[Inputs]) -> Inputs:
-    first = inputs[0]
-    if isinstance(first, Tensor):
-        return torch.stack(inputs)  # type: ignore[arg-type]
-    if isinstance(first, Mapping):
-        return {name: torch.stack([one[name] for one in inputs]) for name in first}  # type: ignore[index,call-overload]
-    return tuple(torch.stack(column) for column in zip(*inputs, strict=True))

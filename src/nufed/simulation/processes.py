@@ -57,7 +57,7 @@ class Workers:
                 process.start()
             theirs.close()
             self._links[mine] = process
-        self.close = weakref.finalize(self, _end, self._links)
+        self.close = weakref.finalize(self, _end, os.getpid(), self._links)
 
     def ask(
         self,
@@ -113,7 +113,9 @@ class Workers:
         return TrainingError(f"a worker process {how} while it was at {what}")
 
 
-def _end(links: dict[Connection, BaseProcess]) -> None:
+def _end(owner: int, links: dict[Connection, BaseProcess]) -> None:
+    if os.getpid() != owner:  # in a child that has inherited the object
+        return
     for link in links:
         link.close()
     for process in links.values():
