@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -71,25 +72,16 @@ def run_part(
     else:
         name = setup.engine_names[part.method]
     engine = setup.engines[part.seed].get(name)
-    shared = WorkerEngine(engine, workers) if workers > 1 else None
-    try:
-        _run(setup, part, directory, listener, shared or engine)
-    except TrainingError as error:  # the other methods go on
-        directory.write_failure(part.method, part.seed, str(error))
-    finally:
-        if shared:
-            shared.close()
-
-
-def _run(
-    setup: Setup, part: Part, directory: RunDirectory, listener: Listener, engine: Engine
-) -> None:
-    if part.method == BASELINES:
-        for name, scores in _baselines(setup, engine):
-            directory.write_scores("baselines", name, part.seed, scores)
-    else:
+    with WorkerEngine(engine, workers) if workers > 1 else nullcontext(engine) as spread:
+        if part.method == BASELINES:
+            for baseline, scores in _baselines(setup, spread):
+                directory.write_scores("baselines", baseline, part.seed, scores)
+            return
         algorithm = setup.algorithms[part.method]
-        _run_method(setup, engine, part.method, algorithm, directory, listener)
+        try:
+            _run_method(setup, spread, part.method, algorithm, directory, listener)
+        except TrainingError as error:  # the other methods go on
+            directory.write_failure(part.method, part.seed, str(error))
 
 
 def _run_method(

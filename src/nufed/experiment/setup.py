@@ -72,6 +72,9 @@ class Setup:
         }
         first = engines[config.seeds[0]]
         names = {name: first.choose(a, config.engine) for name, a in algorithms.items()}
+        for seed in config.seeds:  # before processes are forked, so that they share what is kept
+            for name in set(names.values()):
+                engines[seed].get(name)
         return cls(
             _noting(config, own),
             samples,

@@ -88,6 +88,9 @@ class Engines:
             return None
         if not isinstance(algorithm, Combining):
             return f"{type(algorithm).__name__} does not say that its agents may be run together"
+        samples = self.federation.samples
+        if not samples.classes and not samples.targets.is_floating_point():
+            return "the targets are neither classes nor numbers, and some may have to be ignored"
         if name == "gram":
             vectors = {*algorithm.receives, *algorithm.sends}
             if algorithm.combines != "linearly" or vectors != {"model"}:

@@ -90,6 +90,12 @@ class WorkerEngine:
         scores = {score.agent: score for answer in answers for score in answer}
         return [scores[agent] for agent in states]
 
+    def __enter__(self) -> WorkerEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End the processes."""
         if self._workers is not None:
