@@ -64,13 +64,12 @@ class Problem:
 
     def flat(self, vector):
         """The flat vectors that a Gram vector stands for, (agents, numbers)."""
-        every = torch.arange(SAMPLES).numpy()
-        return torch.stack(
-            [
-                self.layer.vector(self.w0, vector, agent, every, self.inputs[agent])
-                for agent in range(AGENTS)
-            ]
-        )
+        flat = []
+        for agent in range(AGENTS):
+            scale, places, rows, others = vector.of(agent)
+            own = self.inputs[agent, places]
+            flat.append(self.layer.vector(self.w0, scale, rows, own, others))
+        return torch.stack(flat)
 
     def own(self, batch, agent):
         return self.inputs[agent, batch.inputs[agent]].view(-1, INPUTS), batch.targets[agent]

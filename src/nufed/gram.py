@@ -75,21 +75,12 @@ class FirstLayer:
         return torch.cat([before, after])
 
     def vector(
-        self, w: Tensor, moved: GramVector, agent: int, places: Rows, inputs: Tensor
+        self, w: Tensor, scale: float, rows: Tensor, inputs: Tensor, others: Tensor
     ) -> Tensor:
-        """The flat vector that an agent's ``moved`` stands for.
-
-        w holds W₀, and ``inputs`` the samples at ``places``, which are in order.
-        """
-        touched, inverse = np.unique(moved.places[agent].numpy(), return_inverse=True)
-        rows = w.new_zeros(len(touched), self.outputs)
-        rows.index_add_(0, torch.from_numpy(inverse), moved.rows[agent])
-        scale = float(moved.scale[agent]) if isinstance(moved.scale, Tensor) else moved.scale
-        others = moved.others[agent]
+        """The flat vector with W = s·W₀ + CᵀX and the other parameters, where w holds W₀."""
         result = w.clone()
         before, weight, bias, after = self._parts(result)
-        own = torch.from_numpy(np.searchsorted(places, touched))
-        weight.addmm_(rows.T, inputs.index_select(0, own), beta=scale)
+        weight.addmm_(rows.T, inputs, beta=scale)
         if self.bias:
             bias.mul_(scale).add_(rows.sum(dim=0))
         before.copy_(others[: self.start])
@@ -198,6 +189,14 @@ class GramVector:
 
     def __truediv__(self, divisor: float | Tensor) -> GramVector:
         return self * (1 / divisor)
+
+    def of(self, agent: int) -> tuple[float, Rows, Tensor, Tensor]:
+        """One agent's s, places, the row of C of each of them, and other parameters."""
+        places, inverse = np.unique(self.places[agent].numpy(), return_inverse=True)
+        rows = self.rows.new_zeros(len(places), self.rows.shape[2])
+        rows.index_add_(0, torch.from_numpy(inverse), self.rows[agent])
+        scale = float(self.scale[agent]) if isinstance(self.scale, Tensor) else self.scale
+        return scale, places, rows, self.others[agent]
 
     @property
     def dtype(self) -> torch.dtype:

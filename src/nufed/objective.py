@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nufed.errors import InputError, require
+from nufed.modules import cast_like, check_parameters, layers_with_running_stats, seeded
 from nufed.perceptron import perceptron
 from nufed.stacked import stacked_losses, stacked_outputs
 
@@ -108,7 +109,7 @@ class Objective:
             running_stats,
             'must be "refuse" or "frozen"',
         )
-        self._keepers = _layers_with_running_stats(module)
+        self._keepers = layers_with_running_stats(module)
         if self._keepers and running_stats == "refuse":
             raise InputError(
                 f"the module has layers with running statistics ({', '.join(self._keepers)}), "
@@ -119,7 +120,7 @@ class Objective:
         self._loss_function = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
         self._running_stats = running_stats
         parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
-        _check_parameters(module, list(parameters.values()))
+        check_parameters(module, list(parameters.values()))
         # every name of every parameter (tied weights have several) and its place in the vector
         places = {id(p): i for i, p in enumerate(parameters.values())}
         every = self._module.named_parameters(remove_duplicate=False)
@@ -288,7 +289,7 @@ class Objective:
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of outputs that :meth:`predict` gave, a scalar tensor."""
-        loss = self._loss_function(outputs, _cast(targets, self._initial))
+        loss = self._loss_function(outputs, cast_like(targets, self._initial))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the loss returned {given}: it must return one number as a tensor")
@@ -311,7 +312,7 @@ class Objective:
             outputs = self._outputs(w, batch.inputs)
             if w.ndim == 1:
                 return self.loss(outputs, batch.targets)
-            targets = _cast(batch.targets, self._initial)
+            targets = cast_like(batch.targets, self._initial)
             return stacked_losses(self._loss_function, outputs, targets)
 
     def _differentiable(self, w: Tensor, batch: AnyBatch) -> Tensor:
@@ -328,11 +329,11 @@ class Objective:
         arguments: tuple[Tensor, ...] = ()
         keywords: dict[str, Tensor] = {}
         if isinstance(inputs, Mapping):
-            keywords = {name: _cast(x, self._initial) for name, x in inputs.items()}
+            keywords = {name: cast_like(x, self._initial) for name, x in inputs.items()}
         elif isinstance(inputs, Tensor):
-            arguments = (_cast(inputs, self._initial),)
+            arguments = (cast_like(inputs, self._initial),)
         else:
-            arguments = tuple(_cast(x, self._initial) for x in inputs)
+            arguments = tuple(cast_like(x, self._initial) for x in inputs)
         if w.ndim > 1:
             return stacked_outputs(self._module, self._unflatten(w), arguments, keywords)
         outputs: Tensor = functional_call(
@@ -343,7 +344,7 @@ class Objective:
     def _flat(self, inputs: Inputs) -> Tensor:
         """The inputs of a chain, (agents, samples, numbers)."""
         assert isinstance(inputs, Tensor)
-        return _cast(inputs, self._initial).flatten(2)
+        return cast_like(inputs, self._initial).flatten(2)
 
     def _leaves(self, w: Tensor, batch: Batch, by_inputs: bool) -> tuple[list[Tensor], Batch]:
         """What a stack is differentiated by, and the batch of which it is a part."""
@@ -375,7 +376,7 @@ class Objective:
             self._set_training(seed is not None)
         before = dict(self._module.named_buffers()) if self._has_buffers else {}
         before = {name: buffer.clone() for name, buffer in before.items()}
-        with nullcontext() if seed is None else _seeded(seed, self._initial.device):
+        with nullcontext() if seed is None else seeded(seed, self._initial.device):
             yield
         if self._has_buffers:
             self._check_buffers(before)
@@ -405,51 +406,3 @@ def _derivative(
         of, w, direction, create_graph=create_graph, materialize_grads=True
     )
     return result
-
-
-def _cast(tensor: Tensor, like: Tensor) -> Tensor:
-    """On the device of ``like``, floating-point values in its dtype, labels and ids as they are."""
-    return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's randomness from ``seed`` inside the block; the caller's is left as it was."""
-    if device.type != "cpu":
-        with torch.random.fork_rng([device], device_type=device.type):
-            torch.manual_seed(seed)
-            yield
-        return
-    # what fork_rng does, sixty times faster for the CPU alone
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-
-
-def _layers_with_running_stats(module: nn.Module) -> list[str]:
-    return [
-        name
-        for name, layer in module.named_modules()
-        if any(b.startswith("running_") for b, _ in layer.named_buffers(recurse=False))
-    ]
-
-
-def _check_parameters(module: nn.Module, parameters: list[nn.Parameter]) -> None:
-    if not parameters:
-        raise InputError(
-            f"{type(module).__name__} has no trainable parameters: pass a module with at least one "
-            "parameter whose requires_grad is True"
-        )
-    kinds = sorted({f"{p.dtype} on {p.device}" for p in parameters})
-    if len(kinds) > 1:
-        raise InputError(
-            f"the module's parameters are of several kinds ({', '.join(kinds)}): convert it to "
-            "one, for example with module.to(torch.float32)"
-        )
-    if not parameters[0].is_floating_point():
-        raise InputError(
-            f"the module's parameters are {parameters[0].dtype}: they must be floating-point"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -45,6 +45,7 @@ class GramEngine:
         self._gram_is_there = shared_zeros((agents,), torch.uint8)
         self._test_grams: dict[tuple[int, tuple[Draw, ...]], Tensor] = {}
         self._table = torch.empty(0, layer.inputs, dtype=objective.dtype)
+        self._touched = torch.empty(largest, layer.inputs, dtype=objective.dtype)
 
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
         return even_chunks(self.federation, algorithm.batch_size, agents, self._most)
@@ -69,7 +70,7 @@ class GramEngine:
         w = cast(GramVector, result.vectors["model"])
         return {
             agent: ClientResult(
-                {"model": self._layer.vector(model, w, row, batches.used[row], space.inputs[row])},
+                {"model": self._vector(model, w, row, batches.used[row], space.inputs[row])},
                 {},
                 result.cost,
             )
@@ -111,14 +112,25 @@ class GramEngine:
             scores[agent] = agent_scores(self.federation, agent, scored)
         return scores
 
+    def _vector(self, model: Tensor, w: GramVector, row: int, used: Rows, inputs: Tensor) -> Tensor:
+        """The flat vector of the agent in this row, whose used samples are ``inputs``."""
+        scale, places, rows, others = w.of(row)
+        touched = self._touched[: len(places)]
+        index = torch.from_numpy(np.searchsorted(used, places))
+        torch.index_select(inputs, 0, index, out=touched)
+        return self._layer.vector(model, scale, rows, touched, others)
+
     def _training_space(self, model: Tensor, chunk: list[int], used: list[Rows]) -> _Space:
         """The Gram space around a model; a sample's place is its place in the training part."""
         self._make_grams(chunk)
         train = self.federation.split.train
-        inputs = self._inputs([train[a][own] for a, own in zip(chunk, used, strict=True)])
+        rows = [train[agent][own] for agent, own in zip(chunk, used, strict=True)]
         outputs = model.new_empty(len(chunk), self._grams.shape[1], self._layer.outputs)
-        for row, own in enumerate(used):
-            outputs[row, torch.from_numpy(own)] = self._layer.apply(model, inputs[row])
+        inputs = []
+        for row, x in enumerate(self._inputs(rows)):
+            place = torch.from_numpy(used[row])
+            outputs[row].index_copy_(0, place, self._layer.apply(model, x))
+            inputs.append(x)
         return self._space(model, self._grams, torch.tensor(chunk), outputs, inputs)
 
     def _test_space(
@@ -134,14 +146,14 @@ class GramEngine:
         trained, tested = (max(map(len, column)) for column in zip(*both, strict=True))
         gram = model.new_zeros(len(chunk), trained + tested, trained)
         outputs = model.new_zeros(len(chunk), trained + tested, self._layer.outputs)
-        for row, agent in enumerate(chunk):
+        for row, (agent, x) in enumerate(zip(chunk, inputs, strict=True)):
             n, m = map(len, both[row])
-            values = self._layer.apply(model, inputs[row])
-            products = self._test_gram(agent, draws, inputs[row], n)
+            values = self._layer.apply(model, x)
+            products = self._test_gram(agent, draws, x, n)
             for table, own in ((outputs[row], values), (gram[row, :, :n], products)):
                 table[:n] = own[:n]
                 table[trained : trained + m] = own[n:]
-        return self._space(model, gram, torch.arange(len(chunk)), outputs, inputs)
+        return self._space(model, gram, torch.arange(len(chunk)), outputs, [])
 
     def _space(
         self, model: Tensor, gram: Tensor, tables: Tensor, outputs: Tensor, inputs: list[Tensor]
@@ -151,14 +163,17 @@ class GramEngine:
         start = cast(Tensor, objective.initial(self._layer.others(model)))
         return _Space(objective, {"model": start}, inputs)
 
-    def _inputs(self, rows: list[Rows]) -> list[Tensor]:
-        """The samples of every agent, in memory that the next call uses again."""
+    def _inputs(self, rows: list[Rows]) -> Iterator[Tensor]:
+        """The samples of one agent after another, in memory that the next call uses again.
+
+        One after another, so that what is done with them first finds them in the cache.
+        """
         sizes = [len(own) for own in rows]
         if sum(sizes) > len(self._table):
             self._table = self._table.new_empty(sum(sizes), self._layer.inputs)
-        table = self._table[: sum(sizes)]
-        self.federation.samples.fill(table, np.concatenate(rows))
-        return list(torch.split(table, sizes))
+        for table, own in zip(torch.split(self._table[: sum(sizes)], sizes), rows, strict=True):
+            self.federation.samples.fill(table, own)
+            yield table
 
     def _make_grams(self, chunk: list[int]) -> None:
         """Compute K of the training parts that are not there yet."""
