@@ -373,3 +373,58 @@ def test_no_path_of_the_machine_is_recorded(finished):
     home = str(Path.home())
     for file in finished.path.rglob("*.json*"):
         assert home not in file.read_text()
+
+
+def test_a_fixed_sample_of_agents_is_evaluated_and_said_so(tmp_path):
+    config = {**SMALL, "seeds": [0], "eval_agents": 2}
+    config["data"] = {**SMALL["data"], "agents": 12, "unseen_agents": 5}
+    run = nufed.run(config, out=tmp_path / "run")
+    everyone = [*run.methods.values(), *run.baselines.values()]
+    agents = {tuple(score.agent for score in seeds[0].scores) for seeds in everyone}
+    (chosen,) = agents  # the same for every method and baseline
+    split = Split.load(run.path / "splits" / "seed-0.safetensors")
+    assert [agent in split.unseen for agent in chosen] == [False, False, True, True]
+    report = (run.path / "report.html").read_text()
+    assert "a fixed sample of 2 of 7 agents seen in training" in report
+
+
+def test_many_agents_who_share_samples(tmp_path):
+    config = {**SMALL, "seeds": [0], "eval_agents": 3, "rounds": 1, "participation": 5e-5}
+    config["data"] = {"agents": 100_000, "samples_per_agent": 24, "reuse": "across_agents"}
+    run = nufed.run(config, out=tmp_path / "run")
+    assert run.agents == 100_000
+    lines = (run.path / "methods" / "fedavg" / "seed-0" / "metrics.jsonl").read_text().splitlines()
+    cohort = json.loads(lines[1])["cohort"]
+    assert len(cohort) == 5 and max(cohort) > 1000
+    assert sum(f.stat().st_size for f in (run.path / "splits").iterdir()) < 10**6
+    split = run.path / "splits" / "seed-{seed}.safetensors"
+    again = nufed.run(config, [f"data.split_file={split}"], out=tmp_path / "again")
+    assert again.to_json() == run.to_json()
+
+
+def test_the_engine_of_every_method_is_recorded(finished, tmp_path):
+    assert set(finished.engines) == set(SMALL["methods"])
+    assert set(finished.engines.values()) == {"batched"}
+    direct = nufed.run({**SMALL, "seeds": [0]}, ["engine=direct", "rounds=1"], out=tmp_path / "run")
+    assert set(direct.engines.values()) == {"direct"}
+    assert "direct" in (direct.path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine=fast", "engine = 'fast'"),
+        ("workers=0", "workers = 0"),
+        ("device=toaster", "device = 'toaster': torch can't use it here"),
+        ("eval_agents=0", "eval_agents = 0"),
+    ],
+)
+def test_bad_settings_of_engines_are_refused(override, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        nufed.run(SMALL, [override], out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_and_threads_do_not_mix(tmp_path):
+    with pytest.raises(InputError, match="workers = 2: must be 1, because threads = 2"):
+        nufed.run(SMALL, ["workers=2", "threads=2"], out=tmp_path / "run")

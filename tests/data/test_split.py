@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nufed import InputError, Split
-from nufed.data import make_split
+from nufed.data import DirichletReusing, lazy_split, make_split
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 
@@ -68,3 +68,50 @@ def test_bad_requests_are_refused():
         make_split(rows, 0, validation=0.0, test=0.3, unseen_agents=2)
     with pytest.raises(InputError, match="can't be read as a split"):
         Split.load("nowhere.safetensors")
+
+
+LABELS = np.arange(600) % 3
+
+
+def lazy(agents=10**6, unseen=(7,), labels=LABELS):
+    return lazy_split(DirichletReusing(labels, agents, (20, 0, 5), 0.3, seed=4), unseen)
+
+
+def test_a_million_agents_are_drawn_when_asked_for():
+    split = lazy()
+    assert len(split.agents) == len(split.names) == 10**6 and split.names[123_456] == "123456"
+    assert split.most_rows == 20 and split.smallest_agent == 0
+    assert 7 not in split.seen and len(split.seen) == 10**6 - 1
+    first = split.train[999_999], split.test[999_999]
+    for agent in range(300):  # more than are remembered
+        assert len(split.train[agent]) == 20 and len(split.test[agent]) == 5
+    again = split.train[999_999], split.test[999_999]
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert len({split.train[agent].tobytes() for agent in range(50)}) > 45
+    with pytest.raises(IndexError):
+        split.train[10**6]
+
+
+def test_a_lazy_split_is_saved_as_its_recipe(tmp_path):
+    split, path = lazy(), tmp_path / "split.safetensors"
+    split.save(path)
+    assert path.stat().st_size < 1000
+    again = Split.load(path, LABELS)
+    assert again.fingerprint == split.fingerprint and again.unseen == (7,)
+    assert np.array_equal(again.train[5], split.train[5])
+    assert lazy(unseen=(8,)).fingerprint != split.fingerprint
+    with pytest.raises(InputError, match="about other data"):
+        Split.load(path, LABELS[::-1].copy())
+    with pytest.raises(InputError, match="the labels of its data are not given"):
+        Split.load(path)
+
+
+def test_a_damaged_recipe_is_refused(tmp_path):
+    path = tmp_path / "split.safetensors"
+    lazy().save(path)
+    for old, new in ((b'\\"seed\\": 4', b'\\"seed\\": 5'), (b"0.3", b"0.4"), (b"[20", b"[19")):
+        damaged = path.read_bytes().replace(old, new)
+        assert damaged != path.read_bytes()
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(InputError, match="damaged"):
+            Split.load(tmp_path / "damaged", LABELS)

@@ -42,7 +42,8 @@ def suggest(given: str, known: Iterable[str]) -> str:
 def _key(error: Any) -> str:
     """The dotted key of an error, without the member of a union that pydantic appends."""
     parts = [str(p) for p in error["loc"]]
-    return ".".join(p for p in parts if p not in ("float", "int") and "[" not in p)
+    members = ("float", "int", "constrained-int")
+    return ".".join(p for p in parts if p not in members and "[" not in p)
 
 
 def _reason(error: Any, field: FieldInfo | None) -> str:
