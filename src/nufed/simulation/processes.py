@@ -132,6 +132,8 @@ def _serve(link: Connection, others: list[Connection], answer: Callable[[Any, No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _end_with_parent()
+    # a worker that wakes up does not push the parent aside, which has others to wake
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     for other in others:  # so that a child that waits sees the end of the parent
         other.close()
     try:
