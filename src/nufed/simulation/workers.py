@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from nufed.algorithm import Algorithm, ClientResult, State
@@ -113,8 +113,7 @@ class WorkerEngine:
             self._objects += missing
             self._board = Board(max(sum(sizes), self._board.size))
             self._workers = Workers(self._count, self._answer)
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        return (range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+        return (range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
     def _number(self, thing: object) -> int:
         return next(i for i, known in enumerate(self._objects) if known is thing)
