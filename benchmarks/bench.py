@@ -78,6 +78,7 @@ def paper_job(turns, cores):
             "workers": ratio(times["direct, 1 worker"], times[f"direct, {cores} workers"]),
         }
         table(job, times, times[best])
+        print(f"    {job}, steady: {summary['steady']['median']:.2f} x the plain loop's speed")
         verdict(f"{job}, amortised", summary["amortised"], TARGETS[job])
         if job in FLOOR_TARGETS:
             verdict(f"{job}, of the floor", summary["against floor"], FLOOR_TARGETS[job], True)
