@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import warnings
@@ -21,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeAlias
 
-from nufed.errors import NufedError, TrainingError
+from nufed.errors import NufedError, TrainingError, UpdateError
 
 Note: TypeAlias = Callable[[Any], None]
 
@@ -144,11 +143,11 @@ def _serve(link: Connection, others: list[Connection], answer: Callable[[Any, No
                 try:
                     kind, content = "answer", answer(question, lambda n: link.send(("note", n)))
                 except NufedError as error:
-                    kind, content = "error", _sendable(error, TrainingError)
+                    kind, content = "error", _sendable(error)
                 except Exception as error:
                     kind, content = "error", TrainingError(f"{type(error).__name__}: {error}")
             for warning in caught:
-                link.send(("warning", _sendable(warning.message, UserWarning)))
+                link.send(("warning", _sendable(warning.message)))
             link.send((kind, content))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
@@ -160,10 +159,11 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
 
 
-def _sendable(thing: Any, instead: type[Exception]) -> Any:
-    """An exception or warning as it is, or its text if it can't be sent or be made again."""
-    try:
-        pickle.loads(pickle.dumps(thing))
-    except Exception:  # whatever its class does
-        return instead(str(thing))
-    return thing
+def _sendable(thing: Any) -> Any:
+    """An exception or warning with its text, of the nearest class that the parent can make."""
+    known = (
+        kind
+        for kind in type(thing).__mro__
+        if kind.__module__ in ("builtins", "nufed.errors") and kind is not UpdateError
+    )
+    return next(known)(str(thing))
