@@ -22,11 +22,11 @@ class Samples:
 
     Args:
         inputs: a tensor, or a tuple or mapping of tensors for modules with several inputs.
-            Bytes (uint8) stay bytes until a batch is taken, and are then multiplied by ``scale``.
+            Bytes (uint8) stay bytes until a batch is taken, and are then x·``scale`` + ``shift``.
         targets: class numbers (int64) or regression targets (floating-point).
         classes: the names of the classes; empty for regression.
         owners: who each sample belongs to, for a natural federation.
-        scale: what bytes are multiplied by.
+        scale, shift: how bytes become inputs.
     """
 
     inputs: Inputs
@@ -34,6 +34,7 @@ class Samples:
     classes: tuple[str, ...] = ()
     owners: np.ndarray[Any, Any] | None = None
     scale: float = 1.0
+    shift: float = 0.0
 
     def __post_init__(self) -> None:
         lengths = {len(x) for x in (*_tensors(self.inputs), self.targets)}
@@ -90,7 +91,9 @@ class Samples:
 
     def _rows(self, x: Tensor, index: Tensor) -> Tensor:
         taken = x.index_select(0, index)
-        return taken * self.scale if x.dtype == torch.uint8 else taken
+        if x.dtype != torch.uint8:
+            return taken
+        return taken.mul(self.scale).add_(self.shift) if self.shift else taken * self.scale
 
 
 def as_samples(data: Any) -> Samples:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections.abc import Callable
 from importlib.resources import as_file, files
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from nufed.data.samples import Samples
+from nufed.data.store import CIFAR10, CIFAR100, MNIST_WRITERS, Stored, data_directory
+from nufed.errors import InputError, require
+
+Pixels: TypeAlias = Literal["unit", "symmetric", "standardised"]
+# how bytes become inputs: scale and shift; the last makes CIFAR's mean about 0 and its deviation 1
+PIXELS: dict[Pixels, tuple[float, float]] = {
+    "unit": (1 / 255, 0.0),
+    "symmetric": (2 / 255, -1.0),
+    "standardised": (1 / (255 * 0.25), -0.475 / 0.25),
+}
+SIDE = 32  # of a CIFAR image
 
 
 def digits() -> Samples:
@@ -28,4 +42,85 @@ def digits() -> Samples:
     )
 
 
-SOURCES: dict[str, Callable[..., Samples]] = {"digits": digits}
+def cifar10(pixels: Pixels = "unit") -> Samples:
+    """The 50,000 training images of CIFAR-10: 3×32×32 pixels, 10 classes.
+
+    ``pixels``: inputs in 0 … 1 (``unit``), in −1 … 1 (``symmetric``), or ``standardised``.
+    """
+    return _cifar(CIFAR10, 1, _lines("cifar10"), pixels)
+
+
+def cifar100(pixels: Pixels = "unit") -> Samples:
+    """The 50,000 training images of CIFAR-100: 3×32×32 pixels, 100 classes.
+
+    ``pixels``: inputs in 0 … 1 (``unit``), in −1 … 1 (``symmetric``), or ``standardised``.
+    """
+    return _cifar(CIFAR100, 2, _lines("cifar100"), pixels)
+
+
+def mnist_writers(part: Literal["train", "test", "all"] = "train") -> Samples:
+    """MNIST with the person who wrote each digit: 28×28 pixels, one agent per writer.
+
+    ``part``: the 539 writers of MNIST's training images, the 297 of its test images, or all.
+    """
+    require(part in ("train", "test", "all"), "part", part, "must be train, test or all")
+    parts = ("train", "test") if part == "all" else (part,)
+    read = [_writers(name) for name in parts]
+    images, labels, owners = (np.concatenate(column) for column in zip(*read, strict=True))
+    return Samples(
+        inputs=torch.from_numpy(images),
+        targets=torch.from_numpy(labels).long(),
+        classes=tuple(str(digit) for digit in range(10)),
+        owners=owners,
+        scale=1 / 255,
+    )
+
+
+def _cifar(stored: Stored, labels: int, classes: tuple[str, ...], pixels: Pixels) -> Samples:
+    """Records of ``labels`` label bytes, the last of them the class, and a channel-major image."""
+    require(pixels in PIXELS, "pixels", pixels, f"must be one of {', '.join(PIXELS)}")
+    width = labels + 3 * SIDE * SIDE
+    records = [np.frombuffer(stored.read(f), np.uint8).reshape(-1, width) for f in stored.files]
+    images = np.empty((sum(map(len, records)), 3, SIDE, SIDE), np.uint8)
+    np.concatenate([r[:, labels:] for r in records], out=images.reshape(len(images), -1))
+    scale, shift = PIXELS[pixels]
+    return Samples(
+        inputs=torch.from_numpy(images),
+        targets=torch.from_numpy(np.concatenate([r[:, labels - 1] for r in records])).long(),
+        classes=classes,
+        scale=scale,
+        shift=shift,
+    )
+
+
+def _lines(name: str) -> tuple[str, ...]:
+    """The class names of a data set, in the order of their numbers."""
+    return tuple((files("nufed.data") / f"{name}.txt").read_text("utf-8").split())
+
+
+def _writers(part: str) -> tuple[np.ndarray[Any, Any], ...]:
+    """Images, labels and writers of one part of MNIST; writers are called train-0, test-326."""
+    (file,) = MNIST_WRITERS.files
+    try:
+        with np.load(io.BytesIO(MNIST_WRITERS.read(file)), allow_pickle=False) as archive:
+            images, labels, writers = (archive[f"{key}_{part}"] for key in ("x", "y", "writer"))
+        if images.dtype != np.uint8 or images.shape != (len(writers), 28, 28):
+            raise ValueError(f"x_{part} is {images.dtype} of shape {images.shape}")
+        if labels.shape != writers.shape or not 0 <= labels.min() <= labels.max() <= 9:
+            raise ValueError(f"y_{part} must hold one digit per image")
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(
+            f"{data_directory() / file} does not have the layout of MNIST by writer ({error}): "
+            "docs/data.md says how to make it"
+        ) from error
+    return images, labels, np.array([f"{part}-{writer}" for writer in writers])
+
+
+SOURCES: dict[str, Callable[..., Samples]] = {
+    "digits": digits,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+    "mnist-writers": mnist_writers,
+}
