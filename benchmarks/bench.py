@@ -91,7 +91,7 @@ def digits_job(turns, cores):
     config = load_config("quickstart", ["seeds=[0]"])
     setup = Setup.make(config, model=None, data=None, loss=None, metric=None)
     samples = build_samples(config.data)
-    data = build_federation(config.data, samples, 0)
+    data = build_federation(config, samples, 0)
     module = build_module(config, samples, 0)
     loop = plain(module, data, config.method.batch_size, config.method.local_steps)
     seen, agents = list(data.split.seen), list(data.split.agents)

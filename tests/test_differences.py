@@ -128,6 +128,33 @@ def test_the_automatic_step_follows_the_norms(monkeypatch):
     assert steps[0] == pytest.approx(2**-26 * (1 + norm) / float(v.norm()))
 
 
+@pytest.mark.parametrize("distance", [1e-11, 1e-10, 1e-9, 1e-8, -1e-9])
+def test_the_automatic_step_stays_on_one_side_of_a_kink(distance):
+    """A ReLU unit whose input lies very close to 0, in one row of a stack of two."""
+    objective = Objective(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 2)).double())
+    near = torch.tensor([1.0, -1.0 + distance, 0.7, -0.4, 0.1, 0.2], dtype=torch.float64)
+    far = torch.tensor([1.0, 0.5, 0.7, -0.4, 0.1, 0.2], dtype=torch.float64)
+    w = torch.stack([near, far])
+    inputs, targets = torch.ones(2, 1, 1, dtype=torch.float64), torch.zeros(2, 1).long()
+    v = torch.full_like(w, 0.3)
+    batch = Batch(inputs, targets)
+    exact = Exact().product(objective, w, batch, v)
+    assert relative_error(HessianFree().product(objective, w, batch, v), exact) < 1e-2
+    jump = objective.difference(w, batch, v, 1e-7)  # the step without that care
+    assert relative_error(jump, exact) > 1e3
+
+
+def test_steep_but_smooth_products_are_kept():
+    module = nn.Linear(1, 1, bias=False).double()
+    objective = Objective(
+        module, lambda outputs, targets: 1e6 * (outputs - targets).square().mean()
+    )
+    w = objective.initial()
+    batch = Batch(torch.ones(3, 1, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64))
+    product = HessianFree().product(objective, w, batch, torch.ones_like(w))
+    assert float(product) == pytest.approx(2e6, rel=1e-4)
+
+
 def test_products_with_frozen_statistics():
     module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
     objective = Objective(module, running_stats="frozen")

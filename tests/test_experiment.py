@@ -314,7 +314,7 @@ def problem(run, seed):
     samples = build.build_samples(run.config.data)
     module = build.build_module(run.config, samples, seed)
     objective = build.build_objective(run.config, module, build.build_loss(run.config, samples))
-    return objective, build.build_federation(run.config.data, samples, seed), seed
+    return objective, build.build_federation(run.config, samples, seed), seed
 
 
 def test_a_model_by_path_and_as_an_object_start_alike_and_stay_untouched(tmp_path, monkeypatch):

@@ -54,6 +54,9 @@ def run(
     source: Source,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="The run directory to make.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="How many seeds: 0, 1, …; as configured by default.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train and evaluate every method of a configuration, and write a report."""
@@ -61,7 +64,7 @@ def run(
         try:
             finished = run_experiment(
                 source,
-                overrides or (),
+                [*(overrides or ()), *([f"seeds={list(range(seeds))}"] if seeds else ())],
                 out=out,
                 on_start=display.start,
                 on_progress=display.update,

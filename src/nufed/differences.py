@@ -7,6 +7,10 @@ is worse than leaving curvature out. In float64 there is plenty: with w ± δv a
 (relative to w), crossings are rare and rounding costs about eight of sixteen digits. So the
 automatic step evaluates its two gradients in float64, at about twice the time and memory of float32
 gradients of compute-bound models, and nothing for models dominated by per-operation overhead.
+
+Rare is not never, and what a crossing adds is a jump of the gradient divided by a tiny step: one of
+them can undo a whole training (on CIFAR one product in 250 is 10⁵ times too long). So a product
+that is much longer than v is taken again with smaller steps, until two of them agree.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from nufed.errors import InputError
 from nufed.objective import AnyBatch, AnyObjective
 
 RELATIVE_STEP = math.sqrt(torch.finfo(torch.float64).eps)
+STEEP = 100  # ‖∇²f·v‖/‖v‖ from which a product is taken again; on the paper's network it is 5 to 20
+SMALLER, TURNS = 16, 4  # how much smaller the step is then, and how often
 POOR = 0.1  # relative error of a product from which a fixed step is called poor
 
 
@@ -33,13 +39,13 @@ def double_difference(
     """The central difference, evaluated in float64.
 
     ``step=None`` takes δ = √ε·(1 + ‖w‖)/‖v‖ with ε the precision of float64, for every row of a
-    stack its own.
+    stack its own, and smaller ones where that seems to cross a kink.
     """
-    if step is None:
-        norm = objective.norm(v).double()
-        step = RELATIVE_STEP * (1 + objective.norm(w).double()) / torch.where(norm > 0, norm, 1)
     try:
-        wide = objective.double.difference(w, batch, v, step)
+        if step is None:
+            wide = _without_kinks(objective, w, batch, v)
+        else:
+            wide = objective.double.difference(w, batch, v, step)
     except (RuntimeError, TypeError) as error:
         objective.grad(w, batch)  # if this fails too, it is not about float64
         raise InputError(
@@ -48,6 +54,24 @@ def double_difference(
             "fd_step as a number, or use exact curvature"
         ) from error
     return wide.to(w.dtype)
+
+
+def _without_kinks(objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+    """The difference with a step of its own, made smaller where the gradient seems to jump."""
+    wide, norm = objective.double, objective.norm(v).double()
+    step = RELATIVE_STEP * (1 + objective.norm(w).double()) / torch.where(norm > 0, norm, 1)
+    product = wide.difference(w, batch, v, step)
+    for _ in range(TURNS):
+        steep = wide.norm(product) > STEEP * norm
+        if not steep.any():
+            break
+        step = torch.where(steep, step / SMALLER, step)  # the same bits for the other rows
+        again = wide.difference(w, batch, v, step)
+        apart = wide.norm(again - product) > POOR * wide.norm(again)
+        product = again
+        if not (apart & steep).any():
+            break
+    return product
 
 
 def trouble_with_step(

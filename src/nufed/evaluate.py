@@ -1,8 +1,8 @@
 """How good models are for agents: before adaptation, after each step of it, and beside baselines.
 
-Every agent adapts on its training part and is scored on its test part. What adapts never sees
-test data: :meth:`Algorithm.personalize` gets batches of the training part and yields models, and
-only the functions here look at the test part.
+Every agent adapts on its training part and is scored on its test part (or, for choices, on its
+validation part). What adapts never sees test data: :meth:`Algorithm.personalize` gets batches of
+the training part and yields models, and only the functions here look at what they are scored on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ class Measure:
 
 @dataclass(frozen=True)
 class AgentScores:
-    """One agent's test loss and score after 0, 1, … fine-tuning steps."""
+    """One agent's test loss and score after 0, 1, … fine-tuning steps.
+
+    For classes also what accuracy hides where one class is frequent: ``balanced`` is the mean over
+    the agent's classes of the accuracy on each; ``minority`` the accuracy on its
+    ``minority_samples`` test samples that are not of its most frequent training class (not a
+    number if there are none).
+    """
 
     agent: int
     name: str
@@ -63,6 +69,9 @@ class AgentScores:
     test_samples: int
     loss: tuple[float, ...]
     score: tuple[float, ...]
+    balanced: tuple[float, ...] = ()
+    minority: tuple[float, ...] = ()
+    minority_samples: int = 0
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,6 +89,8 @@ class Summary:
     worst_tenth: float
     harmed: float
     loss: float
+    balanced: float
+    minority: float
 
 
 def evaluate_agent(
@@ -94,18 +105,16 @@ def evaluate_agent(
     steps: int,
     measure: Measure,
 ) -> AgentScores:
-    """Personalise the server's model for one agent and score it on the agent's test part.
+    """Personalise the server's model for one agent and score it on what was kept back.
 
     The batches of fine-tuning depend on seed and agent only, so that methods and rounds are
     compared on the same ones.
     """
     batches = federation.batches(agent, seed, "evaluate")
     models = algorithm.personalize(objective, server, state, batches, steps)
-    inputs, targets = federation.test(agent)
-    outputs = ((objective.predict(w, inputs), targets) for w in models)
-    return agent_scores(
-        federation, agent, [score_outputs(objective, *each, measure) for each in outputs]
-    )
+    inputs, _ = federation.scored(agent)
+    outputs = (objective.predict(w, inputs) for w in models)
+    return score_agent(objective, federation, agent, outputs, measure)
 
 
 def majority_class(federation: Federation, agent: int, steps: int) -> AgentScores:
@@ -113,18 +122,18 @@ def majority_class(federation: Federation, agent: int, steps: int) -> AgentScore
 
     It has no loss and nothing to fine-tune: the same score stands for every step.
     """
-    targets = federation.samples.targets
-    most = torch.bincount(targets[federation.split.train[agent]]).argmax()
-    own = targets[federation.split.test[agent]]
-    right = int((own == most).sum()) / len(own)
-    return agent_scores(federation, agent, [(float("nan"), right)] * (steps + 1))
+    targets = federation.samples.targets[federation.scored_rows(agent)]
+    answer = torch.tensor(_most_frequent(federation, agent)).expand(len(targets))
+    right = float((targets == answer).double().mean())
+    scored = [(float("nan"), right, *_by_class(answer, targets, int(answer[0])))]
+    return _record(federation, agent, scored * (steps + 1))
 
 
 def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Summary:
     """Mean, spread, worst tenth and share of harmed agents after ``step`` fine-tuning steps.
 
     ``worst_tenth`` is the mean of the worst ⌈n/10⌉ agents; an agent is harmed if its score after
-    the steps is worse than before.
+    the steps is worse than before; ``minority`` is over the minority samples of all agents.
     """
     scores = list(scores)
     after = np.array([s.score[step] for s in scores])
@@ -142,31 +151,80 @@ def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Sum
         worst_tenth=float(sign * ranked[:tenth].mean()),
         harmed=float((~(sign * after >= sign * before)).mean()),  # not a number: harmed
         loss=float(np.mean([s.loss[step] for s in scores])),
+        balanced=float(np.mean([s.balanced[step] if s.balanced else np.nan for s in scores])),
+        minority=_pooled_minority(scores, step),
     )
 
 
-def score_outputs(
-    objective: Objective, outputs: Tensor, targets: Tensor, measure: Measure
-) -> tuple[float, float]:
-    """The loss and the score of a model's outputs."""
+def score_agent(
+    objective: Objective,
+    federation: Federation,
+    agent: int,
+    outputs: Iterable[Tensor],
+    measure: Measure,
+) -> AgentScores:
+    """An agent's record from its models' outputs on what it is scored on, after 0, 1, … steps."""
+    targets = federation.samples.targets[federation.scored_rows(agent)]
+    most = _most_frequent(federation, agent) if measure.metric is accuracy else None
+    scored = [_scores(objective, each, targets, measure, most) for each in outputs]
+    return _record(federation, agent, scored)
+
+
+def _scores(
+    objective: Objective, outputs: Tensor, targets: Tensor, measure: Measure, most: int | None
+) -> tuple[float, ...]:
+    """Loss and score, and for classes balanced and minority accuracy."""
     loss = float(objective.loss(outputs, targets))
     if measure.metric is None:
         return loss, loss
-    return loss, float(measure.metric(outputs.to(targets.device), targets))
+    outputs = outputs.to(targets.device)
+    score = float(measure.metric(outputs, targets))
+    if most is None:
+        return loss, score
+    if score != score:
+        return loss, score, score, score
+    return loss, score, *_by_class(outputs.argmax(dim=1), targets, most)
 
 
-def agent_scores(
-    federation: Federation, agent: int, scores: Sequence[tuple[float, float]]
-) -> AgentScores:
-    """An agent's record from its loss and score after 0, 1, … steps."""
-    split = federation.split
-    loss, score = zip(*scores, strict=True)
+def _by_class(answers: Tensor, targets: Tensor, most: int) -> tuple[float, float]:
+    """Mean accuracy over classes, and accuracy on all classes but the most frequent one."""
+    right = (answers == targets).double()
+    counts = torch.bincount(targets)
+    held = counts > 0
+    per_class = torch.bincount(targets, weights=right)[held] / counts[held]
+    return float(per_class.mean()), float(right[targets != most].mean())
+
+
+def _most_frequent(federation: Federation, agent: int) -> int:
+    """The most frequent class of an agent's training part."""
+    train = federation.samples.targets[federation.split.train[agent]]
+    return int(torch.bincount(train).argmax())
+
+
+def _pooled_minority(scores: Sequence[AgentScores], step: int) -> float:
+    held = [s for s in scores if s.minority_samples]
+    if not held:
+        return float("nan")
+    weights = [s.minority_samples for s in held]
+    return float(np.average([s.minority[step] for s in held], weights=weights))
+
+
+def _record(federation: Federation, agent: int, scored: Sequence[tuple[float, ...]]) -> AgentScores:
+    """An agent's record from what was measured after 0, 1, … steps."""
+    split, rows = federation.split, federation.scored_rows(agent)
+    loss, score, *by_class = zip(*scored, strict=True)
+    more: dict[str, Any] = {}
+    if by_class:
+        targets = federation.samples.targets[rows]
+        minority = int((targets != _most_frequent(federation, agent)).sum())
+        more = {"balanced": by_class[0], "minority": by_class[1], "minority_samples": minority}
     return AgentScores(
         agent=agent,
         name=split.names[agent],
         seen=agent not in split.unseen,
         train_samples=len(split.train[agent]),
-        test_samples=len(split.test[agent]),
+        test_samples=len(rows),
         loss=loss,
         score=score,
+        **more,
     )

@@ -21,8 +21,8 @@ def wide(agents=3, inputs=1500, samples=80):
 
 
 def digits():
-    config = load_config("quickstart").data
-    samples = build_samples(config)
+    config = load_config("quickstart")
+    samples = build_samples(config.data)
     return build_federation(config, samples, 0)
 
 

@@ -122,7 +122,7 @@ def _estimator(run: Run, seed: int) -> Estimator:
             "made again here; use nufed.estimate.Estimator there"
         )
     samples = build_samples(config.data)
-    federation = build_federation(config.data, samples, seed)
+    federation = build_federation(config, samples, seed)
     saved = Split.load(run.path / "splits" / f"seed-{seed}.safetensors")
     if saved.fingerprint != federation.split.fingerprint:
         raise RunError(

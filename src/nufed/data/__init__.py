@@ -1,6 +1,6 @@
 """Data: where samples come from, who holds them, and how they come out as batches."""
 
-from nufed.data.federation import AgentBatches, Federation, Picked, SmallAgents
+from nufed.data.federation import AgentBatches, Federation, Picked, ScoredOn, SmallAgents
 from nufed.data.partition import DirichletReusing, Reuse, dirichlet, given, iid, shards
 from nufed.data.samples import Samples, as_samples
 from nufed.data.sources import SOURCES
@@ -23,6 +23,7 @@ __all__ = [
     "Picked",
     "Reuse",
     "Samples",
+    "ScoredOn",
     "SmallAgents",
     "Split",
     "as_samples",

@@ -15,6 +15,7 @@ from nufed.objective import Batch, Inputs
 from nufed.seeding import stream, torch_seed
 
 SmallAgents: TypeAlias = Literal["refuse", "use_all"]
+ScoredOn: TypeAlias = Literal["test", "validation"]
 
 
 @dataclass(frozen=True)
@@ -22,20 +23,27 @@ class Federation:
     """Samples, a split, and what to do with agents that have fewer samples than a batch.
 
     ``small_agents="refuse"`` is an error that names the agent; ``"use_all"`` lets such an agent
-    use all its training samples as its batch.
+    use all its training samples as its batch. ``scored_on`` names the part that evaluation reads:
+    the test part for reporting, the validation part for making choices.
     """
 
     samples: Samples
     split: Split
     small_agents: SmallAgents = "refuse"
+    scored_on: ScoredOn = "test"
 
     def batches(self, agent: int, seed: int, use: str, round: int = 0) -> AgentBatches:
         """The training part of an agent as seeded batches; ``use`` names the streams."""
         return AgentBatches(self, agent, seed, use, round)
 
-    def test(self, agent: int) -> tuple[Inputs, Tensor]:
-        """The test part of an agent. Only evaluation may ask for it."""
-        return self.samples.take(self.split.test[agent])
+    def scored(self, agent: int) -> tuple[Inputs, Tensor]:
+        """What an agent is scored on. Only evaluation may ask for it."""
+        return self.samples.take(self.scored_rows(agent))
+
+    def scored_rows(self, agent: int) -> Rows:
+        """The rows of what an agent is scored on."""
+        parts = self.split.test if self.scored_on == "test" else self.split.validation
+        return parts[agent]
 
     def check_batch_size(self, size: int) -> None:
         """Refuse, before anything runs, a batch size that some agent can't fill."""

@@ -53,7 +53,10 @@ def parts_of(setup: Setup) -> list[Part]:
     """The parts of a run, seed by seed."""
     config, agents = setup.config, len(setup.federations[setup.config.seeds[0]].split.agents)
     evaluated = len(setup.evaluated[config.seeds[0]])
-    works = {BASELINES: float(evaluated * _alone(setup).local_steps)}
+    works: dict[str, float] = {}
+    if config.baselines:
+        local = "local" in config.baselines
+        works[BASELINES] = float(evaluated * _alone(setup).local_steps * local)
     for name, algorithm in setup.algorithms.items():
         draws = algorithm.update_draws() if isinstance(algorithm, Combining) else []
         batches = sum(draw.number for draw in draws) or 1
@@ -106,7 +109,7 @@ def _run_method(
             if progress.round % config.eval_every == 0 or progress.round == config.rounds:
                 scores = _evaluate(setup, engine, algorithm, progress)
                 line["evaluation"] = _by_group(scores, setup)
-                score = line["evaluation"]["seen"]["score"][-1]
+                score = line["evaluation"]["seen"]["score"][config.steps_of(name)[0]]
             write_line(file, line)
             if config.save_every and progress.round and progress.round % config.save_every == 0:
                 directory.write_model(name, seed, progress.server, progress.round)
@@ -148,7 +151,7 @@ def _evaluate(
 
 
 def _by_group(scores: Sequence[AgentScores], setup: Setup) -> dict[str, dict[str, list[float]]]:
-    """Mean score and loss after 0 … eval_steps steps, over agents seen in training and others."""
+    """Means after 0, 1, … fine-tuning steps, over agents seen in training and over the others."""
     groups = {}
     for group in ("seen", "unseen"):
         chosen = [s for s in scores if s.seen == (group == "seen")]
@@ -156,19 +159,25 @@ def _by_group(scores: Sequence[AgentScores], setup: Setup) -> dict[str, dict[str
             steps = range(setup.config.steps_evaluated + 1)
             means = [summarise(chosen, step, setup.measure) for step in steps]
             groups[group] = {"score": [m.mean for m in means], "loss": [m.loss for m in means]}
+            if chosen[0].balanced:
+                groups[group]["balanced"] = [m.balanced for m in means]
+                groups[group]["minority"] = [m.minority for m in means]
     return groups
 
 
 def _baselines(setup: Setup, engine: Engine) -> Iterator[tuple[str, list[AgentScores]]]:
-    """The null baselines."""
-    steps = setup.config.steps_evaluated
+    """The null baselines that are asked for."""
+    steps, wanted = setup.config.steps_evaluated, setup.config.baselines
     agents = setup.evaluated[engine.seed]
-    if setup.samples.classes and setup.measure.name == "accuracy":
+    if "majority" in wanted and setup.samples.classes and setup.measure.name == "accuracy":
         yield "majority", [majority_class(engine.federation, a, steps) for a in agents]
     alone, measure = _alone(setup), setup.measure
     initial = {"model": engine.objective.initial()}
-    untrained: dict[int, State] = dict.fromkeys(agents, initial)
-    yield "untrained", engine.evaluate(alone, initial, untrained, steps=steps, measure=measure)
+    if "untrained" in wanted:
+        untrained: dict[int, State] = dict.fromkeys(agents, initial)
+        yield "untrained", engine.evaluate(alone, initial, untrained, steps=steps, measure=measure)
+    if "local" not in wanted:
+        return
     results = engine.client_updates(alone, initial, {agent: {} for agent in agents}, round=1)
     local = {agent: result.vectors for agent, result in results.items()}
     yield "local", engine.evaluate(alone, initial, local, steps=steps, measure=measure)

@@ -51,7 +51,7 @@ class Setup:
         if own["metric"] is not None:
             measure = Measure(getattr(own["metric"], "__name__", "metric"), own["metric"])
         algorithms = config.algorithms()
-        federations = {s: build_federation(config.data, samples, s) for s in config.seeds}
+        federations = {s: build_federation(config, samples, s) for s in config.seeds}
         for federation in federations.values():
             for algorithm in algorithms.values():
                 federation.check_batch_size(algorithm.batch_size)

@@ -13,6 +13,7 @@ import numpy as np
 from nufed.report.bounds import TERMS
 from nufed.report.tables import all_groups, label, run_name
 from nufed.runs import Run
+from nufed.runs.results import Line
 
 # Okabe and Ito's colours, told apart by colour-blind readers too
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#000000"]
@@ -56,12 +57,12 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
 def rounds_chart(runs: Sequence[Run], group: str) -> Any:
     """Score by round."""
     points = []
-    for run, name, part in _methods(runs):
+    for run, name, line in _lines(runs, "method"):
         if group not in run.groups:
             continue
-        lines = [[m for m in t.metrics if "evaluation" in m] for t in part.values()]
-        for same_round in zip(*lines, strict=True):
-            scores = [m["evaluation"][group]["score"][-1] for m in same_round]
+        seeds = [[m for m in t.metrics if "evaluation" in m] for t in line.seeds.values()]
+        for same_round in zip(*seeds, strict=True):
+            scores = [m["evaluation"][group]["score"][line.steps] for m in same_round]
             points.append(_point(name, "round", same_round[0]["round"], scores))
     return _curves(runs, points, "round", "communication round", group, last_step=True)
 
@@ -69,24 +70,25 @@ def rounds_chart(runs: Sequence[Run], group: str) -> Any:
 def steps_chart(runs: Sequence[Run]) -> Any:
     """Score by number of fine-tuning steps."""
     points = []
-    for run, name, part in _methods(runs):
-        for step in range(run.config.steps_evaluated + 1):
-            scores = [_seen_mean(t.scores, step) for t in part.values()]
-            points.append(_point(name, "step", step, scores))
+    for run in runs:
+        for method, part in run.methods.items():
+            for step in range(run.config.steps_evaluated + 1):
+                scores = [_seen_mean(t.scores, step) for t in part.values()]
+                points.append(_point(label(run, method, runs), "step", step, scores))
     return _curves(runs, points, "step", "fine-tuning steps", "seen", last_step=False)
 
 
 def agents_chart(runs: Sequence[Run]) -> Any:
     """The distribution of scores over agents."""
     rows = [
-        {"method": name, "score": s.score[-1]}
-        for run, name, part in (*_methods(runs), *_baselines(runs))
-        for t in part.values()
-        for s in t.scores
-        if s.seen and math.isfinite(s.score[-1])
+        {"method": name, "score": s.score[line.steps]}
+        for _, name, line in _lines(runs)
+        for scores in line.scores("seen")
+        for s in scores
+        if math.isfinite(s.score[line.steps])
     ]
-    names = [name for _, name, _ in _methods(runs)]
-    nulls = [name for _, name, _ in _baselines(runs)]
+    names = [name for _, name, _ in _lines(runs, "method")]
+    nulls = [name for _, name, _ in _lines(runs, "baseline")]
     colours = [*_colours(names), *[GREY] * len(nulls)]
     return (
         _chart(rows)
@@ -198,7 +200,7 @@ def _curves(
     last_step: bool,
 ) -> Any:
     """Mean lines with bands over seeds, and the null baselines dashed."""
-    names = [name for _, name, _ in _methods(runs)]
+    names = list(dict.fromkeys(point["method"] for point in points))
     points = [p for p in points if all(math.isfinite(p[k]) for k in ("mean", "low", "high"))]
     colour = alt.Color(
         "method:N",
@@ -238,12 +240,12 @@ def _null_lines(
 ) -> list[dict[str, Any]]:
     """The baselines' mean scores: level by round, or as they change with the steps."""
     lines = []
-    for run, name, part in _baselines(runs):
-        scores = [s for t in part.values() for s in t.scores if s.seen == (group == "seen")]
+    for run, name, line in _lines(runs, "baseline"):
+        scores = [s for seed in line.scores(group) for s in seed]
         if not scores:
             continue
         for at in (0, last) if last_step else range(run.config.steps_evaluated + 1):
-            value = float(np.mean([s.score[-1 if last_step else at] for s in scores]))
+            value = float(np.mean([s.score[line.steps if last_step else at] for s in scores]))
             if math.isfinite(value):
                 lines.append({"method": name, x: at, "mean": value})
     return lines
@@ -260,12 +262,14 @@ def _spread(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> list[di
     return spread
 
 
-def _methods(runs: Sequence[Run]) -> list[tuple[Run, str, Any]]:
-    return [(run, label(run, n, runs), part) for run in runs for n, part in run.methods.items()]
-
-
-def _baselines(runs: Sequence[Run]) -> list[tuple[Run, str, Any]]:
-    return [(run, label(run, n, runs), part) for run in runs for n, part in run.baselines.items()]
+def _lines(runs: Sequence[Run], kind: str | None = None) -> list[tuple[Run, str, Line]]:
+    """What the runs show, with names that tell runs apart."""
+    return [
+        (run, label(run, line.label, runs), line)
+        for run in runs
+        for line in run.lines()
+        if kind in (None, line.kind)
+    ]
 
 
 def _point(name: str, x: str, at: int, scores: Sequence[float]) -> dict[str, Any]:
@@ -282,11 +286,11 @@ def _colours(names: Sequence[str]) -> list[str]:
 
 
 def _score(runs: Sequence[Run]) -> str:
-    return f"Test {runs[0].measure.name}"
+    return f"{runs[0].config.eval_on.capitalize()} {runs[0].measure.name}"
 
 
 def _steps(runs: Sequence[Run]) -> str:
-    return " or ".join(str(s) for s in sorted({run.config.steps_evaluated for run in runs}))
+    return " or ".join(str(s) for s in sorted({line.steps for _, _, line in _lines(runs)}))
 
 
 def _score_axis(runs: Sequence[Run], channel: Any, field: str = "score") -> Any:

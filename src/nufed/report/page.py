@@ -33,6 +33,8 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
     if len({run.measure.name for run in runs}) > 1:
         scores = ", ".join(f"{run.path.name}: {run.measure.name}" for run in runs)
         raise InputError(f"these runs are scored differently ({scores}): compare runs of one kind")
+    if len({run.config.eval_on for run in runs}) > 1:
+        raise InputError("these runs are scored on different parts: compare test with test")
     charts = list(all_charts(runs))
     bounds = runs[0].bounds() if len(runs) == 1 else None
     bounded = list(bounds_charts(bounds)) if bounds else []
@@ -41,6 +43,8 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         headlines=[headline(run) for run in runs],
         results=[(group, results_table(runs, group)) for group in all_groups(runs)],
         baselines=baseline_notes(runs[0]),
+        scored_on=runs[0].config.eval_on,
+        classes=runs[0].measure.name == "accuracy",
         one_seed=any(len(run.config.seeds) == 1 for run in runs),
         charts=[(name, caption) for name, caption, _ in charts],
         bounds=bounds_tables(bounds) if bounds else [],

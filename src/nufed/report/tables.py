@@ -46,19 +46,21 @@ def all_groups(runs: Sequence[Run]) -> list[str]:
 
 def results_table(runs: Sequence[Run], group: str) -> Table:
     """Methods and null baselines on the agents of one group, after the last round."""
+    classes = all(run.measure.name == "accuracy" for run in runs)
     headings = ["", "before", "after", "± 95 %", "std", "worst 10 %", "harmed"]
+    headings += ["balanced", "minority"] if classes else []
     rows, quiet = [], []
     for run in runs:
         show = number_format(run)
         for row in run.rows():
             if row.group == group:
-                rows.append([label(run, row.name, runs), *_cells(row, show)])
+                rows.append([label(run, row.name, runs), *_cells(row, show, classes)])
                 quiet.append(row.kind == "baseline")
     return Table(headings, rows, quiet)
 
 
-def _cells(row: Row, show: Callable[[float], str]) -> list[str]:
-    return [
+def _cells(row: Row, show: Callable[[float], str], classes: bool) -> list[str]:
+    cells = [
         show(row.before.mean),
         show(row.after.mean),
         _half_width(row.after, show),
@@ -66,6 +68,8 @@ def _cells(row: Row, show: Callable[[float], str]) -> list[str]:
         show(row.worst_tenth),
         f"{100 * row.harmed:.0f} %",
     ]
+    by_class = (row.balanced.mean, row.minority.mean)
+    return [*cells, *("–" if math.isnan(x) else show(x) for x in by_class)] if classes else cells
 
 
 def _half_width(estimate: Estimate, show: Callable[[float], str]) -> str:
@@ -145,7 +149,8 @@ def settings_table(run: Run) -> Table:
         "data": f"{config.data.source}; {partition}",
         "parts": f"validation {config.data.validation:g}, test {config.data.test:g}, rest training",
         "model": f"{config.model.name} {config.model.args or ''}, {config.dtype}",
-        "fine-tuning steps evaluated": str(config.steps_evaluated),
+        "fine-tuning steps": _steps_shown(run),
+        "scored on": f"the agents' {config.eval_on} parts",
         "agents evaluated": "all" if config.eval_agents is None else _sampled(run),
         "engine": ", ".join(f"{method} {engine}" for method, engine in run.engines.items()),
         "seeds": ", ".join(map(str, config.seeds)),
@@ -162,13 +167,24 @@ def headline(run: Run) -> str:
     best = next(row for row in seen if row.kind == "method")
     nulls = [row for row in seen if row.kind == "baseline"]
     text = (
-        f"Personalised test {run.measure.name} after {config.steps_evaluated} fine-tuning steps on "
+        f"Personalised {config.eval_on} {run.measure.name} after {config.steps_shown} fine-tuning "
+        f"steps{_unless_said(run)} on "
         f"each agent's own training data, last round ({config.rounds}), mean over "
         f"{_sampled(run)} agents seen in training{_over_seeds(run)}. "
         f"Best method: {best.name}, {show(best.after.mean)}"
     )
     beside = ", ".join(f"{row.name} {show(row.after.mean)}" for row in nulls)
-    return f"{text}; null baselines: {beside}."
+    return f"{text}; null baselines: {beside or 'none'}."
+
+
+def _steps_shown(run: Run) -> str:
+    own = {n: s for n in run.methods if (s := run.config.steps_of(n)) != [run.config.steps_shown]}
+    others = "".join(f"; {name} {' and '.join(map(str, steps))}" for name, steps in own.items())
+    return f"{run.config.steps_shown}{others}"
+
+
+def _unless_said(run: Run) -> str:
+    return " (or as many as its name says)" if ";" in _steps_shown(run) else ""
 
 
 def _sampled(run: Run) -> str:

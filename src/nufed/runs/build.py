@@ -92,9 +92,10 @@ def build_split(config: DataConfig, samples: Samples, seed: int) -> Split:
     )
 
 
-def build_federation(config: DataConfig, samples: Samples, seed: int) -> Federation:
+def build_federation(config: Config, samples: Samples, seed: int) -> Federation:
     """The samples dealt out to agents."""
-    return Federation(samples, build_split(config, samples, seed), config.small_agents)
+    split = build_split(config.data, samples, seed)
+    return Federation(samples, split, config.data.small_agents, config.eval_on)
 
 
 def build_module(

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from nufed.aggregate import Averaging
 from nufed.algorithm import Algorithm
 from nufed.algorithms import ALGORITHMS
-from nufed.data import Reuse, SmallAgents
+from nufed.data import Reuse, ScoredOn, SmallAgents
 from nufed.errors import InputError
 from nufed.metagrad import Curvature, Exact, FirstOrder, HessianFree
 from nufed.runs.messages import sentence, suggest
@@ -83,6 +83,9 @@ class MethodConfig(_Table):
     curvature: Literal["exact", "first_order", "hessian_free"] = "exact"
     fd_step: float | Literal["auto"] = Field(default="auto", description="δ")
     averaging: Averaging = "uniform"
+    eval_steps: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
+        default=None, description="fine-tuning steps to show it after, a list; the run's by default"
+    )
 
     def build(self) -> Algorithm:
         """The algorithm with those of the settings that it takes."""
@@ -117,10 +120,16 @@ class Config(_Table):
     rounds: Count = Field(default=100, description="K")
     participation: float = Field(default=0.2, gt=0, le=1, description="r")
     eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default="auto", description="fine-tuning steps evaluated; auto: the largest ν, at least 1"
+        default="auto", description="fine-tuning steps shown; auto: the largest ν, at least 1"
+    )
+    eval_on: ScoredOn = Field(
+        default="test", description="the part that agents are scored on; choices use validation"
     )
     eval_agents: Count | None = Field(
         default=None, description="evaluate a fixed sample of so many agents; all by default"
+    )
+    baselines: list[Literal["majority", "untrained", "local"]] = Field(
+        default=["majority", "untrained", "local"], description="null baselines to set beside"
     )
     eval_every: Count = Field(default=10, description="rounds between evaluations")
     save_every: Annotated[int, Field(ge=0)] = Field(
@@ -145,11 +154,21 @@ class Config(_Table):
     methods: dict[Name, MethodConfig] = {}
 
     @property
-    def steps_evaluated(self) -> int:
-        """``eval_steps`` as a number."""
+    def steps_shown(self) -> int:
+        """``eval_steps`` as a number: the fine-tuning steps after which results are shown."""
         if self.eval_steps != "auto":
             return self.eval_steps
         return max(1, *(getattr(a, "adapt_steps", 1) for a in self.algorithms().values()))
+
+    def steps_of(self, method: str) -> list[int]:
+        """The numbers of fine-tuning steps after which a method is shown."""
+        own = self.methods[method].eval_steps if method in self.methods else None
+        return own or self.method.eval_steps or [self.steps_shown]
+
+    @property
+    def steps_evaluated(self) -> int:
+        """The most fine-tuning steps that any method is shown after: all up to there are scored."""
+        return max(self.steps_shown, *(s for m in self.algorithms() for s in self.steps_of(m)))
 
     def algorithms(self) -> dict[str, Algorithm]:
         """The methods to train, by name, each with the shared settings and its own over them."""
@@ -163,7 +182,9 @@ class Config(_Table):
         where = f"methods.{name}"
         taken = _naming(where, merged.taken)
         for key in given:
-            used = key in ("algorithm", *taken) or (key == "fd_step" and "curvature" in taken)
+            used = key in ("algorithm", "eval_steps", *taken) or (
+                key == "fd_step" and "curvature" in taken
+            )
             if not used:
                 raise InputError(
                     f"{where}.{key} = {given[key]!r}: {merged.algorithm} has no such setting, it "
@@ -198,6 +219,11 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     if len(set(config.seeds)) < len(config.seeds):
         raise InputError(f"seeds = {config.seeds}: each seed may stand there once")
     config.algorithms()
+    if config.eval_on == "validation" and not (config.data.validation or config.data.split_file):
+        raise InputError(
+            'eval_on = "validation": there is no validation part; set data.validation, for example '
+            "to 0.1"
+        )
     return config
 
 

@@ -55,6 +55,24 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class Line:
+    """A method or baseline as results show it: after a number of fine-tuning steps."""
+
+    label: str
+    name: str
+    kind: str
+    steps: int
+    seeds: dict[int, Trained]
+
+    def scores(self, group: str) -> list[list[AgentScores]]:
+        """The final scores of the agents of a group, seed by seed."""
+        return [
+            [s for s in trained.scores if s.seen == (group == "seen")]
+            for trained in self.seeds.values()
+        ]
+
+
+@dataclass(frozen=True)
 class Row:
     """One method or baseline, on the agents seen in training or held out from it.
 
@@ -73,6 +91,9 @@ class Row:
     deciles: tuple[float, ...]
     harmed: float
     loss: float
+    balanced: Estimate
+    minority: Estimate
+    above_majority: Estimate
 
 
 @dataclass(frozen=True)
@@ -107,21 +128,31 @@ class Run:
     def agents(self) -> int:
         return int(next(iter(self.splits.values()))["number"])
 
+    def lines(self) -> list[Line]:
+        """What results show: each method after its numbers of steps, then the null baselines."""
+        found = []
+        usual = self.config.steps_shown
+        for name, part in self.methods.items():
+            shown = self.config.steps_of(name)
+            for steps in shown:
+                words = f" after {steps} step{'s' * (steps != 1)}"
+                label = name if shown == [usual] else name + words
+                found.append(Line(label, name, "method", steps, part))
+        nulls = self.baselines.items()
+        return [*found, *(Line(name, name, "baseline", usual, part) for name, part in nulls)]
+
     def rows(self) -> list[Row]:
         """The results table, best method of each group first, then the null baselines."""
         rows = []
         sign = -1 if self.measure.higher_is_better else 1
         for group in self.groups:
-            for kind, parts in (("method", self.methods), ("baseline", self.baselines)):
-                made = [self._row(name, kind, group, part) for name, part in parts.items()]
+            for kind in ("method", "baseline"):
+                made = [self._row(line, group) for line in self.lines() if line.kind == kind]
                 rows += sorted(made, key=lambda r: (math.isnan(r.after.mean), sign * r.after.mean))
         return rows
 
-    def _row(self, name: str, kind: str, group: str, part: dict[int, Trained]) -> Row:
-        steps = self.config.steps_evaluated
-        chosen = [
-            [s for s in trained.scores if s.seen == (group == "seen")] for trained in part.values()
-        ]
+    def _row(self, line: Line, group: str) -> Row:
+        chosen, steps = line.scores(group), line.steps
         before = [summarise(scores, 0, self.measure) for scores in chosen]
         after = [summarise(scores, steps, self.measure) for scores in chosen]
         if len(chosen) == 1:
@@ -129,17 +160,32 @@ class Run:
         else:
             before_values, after_values = ([s.mean for s in part] for part in (before, after))
         return Row(
-            name=name,
-            kind=kind,
+            name=line.label,
+            kind=line.kind,
             group=group,
             before=Estimate.of(before_values),
             after=Estimate.of(after_values),
+            balanced=Estimate.of([s.balanced for s in after]),
+            minority=Estimate.of([s.minority for s in after]),
+            above_majority=Estimate.of(self._above_majority(line, group)),
             deciles=tuple(np.mean([s.deciles for s in after], axis=0).tolist()),
             **{
                 f: _mean(after, f)
                 for f in ("weighted_mean", "std", "worst_tenth", "harmed", "loss")
             },
         )
+
+    def _above_majority(self, line: Line, group: str) -> list[float]:
+        """By how much the mean score lies above always answering the most frequent class."""
+        if "majority" not in self.baselines:
+            return [math.nan]
+        majority = Line("", "majority", "baseline", 0, self.baselines["majority"])
+        nulls = dict(zip(majority.seeds, majority.scores(group), strict=True))
+        return [
+            float(np.mean([s.score[line.steps] for s in scores]))
+            - float(np.mean([s.score[0] for s in nulls[seed]]))
+            for seed, scores in zip(line.seeds, line.scores(group), strict=True)
+        ]
 
     def costs(self, name: str) -> dict[str, float]:
         """What training a method cost, per seed: work, traffic and seconds."""
@@ -176,7 +222,8 @@ class Run:
             "measure": self.measure.name,
             "higher_is_better": self.measure.higher_is_better,
             "rounds": self.config.rounds,
-            "fine_tuning_steps": self.config.steps_evaluated,
+            "scored_on": self.config.eval_on,
+            "fine_tuning_steps": self.config.steps_shown,
             "seeds": self.config.seeds,
             "rows": [finite(asdict(row)) for row in self.rows()],
         }
@@ -246,14 +293,18 @@ def _failures(path: Path, config: Config) -> list[str]:
 def _part(folder: Path) -> Trained:
     metrics = folder / "metrics.jsonl"
     try:
-        scores = [
-            AgentScores(**{**line, "loss": tuple(line["loss"]), "score": tuple(line["score"])})
-            for line in map(_numbers, read_lines(folder / "agents.jsonl"))
-        ]
+        scores = [_agent_scores(line) for line in read_lines(folder / "agents.jsonl")]
     except (TypeError, KeyError) as error:
         raise RunError(f"{folder / 'agents.jsonl'} can't be read: {error}") from error
     lines = read_lines(metrics) if metrics.exists() else ()
     return Trained([_numbers(line) for line in lines], scores)
+
+
+def _agent_scores(line: dict[str, Any]) -> AgentScores:
+    fields: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in _numbers(line).items()
+    }
+    return AgentScores(**fields)
 
 
 def _numbers(value: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nufed.algorithm import Algorithm, ClientResult, State
 from nufed.data import AgentBatches, Federation
 from nufed.data.partition import Rows
-from nufed.evaluate import AgentScores, Measure, agent_scores, score_outputs
+from nufed.evaluate import AgentScores, Measure, score_agent
 from nufed.objective import Batch, Inputs, Objective
 from nufed.simulation.engine import work_of
 
@@ -93,22 +93,21 @@ class BatchedEngine:
                 steps,
             )
         )
-        rows = [self.federation.split.test[agent] for agent in states]
+        rows = [self.federation.scored_rows(agent) for agent in states]
         outputs: list[list[Tensor]]
         if len({len(own) for own in rows}) == 1:
             inputs, _ = take_stacked(self.federation, rows)
             outputs = [list(self.objective.predict(w, inputs)) for w in models]
         else:
-            tests = [self.federation.test(agent)[0] for agent in states]
+            tests = [self.federation.scored(agent)[0] for agent in states]
             outputs = [
                 [self.objective.predict(own, test) for own, test in zip(w, tests, strict=True)]
                 for w in models
             ]
         scores = {}
         for row, agent in enumerate(states):
-            targets = self.federation.samples.targets[rows[row]]
-            scored = [score_outputs(self.objective, o[row], targets, measure) for o in outputs]
-            scores[agent] = agent_scores(self.federation, agent, scored)
+            own = (each[row] for each in outputs)
+            scores[agent] = score_agent(self.objective, self.federation, agent, own, measure)
         return scores
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from nufed.algorithm import Algorithm, ClientResult, Combining, Draw, State
 from nufed.data import AgentBatches, Federation
 from nufed.data.partition import Rows
-from nufed.evaluate import AgentScores, Measure, agent_scores, score_outputs
+from nufed.evaluate import AgentScores, Measure, score_agent
 from nufed.gram import FirstLayer, GramObjective, GramVector
 from nufed.objective import Batch, Objective
 from nufed.simulation.batched import even_chunks
@@ -106,10 +106,9 @@ class GramEngine:
         outputs = [space.objective.predict(w, places) for w in models]
         scores = {}
         for row, agent in enumerate(chunk):
-            targets = self.federation.samples.targets[self.federation.split.test[agent]]
-            own = (each[row, : len(targets)] for each in outputs)
-            scored = [score_outputs(self.objective, o, targets, measure) for o in own]
-            scores[agent] = agent_scores(self.federation, agent, scored)
+            size = len(self.federation.scored_rows(agent))
+            own = (each[row, :size] for each in outputs)
+            scores[agent] = score_agent(self.objective, self.federation, agent, own, measure)
         return scores
 
     def _vector(self, model: Tensor, w: GramVector, row: int, used: Rows, inputs: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class GramEngine:
         """The same for fine-tuning and test; places count the used samples, then those for test."""
         split = self.federation.split
         both = [
-            (split.train[agent][own], split.test[agent])
+            (split.train[agent][own], self.federation.scored_rows(agent))
             for agent, own in zip(chunk, used, strict=True)
         ]
         inputs = self._inputs([np.concatenate(pair) for pair in both])
