@@ -6,11 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from nufed import cli
 from test_bounds import NUMBERS
 
 QUICK = ["rounds=2", "eval_every=1", "seeds=[0]", "data.agents=6", "data.unseen_agents=1"]
@@ -22,21 +20,6 @@ def done(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("work")
     command = [sys.executable, "-m", "nufed.cli", "run", "quickstart", *QUICK]
     return cwd, subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
-@pytest.fixture
-def nufed(monkeypatch, capsys):
-    """Runs the command line in this process."""
-
-    def call(*arguments, cwd):
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["nufed", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=exit.value.code or 0, stdout=out, stderr=err)
-
-    return call
 
 
 def test_run_prints_a_table_and_ends_with_the_path_of_its_report(done):
@@ -116,6 +99,33 @@ def test_data_show_draws_the_split(done, nufed):
     assert shown["classes"] == split["classes"] and len(shown["agents"]) == 30
 
 
+def test_data_list_says_what_is_here_and_how_to_get_the_rest(tmp_path, nufed, monkeypatch):
+    monkeypatch.setenv("NUFED_DATA", str(tmp_path / "mine"))
+    (tmp_path / "mine/cifar-100-binary").mkdir(parents=True)
+    (tmp_path / "mine/cifar-100-binary/train.bin").write_bytes(b"")
+    text = nufed("data", "list", cwd=tmp_path).stdout
+    assert f"{tmp_path / 'mine'} (from NUFED_DATA)" in text
+    assert "get it with: nufed data get cifar10\n" in text
+    listed = json.loads(nufed("data", "list", "--json", cwd=tmp_path).stdout)
+    assert listed["directory"] == str(tmp_path / "mine") and listed["from"] == "NUFED_DATA"
+    states = {name: entry["state"] for name, entry in listed["data"].items()}
+    assert states == {
+        "digits": "present",
+        "cifar10": "missing",
+        "cifar100": "present",
+        "mnist-writers": "missing",
+    }
+    assert listed["data"]["cifar100"]["where"] == str(tmp_path / "mine/cifar-100-binary")
+    monkeypatch.delenv("NUFED_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "set NUFED_DATA to use another" in nufed("data", "list", cwd=tmp_path).stdout
+
+
+def test_what_is_shipped_need_not_be_got(tmp_path, nufed):
+    result = nufed("data", "get", "digits", cwd=tmp_path)
+    assert result.returncode == 0 and "shipped with nufed" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -128,9 +138,17 @@ def test_data_show_draws_the_split(done, nufed):
         (["run", "quickstart", "data.agents=1000"], "need 50000 samples and the data has 1797"),
         (["report", "nowhere"], "nowhere can't be read as a run directory"),
         (["data", "show", "quickstart", "--out", "split.txt"], "must end in .svg, .png or .html"),
+        (["data", "get", "cifar"], "unknown data set 'cifar'; did you mean 'cifar10'?"),
+        (["data", "get", "zzz"], "there are digits, cifar10, cifar100, mnist-writers"),
+        (["data", "get", "mnist-writers"], "docs/data.md says how to make mnist_by_writer.npz"),
+        (["data", "get", "cifar10", "--url", "file:///x"], "give a file to --from"),
+        (["data", "get", "cifar10", "--from", "nowhere"], "nowhere can't be read"),
     ],
 )
-def test_bad_input_is_one_sentence_and_a_non_zero_exit(arguments, sentence, tmp_path, nufed):
+def test_bad_input_is_one_sentence_and_a_non_zero_exit(
+    arguments, sentence, tmp_path, nufed, monkeypatch, tmp_path_factory
+):
+    monkeypatch.setenv("NUFED_DATA", str(tmp_path_factory.mktemp("data")))
     result = nufed(*arguments, cwd=tmp_path)
     assert result.returncode == 2
     assert sentence in result.stderr and "Traceback" not in result.stderr

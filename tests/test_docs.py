@@ -1,17 +1,28 @@
 """What the documents name exists, and what the README promises is so."""
 
+import gzip
 import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from nufed.data.sources import mnist_writers
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
     "page",
-    ["docs/paper.md", "docs/theory.md", "docs/performance.md", "CONTRIBUTING.md", "README.md"],
+    [
+        "docs/paper.md",
+        "docs/theory.md",
+        "docs/performance.md",
+        "docs/data.md",
+        "CONTRIBUTING.md",
+        "README.md",
+    ],
 )
 def test_files_that_documents_name_exist(page):
     named = re.findall(
@@ -20,7 +31,30 @@ def test_files_that_documents_name_exist(page):
     linked = re.findall(r"\]\((?!http|#)([\w./-]+)\)", (ROOT / page).read_text())
     assert all((ROOT / name).exists() for name in named), named
     assert all(((ROOT / page).parent / name).exists() for name in linked), linked
-    assert named or linked or page == "CONTRIBUTING.md"
+    assert named or linked or page in ("CONTRIBUTING.md", "docs/data.md")
+
+
+def test_the_script_that_makes_mnist_by_writer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    digits = np.arange(3 * 784).reshape(3, 28, 28) % 256
+    labels = np.array([[7, 0, 300, 5], [2, 1, 300, 6], [1, 4, 2599, 7], [9, 9, 9, 9]])
+    for part, images in (("train", "train"), ("test", "t10k")):
+        write_idx(f"{images}-images-idx3-ubyte.gz", digits, ">u1")
+        write_idx(f"qmnist-{part}-labels-idx2-int.gz", labels, ">i4")
+    script = re.search(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)[1]
+    exec(script, {})
+    monkeypatch.setenv("NUFED_DATA", str(tmp_path))
+    samples = mnist_writers()
+    assert samples.targets.tolist() == [7, 2, 1]
+    assert samples.owners.tolist() == ["train-300", "train-300", "train-2599"]
+    assert (samples.inputs.numpy() == digits).all()
+
+
+def write_idx(file, array, number):
+    """The idx format: two zeros, the type's code, dimensions, sizes, numbers (all big-endian)."""
+    head = bytes([0, 0, {">u1": 8, ">i4": 12}[number], array.ndim])
+    sizes = np.array(array.shape, ">i4").tobytes()
+    Path(file).write_bytes(gzip.compress(head + sizes + array.astype(number).tobytes()))
 
 
 def test_every_make_target_is_phony_and_real():

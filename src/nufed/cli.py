@@ -16,18 +16,18 @@ from rich.table import Table as RichTable
 from nufed import __version__
 from nufed.algorithms import ALGORITHMS
 from nufed.bounds import bounds_of_numbers, bounds_of_run
+from nufed.cli_data import AsJson, Overrides, Source, data_app
 from nufed.data import PARTITIONS, SOURCES
 from nufed.errors import InputError, NufedError
 from nufed.experiment import run as run_experiment
 from nufed.models import MODELS
 from nufed.progress import show_progress
-from nufed.report import build_report, save_bounds_charts, save_counts_chart
+from nufed.report import build_report, save_bounds_charts
 from nufed.report.bounds import bounds_notes, bounds_tables
 from nufed.report.tables import Table, all_groups, headline, results_table
-from nufed.runs import Run, load_config, load_run, presets
-from nufed.runs.build import build_samples, build_split
+from nufed.runs import Run, load_run, presets
 from nufed.runs.config import known_fields
-from nufed.runs.directory import LISTED, class_counts, finite, write_json
+from nufed.runs.directory import finite, write_json
 from nufed.simulation import ENGINES
 from nufed.theory import TheoryError
 from nufed.threads import torch_threads
@@ -38,15 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data_app = typer.Typer(help="Look at data and how it is split among agents.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-
-Source = Annotated[str, typer.Argument(help="A preset (see `nufed list`) or a TOML file.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Settings as key=value, for example rounds=50 method.adapt_steps=5."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 
 @app.command()
@@ -164,38 +156,6 @@ def list_all(as_json: AsJson = False) -> None:
         console.print(table, highlight=False)
 
 
-@data_app.command("show")
-def data_show(
-    source: Source = "quickstart",
-    overrides: Overrides = None,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of the split.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Also draw it: a .svg, .png or .html.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Draw who holds how many samples of which class."""
-    config = load_config(source, overrides or ())
-    samples = build_samples(config.data)
-    split = build_split(config.data, samples, seed)
-    names = split.names[:LISTED]
-    counts = [class_counts(split, samples, agent) for agent in range(len(names))]
-    classes = samples.classes or ("samples",)
-    if out is not None:
-        if out.suffix not in (".svg", ".png", ".html"):
-            raise InputError(f"--out {out}: must end in .svg, .png or .html")
-        try:
-            save_counts_chart(names, classes, counts, out)
-        except OSError as error:
-            raise InputError(f"--out {out}: can't be written ({error.strerror})") from error
-    if as_json:
-        held = dict(zip(names, counts, strict=True))
-        print(json.dumps({"sha256": split.fingerprint, "classes": classes, "agents": held}))
-        return
-    _print_counts(names, split.unseen, classes, counts)
-    first = f"the first {len(names)} of " if len(names) < len(split.names) else ""
-    total = sum(map(sum, counts))
-    print(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
-
-
 def _print_results(runs: list[Run]) -> None:
     console = Console()
     for line in (headline(run) for run in runs):
@@ -219,19 +179,6 @@ def _print_table(console: Console, title: str, table: Table) -> None:
     for row, quiet in zip(table.rows, table.quiet, strict=True):
         shown.add_row(*row, style="dim" if quiet else "")
     console.print(shown, highlight=False)
-
-
-def _print_counts(names: Any, unseen: Any, classes: Any, counts: list[list[int]]) -> None:
-    """A heat map in text: one row per agent, darker for more samples."""
-    shades = " ░▒▓█"
-    most = max(max(row) for row in counts)
-    width = max(len(name) for name in classes)
-    margin = max(len(name) for name in names)
-    print(" " * margin, " ".join(name.rjust(width) for name in classes), " samples")
-    for agent, (name, row) in enumerate(zip(names, counts, strict=True)):
-        cells = (shades[-(-4 * n // most)] * width for n in row)
-        note = " unseen in training" if agent in unseen else ""
-        print(name.rjust(margin), " ".join(cells), str(sum(row)).rjust(8) + note)
 
 
 def _describe(field: FieldInfo) -> str:

@@ -1,4 +1,4 @@
-"""How a run shows that it is alive: a live line in a terminal, plain lines elsewhere."""
+"""How runs and downloads show that they are alive: a live line in a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
+from nufed.data.download import OnProgress
 from nufed.experiment import Event
 from nufed.runs import Config
 
@@ -83,3 +91,32 @@ def show_progress(console: Console) -> Iterator[Display]:
         yield display
     finally:
         display.stop()
+
+
+@contextmanager
+def show_download(console: Console, name: str) -> Iterator[OnProgress]:
+    """A function to call with the bytes so far and in all; plain lines come every tenth."""
+    bar = Progress(
+        TextColumn(name),
+        BarColumn(bar_width=24),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    task = bar.add_task("", total=None)
+    shown = -1
+
+    def update(done: int, total: int | None) -> None:
+        nonlocal shown
+        bar.update(task, completed=done, total=total)
+        tenth = 10 * done // (total or 200_000_000)
+        if tenth != shown and not console.is_terminal:
+            of = f" of {total / 1e6:.1f}" if total else ""
+            console.print(f"{name}: {done / 1e6:.1f}{of} MB", highlight=False, soft_wrap=True)
+        shown = tenth
+
+    with bar:
+        yield update

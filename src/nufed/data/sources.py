@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Callable
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -65,7 +65,9 @@ def mnist_writers(part: Literal["train", "test", "all"] = "train") -> Samples:
     """
     require(part in ("train", "test", "all"), "part", part, "must be train, test or all")
     parts = ("train", "test") if part == "all" else (part,)
-    read = [_writers(name) for name in parts]
+    (file,) = MNIST_WRITERS.files
+    content, path = MNIST_WRITERS.read(file), data_directory() / file
+    read = [_writers(content, name, path) for name in parts]
     images, labels, owners = (np.concatenate(column) for column in zip(*read, strict=True))
     return Samples(
         inputs=torch.from_numpy(images),
@@ -74,6 +76,12 @@ def mnist_writers(part: Literal["train", "test", "all"] = "train") -> Samples:
         owners=owners,
         scale=1 / 255,
     )
+
+
+def check_writers(content: bytes, path: Path) -> None:
+    """Refuse the bytes of the file ``path`` unless they are MNIST by writer."""
+    for part in ("train", "test"):
+        _writers(content, part, path)
 
 
 def _cifar(stored: Stored, labels: int, classes: tuple[str, ...], pixels: Pixels) -> Samples:
@@ -98,22 +106,22 @@ def _lines(name: str) -> tuple[str, ...]:
     return tuple((files("nufed.data") / f"{name}.txt").read_text("utf-8").split())
 
 
-def _writers(part: str) -> tuple[np.ndarray[Any, Any], ...]:
+def _writers(content: bytes, part: str, path: Path) -> tuple[np.ndarray[Any, Any], ...]:
     """Images, labels and writers of one part of MNIST; writers are called train-0, test-326."""
-    (file,) = MNIST_WRITERS.files
     try:
-        with np.load(io.BytesIO(MNIST_WRITERS.read(file)), allow_pickle=False) as archive:
-            images, labels, writers = (archive[f"{key}_{part}"] for key in ("x", "y", "writer"))
-        if images.dtype != np.uint8 or images.shape != (len(writers), 28, 28):
+        archive = np.load(io.BytesIO(content), allow_pickle=False)
+        images, labels, writers = (archive[f"{key}_{part}"] for key in ("x", "y", "writer"))
+        if images.dtype != np.uint8 or images.shape != (len(images), 28, 28):
             raise ValueError(f"x_{part} is {images.dtype} of shape {images.shape}")
-        if labels.shape != writers.shape or not 0 <= labels.min() <= labels.max() <= 9:
-            raise ValueError(f"y_{part} must hold one digit per image")
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        for key, column in (("y", labels), ("writer", writers)):
+            if column.dtype.kind not in "iu" or column.shape != (len(images),):
+                raise ValueError(f"{key}_{part} must hold one whole number per image")
+        if not 0 <= labels.min() <= labels.max() <= 9:
+            raise ValueError(f"y_{part} must hold digits")
+    except Exception as error:  # whatever a foreign file does to zipfile and numpy
         raise InputError(
-            f"{data_directory() / file} does not have the layout of MNIST by writer ({error}): "
-            "docs/data.md says how to make it"
+            f"{path} does not have the layout of MNIST by writer ({error}): docs/data.md says how "
+            "to make it"
         ) from error
     return images, labels, np.array([f"{part}-{writer}" for writer in writers])
 

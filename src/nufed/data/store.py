@@ -35,6 +35,15 @@ class Stored:
         """The files that are not there."""
         return [file for file in self.files if not (data_directory() / file).is_file()]
 
+    def complete(self) -> bool:
+        """Whether all files are there and right."""
+        try:
+            for file in self.files:
+                self.read(file)
+        except InputError:
+            return False
+        return True
+
     def read(self, file: str) -> bytes:
         """The bytes of one of its files, once they are known to be right."""
         path = data_directory() / file

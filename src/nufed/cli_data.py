@@ -1,0 +1,137 @@
+"""The commands ``nufed data …``: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from nufed.data import SOURCES
+from nufed.data.fetch import fetch
+from nufed.data.store import STORED, Stored, data_directory
+from nufed.errors import InputError
+from nufed.progress import show_download
+from nufed.report import save_counts_chart
+from nufed.runs import load_config
+from nufed.runs.build import build_samples, build_split
+from nufed.runs.directory import LISTED, class_counts
+from nufed.runs.messages import suggest
+
+data_app = typer.Typer(
+    help="Get data, look at it and at how it is split among agents.", no_args_is_help=True
+)
+
+Source = Annotated[str, typer.Argument(help="A preset (see `nufed list`) or a TOML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings as key=value, for example rounds=50 method.adapt_steps=5."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+
+
+@data_app.command("list")
+def data_list(as_json: AsJson = False) -> None:
+    """Show which data sets are here, where they are looked for, and how to get the others."""
+    origin = "NUFED_DATA" if os.environ.get("NUFED_DATA") else "the cache directory"
+    contents = {name: _state(STORED.get(name)) for name in SOURCES}
+    if as_json:
+        print(json.dumps({"directory": str(data_directory()), "from": origin, "data": contents}))
+        return
+    hint = "" if origin == "NUFED_DATA" else "; set NUFED_DATA to use another"
+    print(f"data directory: {data_directory()} (from {origin}{hint})")
+    for name, state in contents.items():
+        print(f"{name:<15}{state['state']:<9}{state['where']}")
+        if state["command"]:
+            print(f"{'':<15}get it with: {state['command']}")
+
+
+@data_app.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(help="A data set (see `nufed data list`).")],
+    url: Annotated[str | None, typer.Option(help="Download the archive from here.")] = None,
+    archive: Annotated[
+        Path | None, typer.Option("--from", help="Use this file, which is here already.")
+    ] = None,
+) -> None:
+    """Download a data set, check it, and put it where nufed looks for it."""
+    if name not in SOURCES:
+        known = f"; there are {', '.join(SOURCES)}"
+        raise InputError(f"unknown data set {name!r}{suggest(name, SOURCES) or known}")
+    if name not in STORED:
+        print(f"{name} is shipped with nufed: there is nothing to get")
+        return
+    try:
+        with show_download(Console(stderr=True), name) as on_progress:
+            fetched = fetch(STORED[name], url=url, archive=archive, on_progress=on_progress)
+    except KeyboardInterrupt:
+        print("nufed: stopped; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(130) from None
+    where = _state(STORED[name])["where"]
+    print(f"{name}: {where}" + ("" if fetched else " (was complete already, nothing was done)"))
+
+
+@data_app.command("show")
+def data_show(
+    source: Source = "quickstart",
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the split.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Also draw it: a .svg, .png or .html.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw who holds how many samples of which class."""
+    config = load_config(source, overrides or ())
+    samples = build_samples(config.data)
+    split = build_split(config.data, samples, seed)
+    names = split.names[:LISTED]
+    counts = [class_counts(split, samples, agent) for agent in range(len(names))]
+    classes = samples.classes or ("samples",)
+    if out is not None:
+        if out.suffix not in (".svg", ".png", ".html"):
+            raise InputError(f"--out {out}: must end in .svg, .png or .html")
+        try:
+            save_counts_chart(names, classes, counts, out)
+        except OSError as error:
+            raise InputError(f"--out {out}: can't be written ({error.strerror})") from error
+    if as_json:
+        held = dict(zip(names, counts, strict=True))
+        print(json.dumps({"sha256": split.fingerprint, "classes": classes, "agents": held}))
+        return
+    _print_counts(names, split.unseen, classes, counts)
+    first = f"the first {len(names)} of " if len(names) < len(split.names) else ""
+    total = sum(map(sum, counts))
+    print(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
+
+
+def _state(stored: Stored | None) -> dict[str, str]:
+    """Whether a data set is here, where it is looked for, and how to get it if it is not.
+
+    Only the presence of files is looked at; what they hold is checked when they are read.
+    """
+    if stored is None:
+        return {"state": "present", "where": "shipped with nufed", "command": ""}
+    place = data_directory() / os.path.commonpath(stored.files)
+    where = str(place.parent if len(stored.files) == 1 and stored.url else place)
+    if not stored.missing():
+        return {"state": "present", "where": where, "command": ""}
+    how = f"nufed data get {stored.name}"
+    if not stored.url:
+        how += " --from FILE (docs/data.md says how to make it)"
+    return {"state": "missing", "where": where, "command": how}
+
+
+def _print_counts(names: Any, unseen: Any, classes: Any, counts: list[list[int]]) -> None:
+    """A heat map in text: one row per agent, darker for more samples."""
+    shades = " ░▒▓█"
+    most = max(max(row) for row in counts)
+    width = max(len(name) for name in classes)
+    margin = max(len(name) for name in names)
+    print(" " * margin, " ".join(name.rjust(width) for name in classes), " samples")
+    for agent, (name, row) in enumerate(zip(names, counts, strict=True)):
+        cells = (shades[-(-4 * n // most)] * width for n in row)
+        note = " unseen in training" if agent in unseen else ""
+        print(name.rjust(margin), " ".join(cells), str(sum(row)).rjust(8) + note)
