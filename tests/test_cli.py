@@ -106,6 +106,7 @@ def test_data_list_says_what_is_here_and_how_to_get_the_rest(tmp_path, nufed, mo
     text = nufed("data", "list", cwd=tmp_path).stdout
     assert f"{tmp_path / 'mine'} (from NUFED_DATA)" in text
     assert "get it with: nufed data get cifar10\n" in text
+    assert "nufed data get mnist-writers --from mnist_by_writer.npz (docs/data.md" in text
     listed = json.loads(nufed("data", "list", "--json", cwd=tmp_path).stdout)
     assert listed["directory"] == str(tmp_path / "mine") and listed["from"] == "NUFED_DATA"
     states = {name: entry["state"] for name, entry in listed["data"].items()}
@@ -116,6 +117,9 @@ def test_data_list_says_what_is_here_and_how_to_get_the_rest(tmp_path, nufed, mo
         "mnist-writers": "missing",
     }
     assert listed["data"]["cifar100"]["where"] == str(tmp_path / "mine/cifar-100-binary")
+    (tmp_path / "mine/cifar-10-batches-bin").mkdir()
+    (tmp_path / "mine/cifar-10-batches-bin/data_batch_1.bin").write_bytes(b"")
+    assert "cifar10        incomplete" in nufed("data", "list", cwd=tmp_path).stdout
     monkeypatch.delenv("NUFED_DATA")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "set NUFED_DATA to use another" in nufed("data", "list", cwd=tmp_path).stdout

@@ -45,9 +45,10 @@ def data_list(as_json: AsJson = False) -> None:
     hint = "" if origin == "NUFED_DATA" else "; set NUFED_DATA to use another"
     print(f"data directory: {data_directory()} (from {origin}{hint})")
     for name, state in contents.items():
-        print(f"{name:<15}{state['state']:<9}{state['where']}")
+        print(f"{name:<15}{state['state']:<12}{state['where']}")
         if state["command"]:
-            print(f"{'':<15}get it with: {state['command']}")
+            note = " (docs/data.md says how to make it)" if "--from" in state["command"] else ""
+            print(f"{'':<15}get it with: {state['command']}{note}")
 
 
 @data_app.command("get")
@@ -116,12 +117,12 @@ def _state(stored: Stored | None) -> dict[str, str]:
         return {"state": "present", "where": "shipped with nufed", "command": ""}
     place = data_directory() / os.path.commonpath(stored.files)
     where = str(place.parent if len(stored.files) == 1 and stored.url else place)
-    if not stored.missing():
+    missing = stored.missing()
+    if not missing:
         return {"state": "present", "where": where, "command": ""}
-    how = f"nufed data get {stored.name}"
-    if not stored.url:
-        how += " --from FILE (docs/data.md says how to make it)"
-    return {"state": "missing", "where": where, "command": how}
+    state = "missing" if len(missing) == len(stored.files) else "incomplete"
+    own = "" if stored.url else f" --from {missing[0]}"
+    return {"state": state, "where": where, "command": f"nufed data get {stored.name}{own}"}
 
 
 def _print_counts(names: Any, unseen: Any, classes: Any, counts: list[list[int]]) -> None:

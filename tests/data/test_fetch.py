@@ -339,7 +339,7 @@ def test_a_full_disk_while_unpacking(directory, server, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(fetch.os, "fsync", full)
-        with pytest.raises(InputError, match=r"No space left.*make room"):
+        with pytest.raises(InputError, match=r"No space left.*put that right"):
             get(server)
     # the download was right and need not be repeated
     assert left(directory) == ["tiny.tar.gz.part", "tiny.tar.gz.part.version"]

@@ -54,8 +54,8 @@ def download(
             reason = str(error)
         except OSError as error:
             raise InputError(
-                f"{part} can't be written ({error.strerror}): make room and run the command again "
-                "to go on from there, or set NUFED_DATA to another directory"
+                f"{part} can't be written ({error.strerror}): put that right and run the command "
+                "again to go on from there, or set NUFED_DATA to another directory"
             ) from error
     raise InputError(
         f"{url} could not be downloaded ({reason}, {attempts} attempts): run the command again to "

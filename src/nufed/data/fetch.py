@@ -180,7 +180,7 @@ def _made(directory: Path) -> Path:
 
 def _unwritable(directory: Path, error: OSError) -> InputError:
     return InputError(
-        f"the data directory {directory} can't be written ({error.strerror}): make room there, or "
+        f"the data directory {directory} can't be written ({error.strerror}): put that right, or "
         "set NUFED_DATA to another directory"
     )
 
