@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-slow bench format clean
+.PHONY: run test test-slow bench paper format clean
 
 run: $(READY)            ## train the quickstart and print the path of its report
 	$(BIN)/nufed run quickstart
@@ -21,6 +21,12 @@ test-slow: $(READY)      ## the longer campaigns, with hypothesis searching
 
 bench: $(READY)          ## cost of rounds, side by side with a plain loop and a floor
 	$(BIN)/python benchmarks/bench.py
+
+paper: $(READY)          ## the paper's experiments and beyond, in stages: about three hours
+	$(BIN)/python -m paper
+
+paper-%: $(READY)        ## one stage of it: make paper-fig1
+	$(BIN)/python -m paper $*
 
 format: $(READY)         ## format and fix what can be fixed
 	$(BIN)/ruff format .

@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,13 +35,32 @@ def nufed(monkeypatch, capsys):
     return call
 
 
-@pytest.fixture
-def real_data():
-    """The data directory that the environment names; without one the test is skipped."""
+@pytest.fixture(scope="session")
+def data_directory():
+    """A directory with the real data sets; without one the test is skipped.
+
+    It is the one that NUFED_DATA names, or is unpacked from the data beside the repository.
+    """
     given = os.environ.get("NUFED_DATA")
-    if not given:
+    if given:
+        return Path(given)
+    repository = Path(__file__).parents[1]
+    shared, unpacked = repository.parent / "shared" / "data", repository / ".data"
+    if not (shared / "unpack.py").exists():
         pytest.skip("set NUFED_DATA to a directory made by `nufed data get cifar10`")
-    return Path(given)
+    unpacked.mkdir(exist_ok=True)
+    subprocess.run([sys.executable, shared / "unpack.py", unpacked], check=True)
+    writers = unpacked / "mnist_by_writer.npz"
+    if not writers.exists():
+        writers.symlink_to(shared / "mnist_by_writer.npz")
+    return unpacked
+
+
+@pytest.fixture
+def real_data(data_directory, monkeypatch):
+    """The real data sets, where nufed looks for them."""
+    monkeypatch.setenv("NUFED_DATA", str(data_directory))
+    return data_directory
 
 
 @pytest.fixture(autouse=True)

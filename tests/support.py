@@ -83,13 +83,15 @@ def quadratic(dimensions=4):
     return Objective(Identity(), loss), batch
 
 
-def federation(agents=6, samples=24, seed=0, inputs=5, classes=3, unseen=0, dtype=np.float32):
+def federation(
+    agents=6, samples=24, seed=0, inputs=5, classes=3, unseen=0, dtype=np.float32, validation=0.0
+):
     """Agents with random data whose class depends on the inputs."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(agents * samples, inputs)).astype(dtype)
     y = (x @ rng.normal(size=(inputs, classes))).argmax(axis=1)
     rows = np.split(rng.permutation(len(x)), agents)
-    split = make_split(rows, seed, validation=0.0, test=0.25, unseen_agents=unseen)
+    split = make_split(rows, seed, validation=validation, test=0.25, unseen_agents=unseen)
     return Federation(as_samples((torch.from_numpy(x), y)), split)
 
 

@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from nufed import Federation, InputError, Objective, fedavg
-from nufed.evaluate import AgentScores, Measure, accuracy, majority_class, summarise
+from nufed.data import Samples, Split
+from nufed.evaluate import (
+    AgentScores,
+    Measure,
+    accuracy,
+    majority_class,
+    score_agent,
+    summarise,
+)
 from nufed.simulation import DirectEngine
 from support import federation, mlp
 
@@ -92,4 +100,86 @@ def test_the_majority_baseline():
         targets = data.samples.targets.numpy()
         most = np.bincount(targets[data.split.train[a]]).argmax()
         right = (targets[data.split.test[a]] == most).mean()
-        assert majority_class(data, a, steps=2).score == (right,) * 3
+        found = majority_class(data, a, steps=2)
+        assert found.score == (right,) * 3
+        held = len(set(targets[data.split.test[a]].tolist()))
+        most_tested = most in targets[data.split.test[a]]
+        assert found.balanced == pytest.approx((most_tested / held,) * 3)
+        assert all(x == 0 or math.isnan(x) for x in found.minority)
+
+
+def uneven(train, test):
+    """One agent with these training and test classes, of three."""
+    targets = torch.tensor([*train, *test])
+    rows = np.arange(len(targets))
+    split = Split([rows[: len(train)]], [rows[:0]], [rows[len(train) :]], ("0",), ())
+    samples = Samples(torch.zeros(len(targets), 5), targets, ("a", "b", "c"))
+    return Federation(samples, split)
+
+
+def answering(classes):
+    """Outputs of a model that gives these answers."""
+    return torch.eye(3)[torch.tensor(classes)]
+
+
+def test_balanced_and_minority_accuracy():
+    data = uneven(train=[2, 2, 2, 0, 1], test=[2, 2, 2, 2, 0, 0, 1])
+    objective = Objective(mlp(torch.float32))
+    answers = [answering([2] * 7), answering([2, 2, 2, 0, 0, 2, 1])]
+    found = score_agent(objective, data, 0, answers, Measure("accuracy"))
+    assert found.score == pytest.approx((4 / 7, 5 / 7))
+    assert found.balanced == pytest.approx((1 / 3, (3 / 4 + 1 / 2 + 1) / 3))
+    assert found.minority == pytest.approx((0, 2 / 3)) and found.minority_samples == 3
+
+
+def test_an_agent_of_one_class_has_no_minority():
+    data = uneven(train=[1, 1, 1], test=[1, 1])
+    objective = Objective(mlp(torch.float32))
+    found = score_agent(objective, data, 0, [answering([1, 0])], Measure("accuracy"))
+    assert found.minority_samples == 0 and math.isnan(found.minority[0])
+    assert found.balanced == (0.5,)
+    assert math.isnan(summarise([found], 0, Measure("accuracy")).minority)
+
+
+def test_minority_accuracy_counts_samples_not_agents():
+    few = AgentScores(0, "0", True, 5, 10, (1.0,), (0.9,), (0.5,), (1.0,), 1)
+    many = AgentScores(1, "1", True, 5, 10, (1.0,), (0.9,), (0.7,), (0.0,), 3)
+    none = AgentScores(2, "2", True, 5, 10, (1.0,), (1.0,), (1.0,), (math.nan,), 0)
+    summary = summarise([few, many, none], 0, Measure("accuracy"))
+    assert summary.minority == pytest.approx(1 / 4)
+    assert summary.balanced == pytest.approx(2.2 / 3)
+
+
+def test_outputs_that_are_not_finite_have_no_score():
+    data = uneven(train=[1, 1, 0], test=[1, 0])
+    outputs = torch.full((2, 3), math.nan)
+    objective = Objective(mlp(torch.float32))
+    found = score_agent(objective, data, 0, [outputs], Measure("accuracy"))
+    assert all(math.isnan(x[0]) for x in (found.score, found.balanced, found.minority))
+
+
+def test_other_metrics_and_losses_have_no_classes():
+    data = uneven(train=[1, 1, 0], test=[1, 0])
+    objective = Objective(mlp(torch.float32))
+    for measure in (Measure("loss", None), Measure("own", lambda outputs, targets: 0.5)):
+        found = score_agent(objective, data, 0, [answering([1, 0])], measure)
+        assert found.balanced == found.minority == ()
+        assert math.isnan(summarise([found], 0, measure).balanced)
+
+
+def test_choices_are_scored_on_validation_data_and_never_read_the_test_part():
+    objective, data = Objective(mlp(torch.float32)), federation(validation=0.25)
+    inputs = data.samples.inputs.clone()
+    inputs[np.concatenate(data.split.test)] = math.nan
+    spoiled = Samples(inputs, data.samples.targets, data.samples.classes)
+    choosing = Federation(spoiled, data.split, scored_on="validation")
+    engine = DirectEngine(objective, choosing, seed=0)
+    states = {a: {} for a in data.split.agents}
+    scores = engine.evaluate(
+        ALGORITHM, {"model": objective.initial()}, states, steps=1, measure=Measure("accuracy")
+    )
+    for agent, got in enumerate(scores):
+        x, y = data.samples.take(data.split.validation[agent])
+        answers = objective.predict(objective.initial(), x).argmax(1)
+        assert got.score[0] == (answers == y).double().mean() and got.test_samples == len(y)
+        assert math.isfinite(got.loss[1])

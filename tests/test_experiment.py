@@ -294,6 +294,42 @@ def test_steps_evaluated_follow_the_steps_trained_for():
     assert load_config(config).steps_evaluated == 2
     assert load_config(config, ["method.adapt_steps=5"]).steps_evaluated == 5
     assert load_config(config, ["eval_steps=0"]).steps_evaluated == 0
+    more = load_config(config, ["methods.fo.eval_steps=[1, 7]"])
+    assert (more.steps_evaluated, more.steps_shown, more.steps_of("fo")) == (7, 2, [1, 7])
+
+
+def test_methods_are_shown_after_their_own_numbers_of_steps(tmp_path):
+    overrides = ["methods.fo.eval_steps=[2, 1]", "methods.fedavg.eval_steps=[0]", "seeds=[0]"]
+    run = nufed.run(SMALL, [*overrides, "baselines=[]"], out=tmp_path / "run")
+    shown = {row.name: row.after.mean for row in run.rows() if row.group == "seen"}
+    for label, method, step in (
+        ("fo after 2 steps", "fo", 2),
+        ("fo after 1 step", "fo", 1),
+        ("fedavg after 0 steps", "fedavg", 0),
+        ("exact", "exact", 2),
+    ):
+        scores = [s.score[step] for s in run.methods[method][0].scores if s.seen]
+        assert shown[label] == pytest.approx(np.mean(scores))
+    page = (run.path / "report.html").read_text("utf-8")
+    assert "fo after 1 step" in page and "null baselines: none" in page
+    assert run.baselines == {}
+
+
+def test_the_results_say_what_lies_above_the_majority(finished):
+    for row in finished.rows():
+        majority = next(r for r in finished.rows() if (r.name, r.group) == ("majority", row.group))
+        assert row.above_majority.mean == pytest.approx(row.after.mean - majority.after.mean)
+        assert 0 <= row.balanced.mean <= 1
+
+
+def test_scoring_on_validation_data_needs_some(tmp_path):
+    with pytest.raises(InputError, match=r'eval_on = "validation": there is no validation part'):
+        load_config(SMALL, ["eval_on=validation"])
+    overrides = ["eval_on=validation", "data.validation=0.2", "seeds=[0]", "rounds=2"]
+    run = nufed.run(SMALL, overrides, out=tmp_path / "run")
+    assert "Personalised validation accuracy" in (run.path / "report.html").read_text("utf-8")
+    sizes = {s.test_samples for s in run.methods["exact"][0].scores}
+    assert sizes == {a["validation"] for a in run.splits[0]["agents"]}
 
 
 def test_the_local_baseline_trains_on_its_own_for_all_rounds(finished):

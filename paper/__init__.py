@@ -1,0 +1,1 @@
+"""The paper's experiments, from training to docs/results.md: `python -m paper`."""

@@ -1,0 +1,66 @@
+"""How two methods differ on the same agents: paired, over seeds and over agents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from nufed.runs.results import Estimate
+
+Verdict: TypeAlias = Literal["held", "not held", "undecided"]
+Values: TypeAlias = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean difference with two intervals.
+
+    Over seeds: each seed's mean is one value, so that it speaks about other splits and runs. Over
+    agents: each agent of each seed is one value; agents of a seed share a model, so that it speaks
+    about other agents of these runs. What is said to differ should differ in both.
+    """
+
+    over_seeds: Estimate
+    over_agents: Estimate | None = None
+
+    @classmethod
+    def paired(cls, a: Values, b: Values) -> Difference:
+        """a − b, scores by seed and agent of the same seeds and agents.
+
+        >>> Difference.paired(np.array([[2.0, 3.0], [4.0, 5.0]]), np.ones((2, 2))).mean
+        2.5
+        """
+        d = a - b
+        return cls(Estimate.of(d.mean(axis=1)), Estimate.of(d.ravel()))
+
+    @property
+    def mean(self) -> float:
+        return self.over_seeds.mean
+
+    @property
+    def low(self) -> float:
+        return self.mean - self._half_width
+
+    @property
+    def high(self) -> float:
+        return self.mean + self._half_width
+
+    @property
+    def _half_width(self) -> float:
+        """The wider of the two intervals: what it excludes, both exclude."""
+        found = [e.half_width for e in (self.over_seeds, self.over_agents) if e is not None]
+        return max(w if w is not None else float("inf") for w in found)
+
+    def above(self, margin: float = 0.0) -> Verdict:
+        """Whether it is above 0; not if it can't be above ``margin``, the least that matters."""
+        if self.low > 0:
+            return "held"
+        return "not held" if self.high < margin else "undecided"
+
+    def small(self, margin: float) -> Verdict:
+        """Whether it lies within ± margin."""
+        if -margin < self.low and self.high < margin:
+            return "held"
+        return "not held" if self.low > margin or self.high < -margin else "undecided"
