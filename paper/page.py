@@ -275,9 +275,10 @@ def percent(value: float) -> str:
 
 def estimate(by_seed: Values) -> str:
     """A mean over seeds with its interval."""
-    found = Estimate.of(by_seed)
-    if np.isnan(found.mean):
+    there = by_seed[~np.isnan(by_seed)].tolist()  # a seed may have no minority samples
+    if not there:
         return "–"
+    found = Estimate.of(there)
     spread = "" if found.half_width is None else f" ± {100 * found.half_width:.1f}"
     return f"{100 * found.mean:.1f}{spread} %"
 

@@ -162,7 +162,9 @@ def _print_results(runs: list[Run]) -> None:
         console.print(line, highlight=False)
     for group in all_groups(runs):
         console.print()
-        _print_table(console, f"agents {group} in training", results_table(runs, group))
+        _print_table(
+            console, f"agents {group} in training", results_table(runs, group, narrow=True)
+        )
     for line in (line for run in runs for line in run.failures):
         console.print(f"[red]could not be trained[/red], left out above: {line}", highlight=False)
     rejected = [line for run in runs for line in run.rejected()]

@@ -44,32 +44,43 @@ def all_groups(runs: Sequence[Run]) -> list[str]:
     return max((run.groups for run in runs), key=len)
 
 
-def results_table(runs: Sequence[Run], group: str) -> Table:
-    """Methods and null baselines on the agents of one group, after the last round."""
-    classes = all(run.measure.name == "accuracy" for run in runs)
-    headings = ["", "before", "after", "± 95 %", "std", "worst 10 %", "harmed"]
-    headings += ["balanced", "minority"] if classes else []
+def results_table(runs: Sequence[Run], group: str, *, narrow: bool = False) -> Table:
+    """Methods and null baselines on the agents of one group, after the last round.
+
+    ``narrow`` leaves out the standard deviation, so that it fits into a terminal.
+    """
+    columns = [
+        name
+        for name in _COLUMNS
+        if not (name == "std" and narrow)
+        and (name not in _BY_CLASS or all(run.measure.name == "accuracy" for run in runs))
+    ]
     rows, quiet = [], []
     for run in runs:
         show = number_format(run)
         for row in run.rows():
             if row.group == group:
-                rows.append([label(run, row.name, runs), *_cells(row, show, classes)])
+                cells = [_COLUMNS[name](row, show) for name in columns]
+                rows.append([label(run, row.name, runs), *cells])
                 quiet.append(row.kind == "baseline")
-    return Table(headings, rows, quiet)
+    return Table(["", *columns], rows, quiet)
 
 
-def _cells(row: Row, show: Callable[[float], str], classes: bool) -> list[str]:
-    cells = [
-        show(row.before.mean),
-        show(row.after.mean),
-        _half_width(row.after, show),
-        show(row.std),
-        show(row.worst_tenth),
-        f"{100 * row.harmed:.0f} %",
-    ]
-    by_class = (row.balanced.mean, row.minority.mean)
-    return [*cells, *("–" if math.isnan(x) else show(x) for x in by_class)] if classes else cells
+def _or_dash(value: float, show: Callable[[float], str]) -> str:
+    return "–" if math.isnan(value) else show(value)
+
+
+_COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
+    "before": lambda row, show: show(row.before.mean),
+    "after": lambda row, show: show(row.after.mean),
+    "± 95 %": lambda row, show: _half_width(row.after, show),
+    "std": lambda row, show: show(row.std),
+    "worst 10 %": lambda row, show: show(row.worst_tenth),
+    "harmed": lambda row, show: f"{100 * row.harmed:.0f} %",
+    "balanced": lambda row, show: _or_dash(row.balanced.mean, show),
+    "minority": lambda row, show: _or_dash(row.minority.mean, show),
+}
+_BY_CLASS = ("balanced", "minority")
 
 
 def _half_width(estimate: Estimate, show: Callable[[float], str]) -> str:

@@ -33,7 +33,7 @@ class Difference:
         2.5
         """
         d = a - b
-        return cls(Estimate.of(d.mean(axis=1)), Estimate.of(d.ravel()))
+        return cls(Estimate.of(d.mean(axis=1).tolist()), Estimate.of(d.ravel().tolist()))
 
     @property
     def mean(self) -> float:

@@ -166,7 +166,7 @@ class Run:
             before=Estimate.of(before_values),
             after=Estimate.of(after_values),
             balanced=Estimate.of([s.balanced for s in after]),
-            minority=Estimate.of([s.minority for s in after]),
+            minority=Estimate.of([m for s in after if (m := s.minority) == m] or [math.nan]),
             above_majority=Estimate.of(self._above_majority(line, group)),
             deciles=tuple(np.mean([s.deciles for s in after], axis=0).tolist()),
             **{
