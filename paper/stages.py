@@ -81,7 +81,7 @@ def tuning() -> Tables:
 def tuned_methods() -> Tables:
     """The four methods, each with the step sizes that were best on validation data."""
     chosen = json.loads((RESULTS / "tuning.json").read_text("utf-8"))["chosen"]
-    return {name: {**own, **chosen[name]} for name, own in FOUR.items()}
+    return {n: {**own, **{key: chosen[n][key] for key in GRID}} for n, own in FOUR.items()}
 
 
 def by_steps(how: str, step_sizes: Tables) -> Tables:

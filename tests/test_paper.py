@@ -38,7 +38,7 @@ def test_the_figures_show_the_stated_numbers_of_steps():
 
 
 def test_every_stage_has_a_valid_configuration(tmp_path, monkeypatch):
-    chosen = {name: {"adapt_lr": 0.1, "meta_lr": 0.01} for name in FOUR}
+    chosen = {name: {"adapt_lr": 0.1, "meta_lr": 0.01, "score": 0.5} for name in FOUR}
     (tmp_path / "tuning.json").write_text(json.dumps({"chosen": chosen}))
     monkeypatch.setattr("paper.stages.RESULTS", tmp_path)
     configs = {n: load_config(_without_nothing(s.config())) for n, s in STAGES.items()}
