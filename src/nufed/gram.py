@@ -12,7 +12,8 @@ direction through the same map. Points have s = 1, gradients s = 0.
 
 So an agent's work in a round takes the products Z₀ at its beginning and CᵀX at its end, whatever
 the number of steps; the many products in between have the size of a batch. Most rows of C are zero
-most of the time, so a vector holds only those that are not.
+most of the time, so a vector holds only those that are not, one for each use of a sample until
+there are many.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from torch import Tensor, nn
 from nufed.objective import AnyBatch, Batch, Objective
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+MOST_ROWS = 2048  # that a vector holds before those of one sample are added up
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,10 @@ class GramVector:
         if self.places is other.places:  # of one batch: so that differences are taken as such
             return GramVector(scale, self.places, self.rows + other.rows, others)
         places = torch.cat([self.places, other.places], dim=1)
-        return GramVector(scale, places, torch.cat([self.rows, other.rows], dim=1), others)
+        rows = torch.cat([self.rows, other.rows], dim=1)
+        if places.shape[1] > MOST_ROWS:
+            places, rows = _one_row_per_place(places, rows)
+        return GramVector(scale, places, rows, others)
 
     def __mul__(self, factor: float | Tensor) -> GramVector:
         by_row = factor.unsqueeze(2) if isinstance(factor, Tensor) else factor
@@ -322,6 +328,14 @@ class GramObjective:
             (agents * self.start.shape[1]).unsqueeze(1),
             (self.tables * self.gram.shape[1]).unsqueeze(1),
         )
+
+
+def _one_row_per_place(places: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same vector with the rows of each place added up."""
+    agents, size = len(places), int(places.max()) + 1
+    added = rows.new_zeros(agents, size, rows.shape[2])
+    added.scatter_add_(1, places.unsqueeze(2).expand_as(rows), rows)
+    return torch.arange(size).repeat(agents, 1), added
 
 
 def _places(batch: AnyBatch) -> Tensor:

@@ -147,6 +147,23 @@ def test_engines_still_agree_after_fifty_rounds(module, dtype, method):
         assert distance < bound
 
 
+@pytest.mark.parametrize("most_rows", [13, 40, 10_000])
+def test_long_local_training_in_gram_space(most_rows, monkeypatch):
+    """Also where the rows of a sample are added up on the way."""
+    monkeypatch.setattr("nufed.gram.MOST_ROWS", most_rows)
+    alone = GMeta(0, 0.2, 0.1, 60, 12, FirstOrder())
+    objective, federation = objective_of(MODULES["tanh"]), uneven_federation()
+    states = nothing_kept(federation)
+    received = {"model": objective.initial()}
+    got, right = (
+        make(objective, federation).client_updates(alone, received, states, round=1)
+        for make in (gram, direct)
+    )
+    for agent in federation.split.agents:
+        a, b = got[agent].vectors["model"], right[agent].vectors["model"]
+        assert (a - b).norm() <= ROUNDING * (b - received["model"]).norm()
+
+
 def test_chunks_hold_agents_with_batches_of_one_size():
     data, algorithm = uneven_federation(), METHODS["fo 2"]
     sizes = [len(rows) for rows in data.split.train]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -19,7 +19,7 @@ from nufed.metagrad import FirstOrder
 from nufed.objective import AnyObjective
 from nufed.runs import RunDirectory
 from nufed.runs.directory import write_line
-from nufed.simulation import Engine, Progress, WorkerEngine, train
+from nufed.simulation import Engine, EngineName, Progress, WorkerEngine, train
 
 BASELINES = "null baselines"
 
@@ -69,20 +69,19 @@ def run_part(
 ) -> None:
     """Train and evaluate one part, with so many processes, and write down what came out."""
     listener(Event(part.seed, part.method, 0, None))
-    if part.method == BASELINES:
-        wanted = "auto" if setup.config.engine == "gram" else setup.config.engine
-        name = setup.engines[part.seed].choose(_alone(setup), wanted)
-    else:
-        name = setup.engine_names[part.method]
-    engine = setup.engines[part.seed].get(name)
-    with WorkerEngine(engine, workers) if workers > 1 else nullcontext(engine) as spread:
+    with ExitStack() as stack:
+
+        def spread(name: EngineName) -> Engine:
+            engine = setup.engines[part.seed].get(name)
+            return stack.enter_context(WorkerEngine(engine, workers)) if workers > 1 else engine
+
         if part.method == BASELINES:
-            for baseline, scores in _baselines(setup, spread):
+            for baseline, scores in _baselines(setup, part.seed, spread):
                 directory.write_scores("baselines", baseline, part.seed, scores)
             return
-        algorithm = setup.algorithms[part.method]
+        engine, algorithm = spread(setup.engine_names[part.method]), setup.algorithms[part.method]
         try:
-            _run_method(setup, spread, part.method, algorithm, directory, listener)
+            _run_method(setup, engine, part.method, algorithm, directory, listener)
         except TrainingError as error:  # the other methods go on
             directory.write_failure(part.method, part.seed, str(error))
 
@@ -165,26 +164,32 @@ def _by_group(scores: Sequence[AgentScores], setup: Setup) -> dict[str, dict[str
     return groups
 
 
-def _baselines(setup: Setup, engine: Engine) -> Iterator[tuple[str, list[AgentScores]]]:
+def _baselines(
+    setup: Setup, seed: int, spread: Callable[[EngineName], Engine]
+) -> Iterator[tuple[str, list[AgentScores]]]:
     """The null baselines that are asked for."""
     steps, wanted = setup.config.steps_evaluated, setup.config.baselines
-    agents = setup.evaluated[engine.seed]
+    agents, engines = setup.evaluated[seed], setup.engines[seed]
+    alone, measure = _alone(setup), setup.measure
+    own = _OwnModel(**vars(alone))
+    named = setup.config.engine
+    engine = spread(engines.choose(own, "auto" if named == "gram" else named))
     if "majority" in wanted and setup.samples.classes and setup.measure.name == "accuracy":
         yield "majority", [majority_class(engine.federation, a, steps) for a in agents]
-    alone, measure = _alone(setup), setup.measure
     initial = {"model": engine.objective.initial()}
     if "untrained" in wanted:
         untrained: dict[int, State] = dict.fromkeys(agents, initial)
-        yield "untrained", engine.evaluate(alone, initial, untrained, steps=steps, measure=measure)
+        yield "untrained", engine.evaluate(own, initial, untrained, steps=steps, measure=measure)
     if "local" not in wanted:
         return
-    results = engine.client_updates(alone, initial, {agent: {} for agent in agents}, round=1)
+    trainer = spread(engines.choose(alone, named))
+    results = trainer.client_updates(alone, initial, {agent: {} for agent in agents}, round=1)
     local = {agent: result.vectors for agent, result in results.items()}
-    yield "local", engine.evaluate(alone, initial, local, steps=steps, measure=measure)
+    yield "local", engine.evaluate(own, initial, local, steps=steps, measure=measure)
 
 
-class _Alone(GMeta):
-    """FedAvg without a server: an agent's state is its own model."""
+class _OwnModel(GMeta):
+    """For agents whose state is a model of their own."""
 
     @property
     def combines(self) -> Literal["elementwise", "linearly"]:
@@ -196,11 +201,11 @@ class _Alone(GMeta):
         return super().personalize(objective, state, {}, batches, steps)
 
 
-def _alone(setup: Setup) -> _Alone:
+def _alone(setup: Setup) -> GMeta:
     """Local training for all rounds, with the settings of the first method."""
     first = next(iter(setup.algorithms.values()))
     settings = first if isinstance(first, GMeta) else setup.config.method
-    return _Alone(
+    return GMeta(
         adapt_steps=0,
         adapt_lr=settings.adapt_lr,
         meta_lr=settings.meta_lr,

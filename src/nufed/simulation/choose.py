@@ -16,7 +16,7 @@ from nufed.algorithm import Algorithm, Combining, State
 from nufed.algorithms import GMeta
 from nufed.data import Federation
 from nufed.errors import InputError
-from nufed.gram import first_layer
+from nufed.gram import MOST_ROWS, first_layer
 from nufed.metagrad import FirstOrder
 from nufed.objective import Objective
 from nufed.simulation.batched import BatchedEngine
@@ -156,7 +156,8 @@ class Engines:
         batches = sum(draw.number for draw in algorithm.update_draws())
         used = most * (1 - (1 - batch / most) ** batches)
         matrix = most**2 / 2 / layer.outputs / self.visits
-        steps = (batches * batch) ** 2 / 2 / layer.inputs
+        rows = min(batches * batch / 2, MOST_ROWS)
+        steps = batches * batch * rows / layer.inputs
         return 2 * used + matrix + steps < batches * (2 * batch + PASSES)
 
     def _gram_bytes(self) -> int:

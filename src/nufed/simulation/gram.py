@@ -114,6 +114,9 @@ class GramEngine:
     def _vector(self, model: Tensor, w: GramVector, row: int, used: Rows, inputs: Tensor) -> Tensor:
         """The flat vector of the agent in this row, whose used samples are ``inputs``."""
         scale, places, rows, others = w.of(row)
+        if len(places) > len(used):  # rows of samples that another agent of the chunk used
+            mine = np.isin(places, used)
+            places, rows = places[mine], rows[torch.from_numpy(mine)]
         touched = self._touched[: len(places)]
         index = torch.from_numpy(np.searchsorted(used, places))
         torch.index_select(inputs, 0, index, out=touched)
