@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nufed import Batch, Exact, HessianFree, InputError, NumericalWarning, Objective, adapt
+from nufed.differences import difference
 from nufed.models import fcnn
 from support import batches, mlp, relative_error
 
@@ -116,8 +117,8 @@ def test_the_automatic_step_follows_the_norms(monkeypatch):
     steps = []
     monkeypatch.setattr(
         Objective,
-        "difference",
-        lambda self, w, batch, v, step: steps.append(float(step)) or torch.zeros_like(v),
+        "beside",
+        lambda self, w, batch, v, step: steps.append(float(step)) or (torch.zeros_like(v),) * 2,
     )
     w, v = torch.ones(objective.size, dtype=torch.float64), objective.initial()
     for scale_w, scale_v in [(1, 1), (3, 1), (1, 10)]:
@@ -128,7 +129,7 @@ def test_the_automatic_step_follows_the_norms(monkeypatch):
     assert steps[0] == pytest.approx(2**-26 * (1 + norm) / float(v.norm()))
 
 
-@pytest.mark.parametrize("distance", [1e-11, 1e-10, 1e-9, 1e-8, -1e-9])
+@pytest.mark.parametrize("distance", [0.0, 1e-13, 1e-11, 1e-9, 1e-8, -1e-12, -1e-9])
 def test_the_automatic_step_stays_on_one_side_of_a_kink(distance):
     """A ReLU unit whose input lies very close to 0, in one row of a stack of two."""
     objective = Objective(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 2)).double())
@@ -140,8 +141,19 @@ def test_the_automatic_step_stays_on_one_side_of_a_kink(distance):
     batch = Batch(inputs, targets)
     exact = Exact().product(objective, w, batch, v)
     assert relative_error(HessianFree().product(objective, w, batch, v), exact) < 1e-2
-    jump = objective.difference(w, batch, v, 1e-7)  # the step without that care
+    jump = difference(objective, w, batch, v, 1e-7)  # the step without that care
     assert relative_error(jump, exact) > 1e3
+
+
+def test_the_automatic_step_between_two_kinks():
+    """Two ReLU units whose inputs change their signs on either side, very close."""
+    objective = Objective(nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 2)).double())
+    w = objective.initial()
+    w[:2], w[2:4] = 1.0, torch.tensor([-1 + 1e-10, -1 - 1e-10], dtype=torch.float64)
+    v = torch.full_like(w, 0.3)
+    batch = Batch(torch.ones(1, 1, dtype=torch.float64), torch.zeros(1).long())
+    assert difference(objective, w, batch, v, 1e-8).norm() > 1e5 * v.norm()
+    assert HessianFree().product(objective, w, batch, v).norm() < 10 * v.norm()  # one side's
 
 
 def test_steep_but_smooth_products_are_kept():

@@ -9,8 +9,9 @@ automatic step evaluates its two gradients in float64, at about twice the time a
 gradients of compute-bound models, and nothing for models dominated by per-operation overhead.
 
 Rare is not never, and what a crossing adds is a jump of the gradient divided by a tiny step: one of
-them can undo a whole training (on CIFAR one product in 250 is 10⁵ times too long). So a product
-that is much longer than v is taken again with smaller steps, until two of them agree.
+them can undo a whole training (on CIFAR one product in 250 is 10⁵ times too long). So where a
+product is much longer than v, differences are taken between w + δv and w + 2δv and on the other
+side, which a kink at w does not touch, and the one on w's side of the kink is used.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ SMALLER, TURNS = 16, 4  # how much smaller the step is then, and how often
 POOR = 0.1  # relative error of a product from which a fixed step is called poor
 
 
+def difference(
+    objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
+) -> Tensor:
+    """(∇f(w+δv) − ∇f(w−δv)) / 2δ ≈ ∇²f(w)·v, with δ = ``step`` (the paper's HF approximation)."""
+    ahead, behind = objective.beside(w, batch, v, step)
+    return (ahead - behind) / (2 * step)
+
+
 def double_difference(
     objective: AnyObjective,
     w: Tensor,
@@ -36,16 +45,16 @@ def double_difference(
     v: Tensor,
     step: float | Tensor | None = None,
 ) -> Tensor:
-    """The central difference, evaluated in float64.
+    """The difference, evaluated in float64.
 
     ``step=None`` takes δ = √ε·(1 + ‖w‖)/‖v‖ with ε the precision of float64, for every row of a
-    stack its own, and smaller ones where that seems to cross a kink.
+    stack its own, and stays on one side of kinks.
     """
     try:
         if step is None:
             wide = _without_kinks(objective, w, batch, v)
         else:
-            wide = objective.double.difference(w, batch, v, step)
+            wide = difference(objective.double, w, batch, v, step)
     except (RuntimeError, TypeError) as error:
         objective.grad(w, batch)  # if this fails too, it is not about float64
         raise InputError(
@@ -57,21 +66,27 @@ def double_difference(
 
 
 def _without_kinks(objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
-    """The difference with a step of its own, made smaller where the gradient seems to jump."""
-    wide, norm = objective.double, objective.norm(v).double()
-    step = RELATIVE_STEP * (1 + objective.norm(w).double()) / torch.where(norm > 0, norm, 1)
-    product = wide.difference(w, batch, v, step)
+    """The central difference, or where the gradient seems to jump a difference beside it."""
+    wide, length = objective.double, objective.norm(v).double()
+    step = RELATIVE_STEP * (1 + objective.norm(w).double()) / torch.where(length > 0, length, 1)
+    ahead, behind = wide.beside(w, batch, v, step)
+    central = (ahead - behind) / (2 * step)
+    steep = wide.norm(central) > STEEP * length
+    if not steep.any():
+        return central
+    middle, _ = wide.beside(w, batch, v, 0 * step)
     for _ in range(TURNS):
-        steep = wide.norm(product) > STEEP * norm
-        if not steep.any():
+        far_ahead, far_behind = wide.beside(w, batch, v, 2 * step)
+        forward, backward = (far_ahead - ahead) / step, (behind - far_behind) / step
+        onwards = wide.norm(ahead - middle) < wide.norm(middle - behind)  # the kink is behind w
+        best = forward * onwards.double() + backward * (~onwards).double()
+        apart = wide.norm(forward - backward) > POOR * wide.norm(best)
+        jumps = steep & apart & (wide.norm(best) > STEEP * length)
+        if not jumps.any():
             break
-        step = torch.where(steep, step / SMALLER, step)  # the same bits for the other rows
-        again = wide.difference(w, batch, v, step)
-        apart = wide.norm(again - product) > POOR * wide.norm(again)
-        product = again
-        if not (apart & steep).any():
-            break
-    return product
+        step = torch.where(jumps, step / SMALLER, step)  # the same bits for the other rows
+        ahead, behind = wide.beside(w, batch, v, step)
+    return best * steep.double() + central * (~steep).double()
 
 
 def trouble_with_step(
@@ -82,7 +97,7 @@ def trouble_with_step(
     Compares with the automatic step: six gradient evaluations, four of them in float64.
     """
     reference = double_difference(objective, w, batch, v)
-    off = _error(objective, objective.difference(w, batch, v, step), reference)
+    off = _error(objective, difference(objective, w, batch, v, step), reference)
     if off <= POOR:
         return None
     if _error(objective, double_difference(objective, w, batch, v, step), reference) > POOR:

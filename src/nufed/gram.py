@@ -270,17 +270,17 @@ class GramObjective:
         assert rows is not None
         return GramVector(0.0, places, rows, others)
 
-    def difference(
+    def beside(
         self, w: GramVector, batch: AnyBatch, v: GramVector, step: float | Tensor
-    ) -> GramVector:
-        """(∇f(w+δv) − ∇f(w−δv)) / 2δ; the layer is linear, so its outputs are Z(w) ± δZ(v)."""
+    ) -> tuple[GramVector, GramVector]:
+        """∇f(w+δv) and ∇f(w−δv); the layer is linear, so its outputs are Z(w) ± δZ(v)."""
         places = _places(batch)
         hidden, change = self._through(w, places), self._through(v, places)
         change = change * (step.unsqueeze(2) if isinstance(step, Tensor) else step)
         others, beside = w.others.to(self.dtype), v.others.to(self.dtype) * step
         ahead = self._grad(places, hidden + change, others + beside, batch)
         behind = self._grad(places, hidden - change, others - beside, batch)
-        return (ahead - behind) / (2 * step)
+        return ahead, behind
 
     def norm(self, w: GramVector) -> Tensor:
         """A bound of the norm of the weights that w stands for, (agents, 1).

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nufed.adapt import Rate, descend, trajectory
 from nufed.differences import (
+    difference,
     double_difference,
     trouble_with_product,
     trouble_with_step,
@@ -122,7 +123,7 @@ class HessianFree:
             if trouble:
                 self._watch.stop()
                 warnings.warn(trouble, NumericalWarning, stacklevel=2)
-        return objective.difference(w, batch, v, self.fd_step)
+        return difference(objective, w, batch, v, self.fd_step)
 
 
 def meta_gradient(

@@ -61,8 +61,10 @@ class AnyObjective(Protocol):
         """∇²f(w, batch)·v."""
         ...
 
-    def difference(self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor) -> Tensor:
-        """(∇f(w+δv) − ∇f(w−δv)) / 2δ with δ = ``step``."""
+    def beside(
+        self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """∇f(w+δv) and ∇f(w−δv) with δ = ``step``."""
         ...
 
     def norm(self, w: Tensor) -> Tensor:
@@ -207,14 +209,15 @@ class Objective:
             # a loss that is linear in w has a gradient that does not depend on it
             return _derivative(gradient, w, v) if gradient.requires_grad else torch.zeros_like(w)
 
-    def difference(self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor) -> Tensor:
-        """(∇f(w+δv) − ∇f(w−δv)) / 2δ ≈ ∇²f(w)·v, with δ = ``step`` (the paper's HF approximation).
+    def beside(
+        self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """∇f(w+δv) and ∇f(w−δv) with δ = ``step``, in this objective's precision.
 
-        Both gradients see the same batch and the same dropout masks.
+        Both see the same batch and the same dropout masks.
         """
         w, change = w.to(self.dtype), v.to(self.dtype) * step
-        ahead, behind = self.grad(w + change, batch), self.grad(w - change, batch)
-        return (ahead - behind) / (2 * step)
+        return self.grad(w + change, batch), self.grad(w - change, batch)
 
     def stacked_grad(
         self, w: Tensor, batch: AnyBatch, by_inputs: bool = False

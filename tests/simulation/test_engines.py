@@ -164,6 +164,23 @@ def test_long_local_training_in_gram_space(most_rows, monkeypatch):
         assert (a - b).norm() <= ROUNDING * (b - received["model"]).norm()
 
 
+@pytest.mark.parametrize("make", ["direct", "batched", "gram"])
+def test_units_exactly_at_their_kinks(make):
+    """Without biases, samples that are 0 bring every unit of the first layer to its kink."""
+    objective, federation = objective_of(MODULES["relu"]), uneven_federation()
+    federation.samples.inputs[::3] = 0
+    w = objective.initial()
+    w[5 * 6 : 5 * 6 + 6] = 0
+    engine = {"direct": direct, "batched": batched, "gram": gram}[make](objective, federation)
+    found = {}
+    for how in (Exact(), HessianFree()):
+        algorithm = GMeta(2, 0.2, 0.3, 1, 12, how)
+        results = engine.client_updates(algorithm, {"model": w}, nothing_kept(federation), round=1)
+        found[type(how)] = torch.stack([r.vectors["model"] for r in results.values()])
+    # at a kink there are several right answers; without care it is 10⁵ times the movement
+    assert (found[HessianFree] - found[Exact]).norm() < 0.5 * (found[Exact] - w).norm()
+
+
 def test_chunks_hold_agents_with_batches_of_one_size():
     data, algorithm = uneven_federation(), METHODS["fo 2"]
     sizes = [len(rows) for rows in data.split.train]
