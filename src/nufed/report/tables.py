@@ -47,12 +47,13 @@ def all_groups(runs: Sequence[Run]) -> list[str]:
 def results_table(runs: Sequence[Run], group: str, *, narrow: bool = False) -> Table:
     """Methods and null baselines on the agents of one group, after the last round.
 
-    ``narrow`` leaves out the standard deviation, so that it fits into a terminal.
+    ``narrow`` leaves out what can be read from other cells or is less asked for, so that it fits
+    into a terminal.
     """
     columns = [
         name
         for name in _COLUMNS
-        if not (name == "std" and narrow)
+        if not (name in _WIDE and narrow)
         and (name not in _BY_CLASS or all(run.measure.name == "accuracy" for run in runs))
     ]
     rows, quiet = [], []
@@ -66,6 +67,10 @@ def results_table(runs: Sequence[Run], group: str, *, narrow: bool = False) -> T
     return Table(["", *columns], rows, quiet)
 
 
+def _signed(show: Callable[[float], str]) -> Callable[[float], str]:
+    return lambda value: ("+" if value >= 0 else "−") + show(abs(value))
+
+
 def _or_dash(value: float, show: Callable[[float], str]) -> str:
     return "–" if math.isnan(value) else show(value)
 
@@ -77,10 +82,12 @@ _COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
     "std": lambda row, show: show(row.std),
     "worst 10 %": lambda row, show: show(row.worst_tenth),
     "harmed": lambda row, show: f"{100 * row.harmed:.0f} %",
+    "over majority": lambda row, show: _or_dash(row.above_majority.mean, _signed(show)),
     "balanced": lambda row, show: _or_dash(row.balanced.mean, show),
     "minority": lambda row, show: _or_dash(row.minority.mean, show),
 }
-_BY_CLASS = ("balanced", "minority")
+_BY_CLASS = ("over majority", "balanced", "minority")
+_WIDE = ("std", "over majority")
 
 
 def _half_width(estimate: Estimate, show: Callable[[float], str]) -> str:
