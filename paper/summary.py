@@ -1,6 +1,7 @@
 """What of a run directory the page needs, small enough to keep beside it."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,7 +30,9 @@ def summarise_run(stage: str, run: Run) -> dict[str, Any]:
                 "steps": config.steps_of(name),
                 "engine": run.engines[name],
                 **_costs(part),
-                "seeds": {seed: _curves(trained) for seed, trained in part.items()},
+                "seeds": {
+                    s: _curves(trained, config.steps_of(name)) for s, trained in part.items()
+                },
                 "agents": {seed: _agents(trained) for seed, trained in part.items()},
             }
             for name, part in run.methods.items()
@@ -53,13 +56,13 @@ def _costs(part: dict[int, Trained]) -> dict[str, float]:
     return {"gradients": line["gradients"], "hvps": line["hvps"]}
 
 
-def _curves(trained: Trained) -> dict[str, Any]:
-    """Means over agents seen in training, by round and step."""
+def _curves(trained: Trained, steps: list[int]) -> dict[str, Any]:
+    """Means over agents seen in training, by measure, number of steps shown, and round."""
     lines = [m for m in trained.metrics if "evaluation" in m]
     seen = [m["evaluation"]["seen"] for m in lines]
-    measures = ("score", "loss", "balanced", "minority")
     return {"rounds": [m["round"] for m in lines]} | {
-        measure: [_short(at[measure]) for at in seen] for measure in measures
+        measure: {step: _short(at[measure][step] for at in seen) for step in steps}
+        for measure in ("score", "balanced", "minority")
     }
 
 
@@ -73,7 +76,7 @@ def _agents(trained: Trained) -> dict[str, Any]:
     }
 
 
-def _short(values: Any) -> list[float | None]:
+def _short(values: Iterable[float]) -> list[float | None]:
     return [round(v, 4) if np.isfinite(v) else None for v in values]
 
 
@@ -132,7 +135,7 @@ class Summary:
     def curve(self, method: str, step: int, measure: str = "score") -> Values:
         """Means over agents by seed and round."""
         seeds = self.data["methods"][method]["seeds"].values()
-        return np.array([[at[step] for at in seed[measure]] for seed in seeds], dtype=float)
+        return np.array([seed[measure][str(step)] for seed in seeds], dtype=float)
 
     def at_round(self, method: str, step: int, round: int, measure: str = "score") -> Values:
         """Means over agents after one of the evaluated rounds, by seed."""

@@ -62,7 +62,7 @@ def made_up(tmp_path, **means):
         methods[name] = {
             "steps": [3],
             "seeds": {
-                str(s): {"rounds": [0, 10], "score": [[0, 0, 0, first], [0, 0, 0, own.mean()]]}
+                str(s): {"rounds": [0, 10], "score": {"3": [first, own.mean()]}}
                 for s, own in enumerate(agents)
             },
             "agents": {
