@@ -323,8 +323,9 @@ def test_the_results_say_what_lies_above_the_majority(finished):
 
 
 def test_scoring_on_validation_data_needs_some(tmp_path):
-    with pytest.raises(InputError, match=r'eval_on = "validation": there is no validation part'):
-        load_config(SMALL, ["eval_on=validation"])
+    with pytest.raises(InputError, match=r'eval_on = "validation": agents have no validation part'):
+        nufed.run(SMALL, ["eval_on=validation"], out=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
     overrides = ["eval_on=validation", "data.validation=0.2", "seeds=[0]", "rounds=2"]
     run = nufed.run(SMALL, overrides, out=tmp_path / "run")
     assert "Personalised validation accuracy" in (run.path / "report.html").read_text("utf-8")

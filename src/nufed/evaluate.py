@@ -165,7 +165,8 @@ def score_agent(
 ) -> AgentScores:
     """An agent's record from its models' outputs on what it is scored on, after 0, 1, … steps."""
     targets = federation.samples.targets[federation.scored_rows(agent)]
-    most = _most_frequent(federation, agent) if measure.metric is accuracy else None
+    by_class = measure.metric is accuracy and bool(federation.samples.classes)
+    most = _most_frequent(federation, agent) if by_class else None
     scored = [_scores(objective, each, targets, measure, most) for each in outputs]
     return _record(federation, agent, scored)
 

@@ -95,7 +95,13 @@ def build_split(config: DataConfig, samples: Samples, seed: int) -> Split:
 def build_federation(config: Config, samples: Samples, seed: int) -> Federation:
     """The samples dealt out to agents."""
     split = build_split(config.data, samples, seed)
-    return Federation(samples, split, config.data.small_agents, config.eval_on)
+    federation = Federation(samples, split, config.data.small_agents, config.eval_on)
+    if not len(federation.scored_rows(0)):
+        raise InputError(
+            f'eval_on = "{config.eval_on}": agents have no {config.eval_on} part; set '
+            f"data.{config.eval_on}, for example to 0.1, or give a split that has one"
+        )
+    return federation
 
 
 def build_module(

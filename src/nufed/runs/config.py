@@ -219,11 +219,6 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     if len(set(config.seeds)) < len(config.seeds):
         raise InputError(f"seeds = {config.seeds}: each seed may stand there once")
     config.algorithms()
-    if config.eval_on == "validation" and not (config.data.validation or config.data.split_file):
-        raise InputError(
-            'eval_on = "validation": there is no validation part; set data.validation, for example '
-            "to 0.1"
-        )
     return config
 
 
