@@ -35,6 +35,7 @@ def write() -> Path:
         claims_table=claims_table,
         figure_lines=figure_lines,
         scores_table=scores_table,
+        rounds_table=rounds_table,
         choices_table=choices_table,
         delta_table=delta_table,
         alpha_table=alpha_table,
@@ -131,6 +132,16 @@ def scores_table(run: Summary, lines: Lines, group: str = "seen") -> str:
         )
     headings = ["", "steps", "before", "after", "above majority, points", "balanced", "minority"]
     return table(headings, rows)
+
+
+def rounds_table(run: Summary) -> str:
+    """Accuracy had training stopped earlier: the paper does not say when it did."""
+    rounds = [r for r in (0, 20, 50, 100, 200, 400) if r in run.rounds(run.methods[0])]
+    rows = [
+        [name(method), *(estimate(run.at_round(method, 3, round)) for round in rounds)]
+        for method in run.methods
+    ]
+    return table(["after round", *map(str, rounds)], rows)
 
 
 def choices_table(one: Summary) -> str:
