@@ -8,7 +8,7 @@ import altair as alt
 import numpy as np
 import vl_convert
 
-from nufed.report.charts import GREY, PALETTE
+from nufed.report.charts import GREY, PALETTE, spread_labels
 from paper.stages import ALPHAS, DELTAS, FOUR, NUS, RESULTS, alpha_stage
 from paper.summary import Summary, Values, distances, summary
 
@@ -23,15 +23,14 @@ NAMES = {
 NULLS = {
     "majority": "majority class",
     "local": "trained alone",
-    "untrained": "untrained, fine-tuned",
+    "untrained": "untrained",
 }
 MEASURES = {
     "score": "test accuracy",
     "balanced": "balanced accuracy",
     "minority": "accuracy on minority classes",
 }
-WIDTH, HEIGHT = 330, 260
-DASHES = [[6, 4], [2, 3], [10, 4]]  # of the null baselines
+WIDTH, HEIGHT = 290, 260
 
 Line = tuple[str, str, int]  # label, method, fine-tuning steps
 
@@ -63,12 +62,24 @@ def rounds_figure(run: Summary, lines: Sequence[Line], nulls: Summary | None = N
             _point(label, round, values)
             for label, method, step in lines
             for round, values in zip(
-                run.rounds(method), run.curve(method, step, measure).T, strict=True
+                run.rounds(method), _level_seeds(run, method, step, measure).T, strict=True
             )
         ]
         dashed = _levels(nulls or run, measure, 3)
         panels.append(_panel(points, dashed, "communication round", MEASURES[measure]))
     return _side_by_side(panels)
+
+
+def _level_seeds(run: Summary, method: str, step: int, measure: str) -> Values:
+    """A curve by seed and round, without what makes one seed's split easier than another's.
+
+    That is the accuracy of the majority class; its mean over seeds takes its place.
+    """
+    curve = run.curve(method, step, measure)
+    if measure == "minority":
+        return curve
+    easy = run.agents("majority", 0, measure).mean(axis=1)[: len(curve)]
+    return curve - easy[:, None] + easy.mean()
 
 
 def _levels(run: Summary, measure: str, step: int, group: str = "seen") -> dict[str, float]:
@@ -94,7 +105,7 @@ def compute_figure(runs: Iterable[tuple[str, Summary, str]]) -> Any:
             _point(label, round * run.compute(method) / 1000, values)
             for label, run, method in runs
             for round, values in zip(
-                run.rounds(method), run.curve(method, 3, measure)[:3].T, strict=True
+                run.rounds(method), _level_seeds(run, method, 3, measure)[:3].T, strict=True
             )
             if round * run.compute(method) / 1000 <= 66
         ]
@@ -220,33 +231,39 @@ def _layers(
     y_title: str,
     symbols: bool = True,
 ) -> Any:
-    """Lines with bands over seeds, and the null baselines dashed, all in one legend."""
+    """Lines with bands over seeds, and the null baselines dashed, with their names at the end."""
     methods = list(dict.fromkeys(point["method"] for point in points))
-    nulls = list(dict.fromkeys(point["method"] for point in dashed))
-    scale = alt.Scale(
-        domain=[*methods, *nulls], range=[*PALETTE[: len(methods)], *[GREY] * len(nulls)]
+    legend = alt.Legend(
+        title=None, orient="top", columns=6, symbolType="stroke", symbolOpacity=1, symbolSize=220
     )
-    dashes = alt.Scale(
-        domain=[*methods, *nulls], range=[*[[1, 0]] * len(methods), *DASHES[: len(nulls)]]
-    )
-    legend = alt.Legend(title=None, orient="top", columns=3)
+    scale = alt.Scale(domain=methods, range=PALETTE[: len(methods)])
     colour = alt.Color("method:N", scale=scale, legend=legend)
-    dash = alt.StrokeDash("method:N", scale=dashes, legend=legend)
     y = alt.Y("mean:Q", title=y_title, scale=alt.Scale(zero=False), axis=alt.Axis(format="%"))
     lines = alt.Chart(alt.Data(values=points)).encode(x, color=colour)
+    ends = {point["method"]: point for point in dashed}  # the last of each
+    names = alt.Chart(alt.Data(values=spread_labels(list(ends.values()), points + dashed)))
     layers = [
-        alt.Chart(alt.Data(values=dashed)).mark_line().encode(x, y, color=colour, strokeDash=dash),
-        lines.mark_area(opacity=0.13).encode(alt.Y("low:Q"), alt.Y2("high:Q")),
-        lines.mark_line(strokeWidth=2).encode(y, strokeDash=dash),
+        alt.Chart(alt.Data(values=dashed))
+        .mark_line(strokeDash=[5, 4], color=GREY)
+        .encode(x, y, detail="method:N"),
+        names.mark_text(align="left", dx=6, color=GREY, fontSize=11).encode(x, y, text="method:N"),
+        lines.mark_area(opacity=0.12).encode(alt.Y("low:Q"), alt.Y2("high:Q")),
+        lines.mark_line(strokeWidth=2).encode(y),
     ]
     if symbols:  # of different shapes, so that lines that coincide can still be told apart
-        every = lines.transform_window(
-            rank="row_number()", groupby=["method"], sort=[alt.SortField("x")]
-        )
+        few = alt.Chart(alt.Data(values=_some(points, methods))).encode(x, y, color=colour)
         shape = alt.Shape("method:N", scale=alt.Scale(domain=methods), legend=None)
-        few = every.transform_filter("datum.rank % 5 == 1") if len(points) > 80 else every
-        layers.append(few.mark_point(size=45, strokeWidth=1.5).encode(y, shape=shape))
+        layers.append(few.mark_point(size=45, strokeWidth=1.5).encode(shape=shape))
     return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
+
+
+def _some(points: list[dict[str, Any]], methods: list[str]) -> list[dict[str, Any]]:
+    """The points to draw symbols at: of long lines every eighth, of each method others."""
+    some = []
+    for i, method in enumerate(methods):
+        own = [point for point in points if point["method"] == method]
+        some += own[i % 8 :: 8] if len(own) > 20 else own
+    return some
 
 
 def _side_by_side(panels: list[Any]) -> Any:

@@ -99,7 +99,8 @@ def claims_table(found: Sequence[Claim]) -> str:
                 f"**{claim.verdict}**",
             ]
         )
-    return table(["figure", "the paper says", "compared", "measured", "difference", ""], rows)
+    headings = ["figure", "the paper says", "compared", "measured", "difference", ""]
+    return table(headings, rows, texts=len(headings))
 
 
 def figure_lines(run: Summary) -> Lines:
@@ -225,7 +226,7 @@ def tuning_table(tried: Summary, tuned: Summary, plain: Summary) -> str:
         for label, which, words, run in (*lines, *nulls)
     ]
     headings = ["", "step sizes", "seen agents", "unseen agents", "balanced", "minority"]
-    return table(headings, rows)
+    return table(headings, rows, texts=2)
 
 
 def paired_table(run: Summary, group: str = "seen") -> str:
@@ -272,11 +273,12 @@ def stages_table() -> str:
         for stage in STAGES
         if (run := summary(stage))
     ]
-    return table(["stage", "what", "minutes"], rows)
+    return table(["stage", "what", "minutes"], rows, texts=2)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """A table in Markdown whose first columns are texts and whose others are numbers."""
+    lines = [headings, [*["---"] * texts, *["---:"] * (len(headings) - texts)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

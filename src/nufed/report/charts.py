@@ -224,7 +224,7 @@ def _curves(
     nulls = _null_lines(runs, group, x, last, last_step)
     dashed = _chart(nulls).encode(x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"), detail="method:N")
     ends = {line["method"]: line for line in nulls}  # the last point of each
-    labels = _spread(list(ends.values()), points + nulls)
+    labels = spread_labels(list(ends.values()), points + nulls)
     named = _chart(labels).encode(x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"))
     return alt.layer(
         dashed.mark_line(strokeDash=[5, 4], color=GREY),
@@ -251,7 +251,7 @@ def _null_lines(
     return lines
 
 
-def _spread(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def spread_labels(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Labels at the ends of lines, moved apart where lines end close together."""
     values = [p[k] for p in points for k in ("mean", "low", "high") if math.isfinite(p.get(k, nan))]
     gap = 0.05 * (max(values) - min(values)) if values else 0.0
