@@ -97,9 +97,11 @@ def _levels(run: Summary, measure: str, step: int, group: str = "seen") -> dict[
 
 
 def compute_figure(runs: Iterable[tuple[str, Summary, str]]) -> Any:
-    """Accuracy and accuracy on minority classes by gradient evaluations."""
+    """Accuracy and accuracy on minority classes by gradient evaluations, as many as the first has."""
     panels = []
     runs = list(runs)
+    _, first, cheapest = runs[0]
+    most = first.config["rounds"] * first.compute(cheapest)
     for measure in ("score", "minority"):
         points = [
             _point(label, round * run.compute(method) / 1000, values)
@@ -107,7 +109,7 @@ def compute_figure(runs: Iterable[tuple[str, Summary, str]]) -> Any:
             for round, values in zip(
                 run.rounds(method), _level_seeds(run, method, 3, measure)[:3].T, strict=True
             )
-            if round * run.compute(method) / 1000 <= 66
+            if round * run.compute(method) <= most
         ]
         dashed = _levels(runs[0][1], measure, 3)
         title = "gradient evaluations, thousands"

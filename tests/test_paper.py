@@ -1,6 +1,7 @@
 """The paper's experiments: presets, stages, claims and the page, and a short run on real data."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -103,7 +104,75 @@ def test_claims_are_decided_by_what_was_measured(tmp_path):
     assert claims.rounds_to(run, "fedavg", 3, 0.99).tolist() == [20] * 5  # never
 
 
-def test_a_short_figure_1_on_real_data_from_run_to_page(real_data, nufed, tmp_path, monkeypatch):
+def pretended(stage, config):
+    """The summary of a stage with random scores."""
+    rng = np.random.default_rng(len(stage))
+    agents = 10
+    steps = config.steps_evaluated + 1
+    rounds = list(range(0, config.rounds + 1, config.eval_every))
+    unseen = 2 if config.data.unseen_agents else 0
+
+    def scores():
+        return {
+            "seen": [i >= unseen for i in range(agents)],
+            "minority_samples": rng.integers(0, 5, agents).tolist(),
+            **{
+                measure: rng.random((agents, steps)).tolist()
+                for measure in ("score", "balanced", "minority")
+            },
+        }
+
+    def curves(name):
+        return {"rounds": rounds} | {
+            measure: {str(s): rng.random(len(rounds)).tolist() for s in config.steps_of(name)}
+            for measure in ("score", "balanced", "minority")
+        }
+
+    return {
+        "seconds": 60.0,
+        "config": json.loads(config.model_dump_json(exclude={"methods"})),
+        "methods": {
+            name: {
+                "steps": config.steps_of(name),
+                "gradients": 40 * (algorithm.adapt_steps + 1),
+                "hvps": 0,
+                "seeds": {str(s): curves(name) for s in config.seeds},
+                "agents": {str(s): scores() for s in config.seeds},
+            }
+            for name, algorithm in config.algorithms().items()
+        },
+        "baselines": {n: {str(s): scores() for s in config.seeds} for n in config.baselines},
+        "chosen": {name: {"adapt_lr": 0.1, "meta_lr": 0.01, "score": 0.5} for name in FOUR},
+        "distance": {name: [0.1, 0.2] for name in config.algorithms()},
+    }
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A place of its own for summaries, figures and the page."""
+    for module in ("stages", "summary", "figures"):
+        monkeypatch.setattr(f"paper.{module}.RESULTS", tmp_path)
+    monkeypatch.setattr(page, "PAGE", tmp_path / "results.md")
+    summary.summary.cache_clear()
+    yield tmp_path
+    summary.summary.cache_clear()
+
+
+def test_the_page_shows_every_stage(results):
+    for stage in ("tuning", *STAGES):  # others need what tuning chose
+        config = load_config(_without_nothing(STAGES[stage].config()))
+        (results / f"{stage}.json").write_text(json.dumps(pretended(stage, config)))
+    text = page.write().read_text("utf-8")
+    assert "Not run yet" not in text and "nan" not in text
+    images = set(re.findall(r"\(results/(\S+)\)", text))
+    assert images == {path.name for path in results.glob("*.svg")} and len(images) == 10
+    sections = [line for line in text.splitlines() if line.startswith("## ")]
+    assert len(sections) == 12
+    for cells in (line.count("|") for line in text.splitlines() if line.startswith("|")):
+        assert cells >= 3
+
+
+def test_a_short_figure_1_on_real_data_from_run_to_page(real_data, nufed, tmp_path, results):
     rounds = ["rounds=2", "eval_every=1", "data.agents=10", "data.dirichlet=0.5", "engine=direct"]
     done = nufed("run", "fig1-smoke", "--seeds", 2, *rounds, "--out", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -114,16 +183,9 @@ def test_a_short_figure_1_on_real_data_from_run_to_page(real_data, nufed, tmp_pa
     )
     assert np.allclose(hessian_free, exact, atol=0.006)  # one test sample of 200
 
-    monkeypatch.setattr(summary, "RESULTS", tmp_path)
-    monkeypatch.setattr("paper.figures.RESULTS", tmp_path)
-    monkeypatch.setattr(page, "PAGE", tmp_path / "results.md")
     (run.path / "stage.json").write_text('{"seconds": 60}')
     (tmp_path / "fig1.json").write_text(json.dumps(summary.summarise_run("fig1", run)))
-    summary.summary.cache_clear()
-    try:
-        text = page.write().read_text("utf-8")
-    finally:
-        summary.summary.cache_clear()
+    text = page.write().read_text("utf-8")
     row = next(r for r in run.rows() if r.name == "gmeta-exact")
     assert f"{100 * row.after.mean:.1f} ± {100 * row.after.half_width:.1f} %" in text
     assert f"{100 * row.balanced.mean:.1f} ±" in text and f"{100 * row.minority.mean:.1f} ±" in text
