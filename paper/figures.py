@@ -97,7 +97,7 @@ def _levels(run: Summary, measure: str, step: int, group: str = "seen") -> dict[
 
 
 def compute_figure(runs: Iterable[tuple[str, Summary, str]]) -> Any:
-    """Accuracy and accuracy on minority classes by gradient evaluations, as many as the first has."""
+    """Accuracy by gradient evaluations, as many as the first run made; minority classes beside."""
     panels = []
     runs = list(runs)
     _, first, cheapest = runs[0]
