@@ -60,7 +60,7 @@ def finished(tmp_path_factory):
 def test_the_same_seed_gives_the_same_files(finished, tmp_path):
     again = nufed.run(SMALL, out=tmp_path / "again")
     assert hashes(finished.path) == hashes(again.path)
-    assert len(hashes(finished.path)) == 3 + 4 + 3 * 2 * 5 + 3 * 2
+    assert len(hashes(finished.path)) == 4 + 4 + 3 * 2 * 8 + 3 * 2 * 2
 
 
 def test_a_run_leaves_everything_it_promises(finished):

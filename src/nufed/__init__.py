@@ -4,7 +4,7 @@ from nufed.adapt import adapt, trajectory
 from nufed.algorithms import GMeta, fedavg, gmeta, per_fedavg
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, NufedError, NumericalWarning
-from nufed.experiment import run
+from nufed.experiment import resume, run
 from nufed.metagrad import Exact, FirstOrder, HessianFree, MetaBatch, meta_gradient
 from nufed.objective import Batch, Objective
 from nufed.runs import Run, load_run
@@ -32,6 +32,7 @@ __all__ = [
     "load_run",
     "meta_gradient",
     "per_fedavg",
+    "resume",
     "run",
     "trajectory",
 ]

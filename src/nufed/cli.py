@@ -16,9 +16,10 @@ from rich.table import Table as RichTable
 from nufed import __version__
 from nufed.algorithms import ALGORITHMS
 from nufed.bounds import bounds_of_numbers, bounds_of_run
-from nufed.cli_data import AsJson, Overrides, Source, data_app
+from nufed.cli_data import AsJson, Overrides, data_app
 from nufed.data import PARTITIONS, SOURCES
 from nufed.errors import InputError, NufedError
+from nufed.experiment import resume as resume_experiment
 from nufed.experiment import run as run_experiment
 from nufed.models import MODELS
 from nufed.progress import show_progress
@@ -43,27 +44,40 @@ app.add_typer(data_app, name="data")
 
 @app.command()
 def run(
-    source: Source,
+    source: Annotated[
+        str | None, typer.Argument(help="A preset (see `nufed list`) or a TOML file.")
+    ] = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="The run directory to make.")] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="How many seeds: 0, 1, …; as configured by default.")
     ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run directory; rounds=N trains longer.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train and evaluate every method of a configuration, and write a report."""
+    words = [*([source] if source and resume else ()), *(overrides or ())]
+    if seeds:
+        words.append(f"seeds={list(range(seeds))}")
+    if source is None and resume is None:
+        raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
     with show_progress(Console(stderr=True)) as display:
+        follow: dict[str, Any] = {
+            "on_start": display.start,
+            "on_progress": display.update,
+            "on_stop": lambda: _say("stopping after this round; Ctrl-C again stops at once", 0),
+        }
         try:
-            finished = run_experiment(
-                source,
-                [*(overrides or ()), *([f"seeds={list(range(seeds))}"] if seeds else ())],
-                out=out,
-                on_start=display.start,
-                on_progress=display.update,
-            )
+            if resume is not None:
+                finished = resume_experiment(resume, words, **follow)
+            else:
+                assert source is not None
+                finished = run_experiment(source, words, out=out, **follow)
         except KeyboardInterrupt:
-            place = f"; what was finished is in {display.path}" if display.path else ""
-            raise typer.Exit(_say(f"stopped{place}", 130)) from None
+            how = f"; go on with: nufed run --resume {display.path}" if display.path else ""
+            raise typer.Exit(_say(f"stopped{how}", 130)) from None
     if as_json:
         print(json.dumps({"directory": str(finished.path), **finished.to_json()}))
         return

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,17 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The SHA-256 of all that is in them."""
+        digest = hashlib.sha256()
+        for x in (*_tensors(self.inputs), self.targets):
+            digest.update(f"{x.dtype} {tuple(x.shape)} ".encode())
+            digest.update(x.contiguous().flatten().view(torch.uint8).numpy().data)
+        owners = [] if self.owners is None else self.owners.tolist()
+        digest.update(repr((self.classes, owners, self.scale, self.shift)).encode())
+        return digest.hexdigest()
 
     @property
     def input_shape(self) -> tuple[int, ...]:

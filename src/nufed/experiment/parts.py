@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -15,10 +15,11 @@ from nufed.algorithms import GMeta
 from nufed.errors import TrainingError
 from nufed.evaluate import AgentScores, majority_class, summarise
 from nufed.experiment.setup import Setup
+from nufed.experiment.stopping import Stop
 from nufed.metagrad import FirstOrder
 from nufed.objective import AnyObjective
 from nufed.runs import RunDirectory
-from nufed.runs.directory import write_line
+from nufed.runs.part import PartFiles
 from nufed.simulation import Engine, EngineName, Progress, WorkerEngine, train
 
 BASELINES = "null baselines"
@@ -65,9 +66,12 @@ def parts_of(setup: Setup) -> list[Part]:
 
 
 def run_part(
-    setup: Setup, part: Part, directory: RunDirectory, listener: Listener, workers: int
+    setup: Setup, part: Part, directory: RunDirectory, listener: Listener, workers: int, stop: Stop
 ) -> None:
-    """Train and evaluate one part, with so many processes, and write down what came out."""
+    """Train and evaluate one part, with so many processes, and write down what came out.
+
+    What is done already is left alone; what was begun goes on from its last checkpoint.
+    """
     listener(Event(part.seed, part.method, 0, None))
     with ExitStack() as stack:
 
@@ -76,12 +80,15 @@ def run_part(
             return stack.enter_context(WorkerEngine(engine, workers)) if workers > 1 else engine
 
         if part.method == BASELINES:
-            for baseline, scores in _baselines(setup, part.seed, spread):
-                directory.write_scores("baselines", baseline, part.seed, scores)
+            with stop.at_once():
+                _run_baselines(setup, part.seed, spread, directory)
+            return
+        files = _files(setup, directory, "methods", part.method, part.seed)
+        if files.is_done(setup.config.rounds):
             return
         engine, algorithm = spread(setup.engine_names[part.method]), setup.algorithms[part.method]
         try:
-            _run_method(setup, engine, part.method, algorithm, directory, listener)
+            _run_method(setup, engine, part.method, algorithm, directory, listener, files, stop)
         except TrainingError as error:  # the other methods go on
             directory.write_failure(part.method, part.seed, str(error))
 
@@ -93,29 +100,58 @@ def _run_method(
     algorithm: Algorithm,
     directory: RunDirectory,
     listener: Listener,
+    files: PartFiles,
+    stop: Stop,
 ) -> None:
     config, seed = setup.config, engine.seed
-    start, scores, score = time.perf_counter(), [], None
-    with (directory.part("methods", name, seed) / "metrics.jsonl").open("w") as file:
+    began, scores, score = time.perf_counter(), [], None
+    saved = files.begin(config.eval_every)
+    start = Progress(saved.round, saved.server, saved.clients) if saved else None
+    with closing(files):
         for progress in train(
             algorithm,
             engine,
             engine.objective.initial(),
             rounds=config.rounds,
             participation=config.participation,
+            start=start,
         ):
-            line = _record(algorithm, progress)
-            if progress.round % config.eval_every == 0 or progress.round == config.rounds:
+            if progress is start:  # its line is there
+                continue
+            line, last = _record(algorithm, progress), progress.round == config.rounds
+            if progress.round % config.eval_every == 0 or last:
                 scores = _evaluate(setup, engine, algorithm, progress)
                 line["evaluation"] = _by_group(scores, setup)
                 score = line["evaluation"]["seen"]["score"][config.steps_of(name)[0]]
-            write_line(file, line)
+            files.add(line)
             if config.save_every and progress.round and progress.round % config.save_every == 0:
                 directory.write_model(name, seed, progress.server, progress.round)
+            if last:
+                files.finish(config.rounds, scores, progress.server)
+            if last or stop() or _due(config.checkpoint_every, progress.round):
+                files.checkpoint(progress.round, progress.server, progress.clients)
             listener(Event(seed, name, progress.round, score))
-    directory.write_scores("methods", name, seed, scores)
-    directory.write_model(name, seed, progress.server)
-    directory.write_timing(method=name, seed=seed, seconds=time.perf_counter() - start)
+            if stop() and not last:
+                break
+    directory.write_timing(method=name, seed=seed, seconds=time.perf_counter() - began)
+
+
+def _due(every: int, round: int) -> bool:
+    return every > 0 and round > 0 and round % every == 0
+
+
+def _files(setup: Setup, directory: RunDirectory, kind: str, name: str, seed: int) -> PartFiles:
+    return PartFiles(directory.part(kind, name, seed), setup.belongs_to(seed))
+
+
+def _run_baselines(
+    setup: Setup, seed: int, spread: Callable[[EngineName], Engine], directory: RunDirectory
+) -> None:
+    rounds = setup.config.rounds
+    files = {name: _files(setup, directory, "baselines", name, seed) for name in setup.baselines()}
+    missing = [name for name, own in files.items() if not own.is_done(rounds)]
+    for name, scores in _baselines(setup, seed, spread, missing) if missing else ():
+        files[name].finish_baseline(rounds, scores)
 
 
 def _record(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
@@ -165,16 +201,16 @@ def _by_group(scores: Sequence[AgentScores], setup: Setup) -> dict[str, dict[str
 
 
 def _baselines(
-    setup: Setup, seed: int, spread: Callable[[EngineName], Engine]
+    setup: Setup, seed: int, spread: Callable[[EngineName], Engine], wanted: Sequence[str]
 ) -> Iterator[tuple[str, list[AgentScores]]]:
-    """The null baselines that are asked for."""
-    steps, wanted = setup.config.steps_evaluated, setup.config.baselines
+    """The null baselines that are wanted."""
+    steps = setup.config.steps_evaluated
     agents, engines = setup.evaluated[seed], setup.engines[seed]
     alone, measure = _alone(setup), setup.measure
     own = _OwnModel(**vars(alone))
     named = setup.config.engine
     engine = spread(engines.choose(own, "auto" if named == "gram" else named))
-    if "majority" in wanted and setup.samples.classes and setup.measure.name == "accuracy":
+    if "majority" in wanted:
         yield "majority", [majority_class(engine.federation, a, steps) for a in agents]
     initial = {"model": engine.objective.initial()}
     if "untrained" in wanted:

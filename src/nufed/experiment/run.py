@@ -10,11 +10,13 @@ from torch import nn
 
 from nufed.errors import TrainingError
 from nufed.evaluate import Metric
-from nufed.experiment.parts import Event, Listener, Part, parts_of, run_part
+from nufed.experiment.parts import BASELINES, Event, Listener, Part, parts_of, run_part
 from nufed.experiment.setup import Setup
+from nufed.experiment.stopping import Stop
 from nufed.objective import Loss
 from nufed.runs import Config, Run, RunDirectory, load_config, load_run
 from nufed.runs.directory import write_json
+from nufed.runs.durable import locked
 from nufed.simulation import Workers
 from nufed.threads import torch_threads
 
@@ -30,6 +32,7 @@ def run(
     out: str | Path | None = None,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
+    on_stop: Callable[[], None] | None = None,
 ) -> Run:
     """Train and evaluate every method of a configuration, as ``nufed run`` does.
 
@@ -42,21 +45,76 @@ def run(
         loss: your own ``loss(outputs, targets)``; metric: your own ``metric(outputs, targets)``,
             more is better.
         out: the run directory to make; ``runs/NAME-001`` and so on by default.
-        on_start, on_progress: called with the directory, and after every round.
+        on_start, on_progress, on_stop: called with the directory, after every round, and when
+            Ctrl-C or SIGTERM asks to stop: rounds are then finished and saved before
+            KeyboardInterrupt is raised, and :func:`resume` goes on from there.
 
     Returns:
         The finished run, read back from its directory (``run.path``, ``run.rows()``).
     """
     checked = load_config(config, overrides)
+    own = {"model": model, "data": data, "loss": loss, "metric": metric}
     with torch_threads(checked.threads):
-        setup = Setup.make(checked, model=model, data=data, loss=loss, metric=metric)
+        setup = Setup.make(checked, **own)
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
-        directory.write_start(setup.config, setup.measure, setup.engine_names)
-        for seed, federation in setup.federations.items():
-            directory.write_split(federation.split, setup.samples, seed)
-        if on_start:
-            on_start(setup.config, directory.path)
-        _run_parts(setup, directory, on_progress or (lambda event: None))
+        with locked(directory.path):
+            directory.write_start(
+                setup.config, setup.measure, setup.engine_names, setup.samples.fingerprint
+            )
+            for seed, federation in setup.federations.items():
+                directory.write_split(federation.split, setup.samples, seed)
+            return _train(setup, directory, on_start, on_progress, on_stop)
+
+
+def resume(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    on_start: Callable[[Config, Path], None] | None = None,
+    on_progress: Listener | None = None,
+    on_stop: Callable[[], None] | None = None,
+) -> Run:
+    """Go on with a run that was stopped or killed, to the very bits of one that was not.
+
+    Args:
+        path: the run directory.
+        overrides: only ``rounds=…``, larger than before, to train longer.
+        model, data, loss, metric: what was passed as objects to :func:`run`, again.
+    """
+    directory = RunDirectory(Path(path))
+    with locked(directory.existing()):
+        config = directory.read_config(overrides)
+        own = {"model": model, "data": data, "loss": loss, "metric": metric}
+        with torch_threads(config.threads):
+            setup = Setup.make(config, directory.engines(), **own)
+            directory.check_same(
+                setup.config,
+                setup.samples.fingerprint,
+                {seed: f.split.fingerprint for seed, f in setup.federations.items()},
+            )
+            directory.write_config(setup.config)
+            return _train(setup, directory, on_start, on_progress, on_stop)
+
+
+def _train(
+    setup: Setup,
+    directory: RunDirectory,
+    on_start: Callable[[Config, Path], None] | None,
+    on_progress: Listener | None,
+    on_stop: Callable[[], None] | None,
+) -> Run:
+    """Do all that is not done yet, then read it back and report."""
+    if on_start:
+        on_start(setup.config, directory.path)
+    stop = Stop(on_stop or (lambda: None))
+    with stop.listening():
+        _run_parts(setup, directory, on_progress or (lambda event: None), stop)
+    if stop():
+        raise KeyboardInterrupt
     finished = load_run(directory.path)
     if not finished.methods:
         raise TrainingError(f"no method could be trained: {finished.failures[0]}")
@@ -67,24 +125,29 @@ def run(
     return finished
 
 
-def _run_parts(setup: Setup, directory: RunDirectory, listener: Listener) -> None:
+def _run_parts(setup: Setup, directory: RunDirectory, listener: Listener, stop: Stop) -> None:
     """Train and evaluate every method and seed, several at a time where there are workers."""
     parts = parts_of(setup)
     together = min(setup.workers, len(parts))
     if together == 1:
         for part in parts:
-            run_part(setup, part, directory, listener, setup.workers)
+            if not stop():
+                run_part(setup, part, directory, listener, setup.workers, stop)
         return
 
     def answer(part: Part, note: Callable[[Event], None]) -> None:
-        run_part(setup, part, directory, note, setup.workers // together)
+        if not stop():
+            run_part(setup, part, directory, note, setup.workers // together, stop)
 
     def describe(part: Part, last: Event | None) -> str:
         return f"{part}, after round {last.round}" if last else str(part)
 
+    def enough(busy: list[Part]) -> bool:
+        return stop() and all(part.method == BASELINES for part in busy)
+
     workers = Workers(together, answer)
     try:
         longest_first = sorted(parts, key=lambda part: -part.work)
-        workers.ask(longest_first, describe, listener)
+        workers.ask(longest_first, describe, listener, enough)
     finally:
         workers.close()

@@ -43,8 +43,24 @@ class Setup:
     evaluated: dict[int, list[int]]
     workers: int
 
+    def belongs_to(self, seed: int) -> dict[str, str]:
+        """What a checkpoint must share with the run to be used, as hashes."""
+        return {
+            "configuration": self.config.fingerprint,
+            "data": self.samples.fingerprint,
+            "split": self.federations[seed].split.fingerprint,
+        }
+
+    def baselines(self) -> list[str]:
+        """The null baselines that are asked for and make sense here."""
+        classes = self.samples.classes and self.measure.name == "accuracy"
+        return [name for name in self.config.baselines if classes or name != "majority"]
+
     @classmethod
-    def make(cls, config: Config, **own: Any) -> Setup:
+    def make(
+        cls, config: Config, engines_then: Mapping[str, EngineName] | None = None, **own: Any
+    ) -> Setup:
+        """From a configuration; ``engines_then`` are those of a run that is taken up again."""
         samples = build_samples(config.data) if own["data"] is None else as_samples(own["data"])
         loss = own["loss"] or build_loss(config, samples)
         measure = build_measure(config, samples)
@@ -71,7 +87,8 @@ class Setup:
             for seed in config.seeds
         }
         first = engines[config.seeds[0]]
-        names = {name: first.choose(a, config.engine) for name, a in algorithms.items()}
+        chosen = {name: first.choose(a, config.engine) for name, a in algorithms.items()}
+        names = {**chosen, **(engines_then or {})}
         for seed in config.seeds:  # before processes are forked, so that they share what is kept
             for name in set(names.values()):
                 engines[seed].get(name)

@@ -23,6 +23,7 @@ from nufed.algorithms import ALGORITHMS
 from nufed.data import Reuse, ScoredOn, SmallAgents
 from nufed.errors import InputError
 from nufed.metagrad import Curvature, Exact, FirstOrder, HessianFree
+from nufed.runs.durable import sha256
 from nufed.runs.messages import sentence, suggest
 
 OWN = "given in Python"  # stands in a configuration for what was passed as an object
@@ -132,6 +133,9 @@ class Config(_Table):
         default=["majority", "untrained", "local"], description="null baselines to set beside"
     )
     eval_every: Count = Field(default=10, description="rounds between evaluations")
+    checkpoint_every: Annotated[int, Field(ge=0)] = Field(
+        default=20, description="rounds between checkpoints to resume from; 0: only when stopped"
+    )
     save_every: Annotated[int, Field(ge=0)] = Field(
         default=0, description="rounds between saved models"
     )
@@ -191,6 +195,11 @@ class Config(_Table):
                     f"takes {', '.join(sorted(taken))}; remove it or use another algorithm"
                 )
         return _naming(where, merged.build)
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 of all that decides about bits, but for how long training goes on."""
+        return sha256(self.model_dump_json(exclude={"name", "rounds", "workers"}).encode())
 
     def to_toml(self) -> str:
         """The configuration with every default written out; reading it gives it back."""

@@ -8,9 +8,11 @@
     splits/seed-0.json              the same as counts of classes per agent, of the first 1000
     methods/NAME/seed-0/
         metrics.jsonl               one line per round
+        checkpoint-000020.json, .safetensors   where to go on from; the last two are kept
         agents.jsonl                one line per agent: scores of the final model
-        failure.json                instead of the next two, if training had to stop, and why
+        failure.json                instead of the others, if training had to stop, and why
         model.safetensors           the final state of the server; "model" is the meta-model
+        done.json                   that it is done, with the SHA-256 of the three above
         model-round-000010.safetensors   the same, every save_every rounds
     baselines/NAME/seed-0/agents.jsonl   the null baselines, in the same form
     results.json                    the results table
@@ -24,7 +26,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,12 @@ from safetensors.torch import save
 
 from nufed.algorithm import State
 from nufed.data import Samples, Split
-from nufed.errors import RunError
-from nufed.evaluate import AgentScores, Measure
-from nufed.runs.config import Config
+from nufed.errors import InputError, RunError
+from nufed.evaluate import Measure
+from nufed.runs.config import Config, load_config
+from nufed.runs.durable import write_durably
 
-FORMAT = 1
+FORMAT = 2
 LISTED = 1000  # agents of a split whose counts are written down
 
 
@@ -53,8 +56,10 @@ class RunDirectory:
         """A new, empty directory: ``out``, or the next free ``runs/NAME-001``; never an old run."""
         if out is not None:
             if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                how = f"; `nufed run --resume {out}` goes on with the run that is there"
                 raise RunError(
                     f"{out} exists and is not empty: a run never overwrites, give another"
+                    + (how if (out / "run.json").exists() else "")
                 )
             return cls(_make(out, exist_ok=True))
         number = 1
@@ -73,12 +78,22 @@ class RunDirectory:
         """The directory of one method or baseline and seed (``kind`` is methods or baselines)."""
         return _make(self.path / kind / name / f"seed-{seed}", exist_ok=True)
 
-    def write_start(self, config: Config, measure: Measure, engines: Mapping[str, str]) -> None:
-        (self.path / "config.toml").write_text(config.to_toml(), "utf-8")
+    def existing(self) -> Path:
+        """The path, if a run was begun there."""
+        if not (self.path / "run.json").is_file():
+            raise RunError(f"{self.path} is not a run directory: it has no run.json")
+        return self.path
+
+    def write_start(
+        self, config: Config, measure: Measure, engines: Mapping[str, str], data_sha256: str
+    ) -> None:
+        self.write_config(config)
         about = {
             "format": FORMAT,
             "measure": {"name": measure.name, "higher_is_better": measure.higher_is_better},
             "engines": dict(engines),
+            "config": _settings(config),
+            "data_sha256": data_sha256,
             "software": {
                 "python": platform.python_version(),
                 "platform": platform.platform(),
@@ -87,6 +102,69 @@ class RunDirectory:
             },
         }
         write_json(self.path / "run.json", about)
+
+    def write_config(self, config: Config) -> None:
+        write_durably(self.path / "config.toml", config.to_toml().encode())
+
+    def read_config(self, overrides: Sequence[str] = ()) -> Config:
+        """The run's configuration; of overrides only more rounds, and workers, are allowed."""
+        config = load_config(self.path / "config.toml")
+        longer = load_config(self.path / "config.toml", overrides)
+        changed = _flat_differences(_settings(config), _settings(longer))
+        if changed.keys() - {"rounds"} or longer.rounds < config.rounds:
+            raise InputError(
+                f"{' '.join(overrides)}: a run that is taken up again keeps its settings; only "
+                f"rounds may grow, and it is {config.rounds}"
+            )
+        return longer
+
+    def engines(self) -> dict[str, Any]:
+        """The engines that the run began with."""
+        engines: dict[str, Any] = self._about()["engines"]
+        return engines
+
+    def check_same(self, config: Config, data_sha256: str, splits: Mapping[int, str]) -> None:
+        """Refuse to go on if the configuration, the data or a split is not that of the start."""
+        about = self._about()
+        now, then = _settings(config), about["config"]
+        different = [
+            f"{key} was {before!r} and is {after!r}"
+            for key, (before, after) in _flat_differences(then, now).items()
+            if key != "rounds"
+        ]
+        if different:
+            raise RunError(
+                f"{self.path / 'config.toml'} was changed ({'; '.join(different)}): a run goes on "
+                "only as it began; change it back, or start a new run"
+            )
+        if about["data_sha256"] != data_sha256:
+            raise RunError(
+                f"the data is not that of {self.path} (SHA-256 {data_sha256[:12]} instead of "
+                f"{about['data_sha256'][:12]}): give the same data, or start a new run"
+            )
+        for seed, fingerprint in splits.items():
+            path = self.path / "splits" / f"seed-{seed}.json"
+            try:
+                saved = json.loads(path.read_text("utf-8"))["sha256"]
+            except (OSError, ValueError, KeyError) as error:
+                raise RunError(f"{path} can't be read: {error}") from error
+            if saved != fingerprint:
+                raise RunError(
+                    f"the split of seed {seed} is not that of {self.path} (SHA-256 "
+                    f"{fingerprint[:12]} instead of {saved[:12]}): start a new run"
+                )
+
+    def _about(self) -> dict[str, Any]:
+        try:
+            about: dict[str, Any] = json.loads((self.path / "run.json").read_text("utf-8"))
+            if about["format"] != FORMAT:
+                raise RunError(
+                    f"it has format {about['format']} and this nufed reads {FORMAT}: use the "
+                    f"version that wrote it, {about['software']['nufed']}"
+                )
+            return about
+        except (OSError, ValueError, KeyError, TypeError, RunError) as error:
+            raise RunError(f"{self.path} can't be read as a run directory: {error}") from error
 
     def write_split(self, split: Split, samples: Samples, seed: int) -> None:
         folder = _make(self.path / "splits", exist_ok=True)
@@ -109,16 +187,11 @@ class RunDirectory:
         }
         write_json(folder / f"seed-{seed}.json", about)
 
-    def write_scores(self, kind: str, name: str, seed: int, scores: Iterable[AgentScores]) -> None:
-        with (self.part(kind, name, seed) / "agents.jsonl").open("w", encoding="utf-8") as file:
-            for agent in scores:
-                write_line(file, agent.record())
-
-    def write_model(self, name: str, seed: int, server: State, round: int | None = None) -> None:
-        """The server's state, after ``round`` rounds or at the end."""
-        file = "model.safetensors" if round is None else f"model-round-{round:06d}.safetensors"
+    def write_model(self, name: str, seed: int, server: State, round: int) -> None:
+        """The server's state after ``round`` rounds."""
         tensors = {k: v.detach().cpu().contiguous() for k, v in server.items()}
-        (self.part("methods", name, seed) / file).write_bytes(save(tensors))
+        path = self.part("methods", name, seed) / f"model-round-{round:06d}.safetensors"
+        write_durably(path, save(tensors))
 
     def write_failure(self, name: str, seed: int, reason: str) -> None:
         """Why a method could not be trained; what it had until then stays beside it."""
@@ -142,7 +215,8 @@ def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:
 
 def write_json(path: Path, value: Any) -> None:
     """Indented JSON; values that are not finite become null."""
-    path.write_text(json.dumps(finite(value), indent=1, allow_nan=False) + "\n", "utf-8")
+    text = json.dumps(finite(value), indent=1, allow_nan=False) + "\n"
+    write_durably(path, text.encode())
 
 
 def write_line(file: Any, record: Mapping[str, Any]) -> None:
@@ -167,6 +241,26 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(v) for v in value]
     return value
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """A configuration as plain data, but for the number of workers, which changes no bits."""
+    settings: dict[str, Any] = json.loads(config.model_dump_json(exclude={"workers"}))
+    return settings
+
+
+def _flat_differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """The keys whose values differ, dotted, with both values."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in {**then, **now}:
+        a, b = then.get(key), now.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found |= _flat_differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found[prefix + key] = a, b
+    return found
 
 
 def _make(path: Path, exist_ok: bool = False) -> Path:

@@ -15,6 +15,7 @@ from nufed.errors import InputError, RunError
 from nufed.evaluate import AgentScores, Measure, Summary, summarise
 from nufed.runs.config import Config, load_config
 from nufed.runs.directory import FORMAT, finite, read_lines
+from nufed.runs.part import DONE, check_done
 
 GROUPS = ("seen", "unseen")
 BASELINES = {
@@ -291,6 +292,11 @@ def _failures(path: Path, config: Config) -> list[str]:
 
 
 def _part(folder: Path) -> Trained:
+    if not (folder / DONE).exists():
+        raise RunError(
+            f"{folder} is not finished: go on with `nufed run --resume {folder.parents[2]}`"
+        )
+    check_done(folder)
     metrics = folder / "metrics.jsonl"
     try:
         scores = [_agent_scores(line) for line in read_lines(folder / "agents.jsonl")]

@@ -43,9 +43,13 @@ def train(
     *,
     rounds: int,
     participation: float,
+    start: Progress | None = None,
 ) -> Iterator[Progress]:
-    """Train from the model w, yielding where it stands before the first and after every round."""
-    progress = Progress(0, algorithm.server_init(w))
+    """Train from the model w, yielding where it stands before the first and after every round.
+
+    Or go on from ``start``, where training stood once: it gives the same bits.
+    """
+    progress = start or Progress(0, algorithm.server_init(w))
     yield progress
     while progress.round < rounds:
         progress = run_round(algorithm, engine, progress, participation)

@@ -63,17 +63,21 @@ class Workers:
         questions: Sequence[Any],
         describe: Callable[[Any, Any], str],
         on_note: Note = lambda note: None,
+        enough: Callable[[list[Any]], bool] | None = None,
     ) -> list[Any]:
         """The answers, in the order of the questions; each goes to the first process that is free.
 
         An exception of a child is raised here. If a process dies, the error names what it was at:
-        ``describe(question, last note)``.
+        ``describe(question, last note)``. ``enough(questions being answered)`` is asked now and
+        then whether the others can be left without an answer.
         """
         waiting = deque(enumerate(questions))
         idle, busy = list(self._links), dict[Connection, int]()
         answers: list[Any] = [None] * len(waiting)
         last_notes: dict[int, Any] = {}
         while waiting or busy:
+            if enough and enough([questions[place] for place in busy.values()]):
+                break
             while waiting and idle:
                 link = idle.pop()
                 busy[link], question = waiting.popleft()
@@ -81,7 +85,7 @@ class Workers:
                     link.send(question)
                 except (BrokenPipeError, ConnectionResetError):
                     raise self._death(link, describe(question, None)) from None
-            for ready in wait(list(busy)):
+            for ready in wait(list(busy), timeout=0.5 if enough else None):
                 assert isinstance(ready, Connection)
                 place = busy[ready]
                 try:

@@ -1,0 +1,140 @@
+"""Where a part of a run stands, saved so that it goes on to the very same bits.
+
+A checkpoint is two files: the state (safetensors), and a manifest that names its SHA-256, that of
+the metrics written until then, and what the state belongs to. The manifest is written last: a
+checkpoint without a right one is no checkpoint. The last two are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, save
+
+from nufed.algorithm import State
+from nufed.errors import RunError
+from nufed.runs.durable import cannot_write, sha256, write_durably
+
+KEPT = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The server's and the agents' state after ``round`` rounds.
+
+    ``metrics_bytes`` is how long the file of metrics was then, ``metrics_sha256`` its SHA-256.
+    """
+
+    round: int
+    server: State
+    clients: Mapping[int, State]
+    metrics_bytes: int
+    metrics_sha256: str
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, belongs_to: Mapping[str, str]) -> None:
+    """Write a checkpoint into a part's directory and remove all but the last two."""
+    named = _named(checkpoint)
+    state = save({name: t.detach().cpu().contiguous() for name, t in named.items()})
+    manifest = {
+        "round": checkpoint.round,
+        "state_sha256": sha256(state),
+        "metrics_bytes": checkpoint.metrics_bytes,
+        "metrics_sha256": checkpoint.metrics_sha256,
+        "belongs_to": dict(belongs_to),
+    }
+    state_path, manifest_path = _paths(folder, checkpoint.round)
+    write_durably(state_path, state)
+    write_durably(manifest_path, signed(manifest))
+    for round in _rounds(folder)[:-KEPT]:
+        remove_checkpoint(folder, round)
+
+
+def load_checkpoint(
+    folder: Path, belongs_to: Mapping[str, str]
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest good checkpoint, and what is wrong with newer ones.
+
+    A checkpoint of another configuration, data or split is not used either.
+    """
+    problems: list[str] = []
+    for round in reversed(_rounds(folder)):
+        try:
+            return _read(folder, round, belongs_to), problems
+        except (OSError, ValueError, KeyError, TypeError, RunError) as error:
+            problems.append(f"{_paths(folder, round)[1]} can't be used: {error}")
+    return None, problems
+
+
+def remove_checkpoint(folder: Path, round: int) -> None:
+    """Remove one, its manifest first."""
+    state, manifest = _paths(folder, round)
+    try:
+        manifest.unlink(missing_ok=True)
+        state.unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_write(state, error) from error
+
+
+def signed(content: Mapping[str, Any]) -> bytes:
+    """JSON with its own SHA-256, so that a flipped bit shows."""
+    text = json.dumps(content, sort_keys=True)
+    return json.dumps({"content": content, "sha256": sha256(text.encode())}, indent=1).encode()
+
+
+def read_signed(path: Path) -> dict[str, Any]:
+    """What :func:`signed` made; a file that was changed is refused."""
+    found = json.loads(path.read_bytes())
+    content: dict[str, Any] = found["content"]
+    if sha256(json.dumps(content, sort_keys=True).encode()) != found["sha256"]:
+        raise RunError("it was changed or damaged, its SHA-256 differs")
+    return content
+
+
+def _read(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint:
+    state_path, manifest_path = _paths(folder, round)
+    manifest = read_signed(manifest_path)
+    for what, value in belongs_to.items():
+        if manifest["belongs_to"].get(what) != value:
+            raise RunError(f"it belongs to another {what}")
+    state = state_path.read_bytes()
+    if sha256(state) != manifest["state_sha256"]:
+        raise RunError(f"{state_path.name} is damaged, its SHA-256 differs")
+    length, digest = manifest["metrics_bytes"], manifest["metrics_sha256"]
+    if sha256((folder / "metrics.jsonl").read_bytes()[:length]) != digest:
+        raise RunError("metrics.jsonl is damaged, its SHA-256 differs")
+    server: dict[str, Any] = {}
+    clients: dict[int, dict[str, Any]] = {}
+    for name, tensor in load(state).items():
+        owner, _, vector = name.partition("/")
+        own = server if owner == "server" else clients.setdefault(int(owner), {})
+        own[vector] = tensor
+    return Checkpoint(manifest["round"], server, clients, length, digest)
+
+
+def _named(checkpoint: Checkpoint) -> State:
+    named = {f"server/{name}": tensor for name, tensor in checkpoint.server.items()}
+    for agent, state in checkpoint.clients.items():
+        named |= {f"{agent}/{name}": tensor for name, tensor in state.items()}
+    return named
+
+
+def _paths(folder: Path, round: int) -> tuple[Path, Path]:
+    stem = folder / f"checkpoint-{round:06d}"
+    return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
+
+
+def _rounds(folder: Path) -> list[int]:
+    """The rounds of which there is a state or a manifest, in order."""
+    return sorted(set(_found(folder)))
+
+
+def _found(folder: Path) -> Iterator[int]:
+    for path in folder.glob("checkpoint-*"):
+        number = path.stem.removeprefix("checkpoint-")
+        if number.isdecimal():
+            yield int(number)

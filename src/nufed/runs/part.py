@@ -1,0 +1,157 @@
+"""The files of one method and seed: metrics as they come, checkpoints, and what stays at the end.
+
+A part is done when ``done.json`` says so, with the SHA-256 of its other files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from safetensors.torch import save
+
+from nufed.algorithm import State
+from nufed.errors import NumericalWarning, RunError
+from nufed.evaluate import AgentScores
+from nufed.runs.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    read_signed,
+    remove_checkpoint,
+    save_checkpoint,
+    signed,
+)
+from nufed.runs.directory import finite
+from nufed.runs.durable import cannot_write, sha256, write_durably
+
+DONE = "done.json"
+
+
+class PartFiles:
+    """The directory of a method and seed.
+
+    Args:
+        folder: where it is.
+        belongs_to: hashes of the configuration, data and split, which a checkpoint must share.
+    """
+
+    def __init__(self, folder: Path, belongs_to: Mapping[str, str]) -> None:
+        self.folder, self._belongs_to = folder, belongs_to
+        self._metrics: IO[bytes] | None = None
+        self._hash, self._length = hashlib.sha256(), 0
+
+    def is_done(self, rounds: int) -> bool:
+        """Whether it was trained for so many rounds, and all its files are as they were then."""
+        if not (self.folder / DONE).exists():
+            return False
+        about = check_done(self.folder)
+        return bool(about["rounds"] == rounds and about["belongs_to"] == dict(self._belongs_to))
+
+    def begin(self, eval_every: int) -> Checkpoint | None:
+        """Open the metrics where the newest good checkpoint left them, and return it.
+
+        A part that was done, and now goes on for more rounds, was evaluated after its last round:
+        if that was not its turn, training goes on from an earlier checkpoint.
+        """
+        if (self.folder / DONE).exists():
+            ended = check_done(self.folder)["rounds"]
+            if ended % eval_every:
+                remove_checkpoint(self.folder, ended)
+        checkpoint, problems = load_checkpoint(self.folder, self._belongs_to)
+        for problem in problems:
+            warnings.warn(f"{problem}; an earlier one is used", NumericalWarning, stacklevel=2)
+        path, length = self.folder / "metrics.jsonl", checkpoint.metrics_bytes if checkpoint else 0
+        kept = path.read_bytes()[:length] if path.exists() else b""
+        self._hash, self._length = hashlib.sha256(kept), len(kept)
+        try:
+            (self.folder / DONE).unlink(missing_ok=True)
+            (self.folder / "failure.json").unlink(missing_ok=True)
+            self._metrics = path.open("r+b" if path.exists() else "wb")
+            self._metrics.truncate(length)  # what came after the checkpoint is made again
+            self._metrics.seek(length)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        return checkpoint
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Write one line of metrics."""
+        assert self._metrics is not None
+        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
+        try:
+            self._metrics.write(line)
+        except OSError as error:
+            raise cannot_write(self.folder / "metrics.jsonl", error) from error
+        self._hash.update(line)
+        self._length += len(line)
+
+    def checkpoint(self, round: int, server: State, clients: Mapping[int, State]) -> None:
+        """Save where training stands."""
+        self._sync()
+        save_checkpoint(
+            self.folder,
+            Checkpoint(round, server, clients, self._length, self._hash.hexdigest()),
+            self._belongs_to,
+        )
+
+    def finish(self, rounds: int, scores: Iterable[AgentScores], server: State) -> None:
+        """Write the final scores and state, and that all is done."""
+        self._sync()
+        model = save({k: v.detach().cpu().contiguous() for k, v in server.items()})
+        files = {"agents.jsonl": _lines(scores), "model.safetensors": model}
+        self._write_done(rounds, files, {"metrics.jsonl": self._hash.hexdigest()})
+
+    def finish_baseline(self, rounds: int, scores: Iterable[AgentScores]) -> None:
+        """Write the scores of a null baseline, and that it is done."""
+        self._write_done(rounds, {"agents.jsonl": _lines(scores)}, {})
+
+    def _write_done(
+        self, rounds: int, files: Mapping[str, bytes], others: Mapping[str, str]
+    ) -> None:
+        for name, content in files.items():
+            write_durably(self.folder / name, content)
+        hashes = {name: sha256(content) for name, content in files.items()}
+        about = {
+            "rounds": rounds,
+            "belongs_to": dict(self._belongs_to),
+            "files": {**hashes, **others},
+        }
+        write_durably(self.folder / DONE, signed(about))
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def _sync(self) -> None:
+        assert self._metrics is not None
+        try:
+            self._metrics.flush()
+            os.fsync(self._metrics.fileno())
+        except OSError as error:
+            raise cannot_write(self.folder / "metrics.jsonl", error) from error
+
+
+def _lines(scores: Iterable[AgentScores]) -> bytes:
+    lines = (json.dumps(finite(agent.record()), allow_nan=False) for agent in scores)
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def check_done(folder: Path) -> dict[str, Any]:
+    """What a part's end says; a file that has changed since is named."""
+    try:
+        about = read_signed(folder / DONE)
+        files: dict[str, str] = about["files"]
+        for name, digest in files.items():
+            if sha256((folder / name).read_bytes()) != digest:
+                raise RunError(f"{name} is damaged, its SHA-256 differs")
+    except (OSError, ValueError, KeyError, TypeError, RunError) as error:
+        raise RunError(
+            f"{folder} is damaged ({error}): remove that directory and continue with "
+            "`nufed run --resume`, which trains it again"
+        ) from error
+    return about
