@@ -1,5 +1,6 @@
 """Small modules, batches and federations that several tests use."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -103,6 +104,17 @@ def uneven_federation(sizes=(12, 16, 40, 24, 12, 40), inputs=5, classes=3, unsee
     rows = np.split(rng.permutation(len(x)), np.cumsum(sizes)[:-1])
     split = make_split(rows, 0, validation=0.0, test=0.25, unseen_agents=unseen)
     return Federation(as_samples((torch.from_numpy(x), y)), split, small_agents="use_all")
+
+
+def file_hashes(path):
+    """The SHA-256 of all files that a run leaves, but for wall-clock values and what shows them."""
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+        and file.name not in {"timing.jsonl", "report.html"}
+        and "figures" not in file.parts
+    }
 
 
 def relative_error(got, right):

@@ -1,6 +1,5 @@
 """Whole runs: repeatable, blind to test data, and open to the user's own model and data."""
 
-import hashlib
 import json
 import math
 import warnings
@@ -18,6 +17,7 @@ from nufed.data import SOURCES
 from nufed.errors import TrainingError
 from nufed.experiment import parts
 from nufed.runs import build, load_config
+from support import file_hashes
 
 SMALL = {
     "rounds": 4,
@@ -41,15 +41,6 @@ SMALL = {
         "hf": {"curvature": "hessian_free"},
     },
 }
-DRAWN = {"timing.jsonl", "report.html"}  # wall-clock values, and what shows them
-
-
-def hashes(path):
-    return {
-        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and file.name not in DRAWN and "figures" not in file.parts
-    }
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +50,8 @@ def finished(tmp_path_factory):
 
 def test_the_same_seed_gives_the_same_files(finished, tmp_path):
     again = nufed.run(SMALL, out=tmp_path / "again")
-    assert hashes(finished.path) == hashes(again.path)
-    assert len(hashes(finished.path)) == 4 + 4 + 3 * 2 * 8 + 3 * 2 * 2
+    assert file_hashes(finished.path) == file_hashes(again.path)
+    assert len(file_hashes(finished.path)) == 4 + 4 + 3 * 2 * 8 + 3 * 2 * 2
 
 
 def test_a_run_leaves_everything_it_promises(finished):

@@ -22,8 +22,8 @@ from nufed.evaluate import Measure
 from nufed.gram import first_layer
 from nufed.models import fcnn
 from nufed.simulation import BatchedEngine, DirectEngine, GramEngine, WorkerEngine, can_fork, train
-from support import Scaffold, uneven_federation
-from test_experiment import SMALL, hashes
+from support import Scaffold, file_hashes, uneven_federation
+from test_experiment import SMALL
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="this system can't fork safely")
 
@@ -374,7 +374,7 @@ def files(path):
     config = (path / "config.toml").read_text().splitlines()
     kept = [line for line in config if not line.startswith("workers = ")]
     assert len(kept) == len(config) - 1
-    return {**hashes(path), "config.toml": kept}
+    return {**file_hashes(path), "config.toml": kept}
 
 
 @pytest.fixture(scope="module")

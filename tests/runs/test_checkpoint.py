@@ -1,0 +1,147 @@
+"""Checkpoints: whole or not there, damage is seen, the newest good one is used."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from nufed.errors import RunError
+from nufed.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from nufed.runs.durable import locked, sha256, write_durably
+from nufed.runs.part import PartFiles
+
+BELONGS = {"configuration": "a", "data": "b", "split": "c"}
+
+
+def checkpoint(round, metrics=b"one\n"):
+    generator = torch.Generator().manual_seed(round)
+    vector = torch.randn(7, generator=generator)
+    clients = {3: {"control": vector + 1}, 12: {"control": vector + 2}}
+    return Checkpoint(round, {"model": vector}, clients, len(metrics), sha256(metrics))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"one\ntwo\nthr")  # cut by a kill
+    for round in (10, 20, 30):
+        save_checkpoint(tmp_path, checkpoint(round), BELONGS)
+    return tmp_path
+
+
+def same(a, b):
+    assert a.round == b.round and a.metrics_bytes == b.metrics_bytes
+    assert a.server.keys() == b.server.keys() and a.clients.keys() == b.clients.keys()
+    assert torch.equal(a.server["model"], b.server["model"])
+    for agent in a.clients:
+        assert torch.equal(a.clients[agent]["control"], b.clients[agent]["control"])
+
+
+def test_the_last_two_are_kept_and_the_newest_is_read(folder):
+    names = sorted(path.name for path in folder.glob("checkpoint-*"))
+    assert names == [
+        f"checkpoint-0000{r}.{kind}" for r in (20, 30) for kind in ("json", "safetensors")
+    ]
+    found, problems = load_checkpoint(folder, BELONGS)
+    same(found, checkpoint(30))
+    assert problems == []
+
+
+@pytest.mark.parametrize("file", ["checkpoint-000030.json", "checkpoint-000030.safetensors"])
+def test_any_flipped_bit_or_truncation_is_seen_and_the_one_before_is_used(folder, file):
+    path = folder / file
+    good = path.read_bytes()
+    rng = np.random.default_rng(0)
+    damaged = [good[:n] for n in (0, 1, len(good) // 2, len(good) - 1)]
+    for place in rng.integers(0, len(good) * 8, 300):
+        content = bytearray(good)
+        content[place // 8] ^= 1 << (place % 8)
+        damaged.append(bytes(content))
+    for content in damaged:
+        path.write_bytes(content)
+        found, problems = load_checkpoint(folder, BELONGS)
+        if found.round == 30:  # white space in the manifest, which says nothing
+            assert file.endswith(".json") and json.loads(content) == json.loads(good)
+            continue
+        same(found, checkpoint(20))
+        assert len(problems) == 1 and "checkpoint-000030" in problems[0]
+
+
+def test_damaged_metrics_are_seen(folder):
+    (folder / "metrics.jsonl").write_bytes(b"onX\ntwo\n")
+    found, problems = load_checkpoint(folder, BELONGS)
+    assert found is None and len(problems) == 2 and "metrics.jsonl is damaged" in problems[0]
+
+
+def test_a_state_without_manifest_is_no_checkpoint(folder):
+    (folder / "checkpoint-000030.json").unlink()
+    found, problems = load_checkpoint(folder, BELONGS)
+    assert found.round == 20 and len(problems) == 1
+
+
+@pytest.mark.parametrize("what", BELONGS)
+def test_a_checkpoint_of_something_else_is_not_used(folder, what):
+    found, problems = load_checkpoint(folder, {**BELONGS, what: "other"})
+    assert found is None and f"belongs to another {what}" in problems[0]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch, call, number):
+    path = tmp_path / "file"
+    write_durably(path, b"old")
+
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    if call == "write":
+        monkeypatch.setattr("pathlib.Path.open", fail)
+    elif call == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    else:
+        monkeypatch.setattr("pathlib.Path.replace", fail)
+    words = "the disk is full: free some space" if number == errno.ENOSPC else "make it writable"
+    with pytest.raises(RunError, match=words):
+        write_durably(path, b"new")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_second_run_is_kept_out_and_a_crash_leaves_no_lock(tmp_path):
+    hold = (
+        "import time\nfrom pathlib import Path\nfrom nufed.runs.durable import locked\n"
+        f"with locked(Path({str(tmp_path)!r})):\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(RunError, match="in use by another run"), locked(tmp_path):
+            pass
+        process.kill()
+    with locked(tmp_path):
+        pass
+
+
+def test_metrics_go_on_where_the_checkpoint_left_them(tmp_path):
+    whole = PartFiles(tmp_path, BELONGS)
+    assert whole.begin(eval_every=1) is None
+    for round in range(3):
+        whole.add({"round": round})
+    whole.checkpoint(2, {"model": torch.zeros(2)}, {})
+    whole.add({"round": 3})
+    whole.close()
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes() + b'{"rou')  # killed in the middle of a line
+    again = PartFiles(tmp_path, BELONGS)
+    assert again.begin(eval_every=1).round == 2
+    again.add({"round": 3})
+    again.checkpoint(3, {"model": torch.zeros(2)}, {})
+    again.close()
+    lines = metrics.read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [0, 1, 2, 3]
+    assert load_checkpoint(tmp_path, BELONGS)[0].round == 3

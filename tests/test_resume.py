@@ -1,0 +1,243 @@
+"""A run that was stopped, killed or damaged goes on to the very bits of one that was not."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nufed
+from nufed import InputError
+from nufed.errors import NumericalWarning, RunError
+from support import file_hashes
+
+CONFIG = {
+    "rounds": 9,
+    "eval_every": 4,
+    "checkpoint_every": 2,
+    "participation": 0.5,
+    "seeds": [0, 1],
+    "workers": 1,
+    "data": {"agents": 6, "samples_per_agent": 24, "dirichlet": 0.5, "test": 0.25},
+    "model": {"args": {"hidden": [8]}},
+    "method": {"adapt_steps": 2, "adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
+    "methods": {
+        "fo": {"curvature": "first_order"},
+        "hf": {"curvature": "hessian_free"},
+    },
+}
+
+
+class Killed(BaseException):
+    """What ends a run in a test as suddenly as a signal."""
+
+
+def killed_after(events):
+    """A listener that ends the run after so many events."""
+
+    def listener(event):
+        nonlocal events
+        events -= 1
+        if events < 0:
+            raise Killed
+
+    return listener
+
+
+def begun(path, events, config=CONFIG):
+    with pytest.raises(Killed):
+        nufed.run(config, out=path, on_progress=killed_after(events))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "run"
+    nufed.run(CONFIG, out=path)
+    return path
+
+
+@pytest.mark.parametrize("events", [0, 7, 30, 42])
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path, whole, events):
+    path = begun(tmp_path / "run", events)
+    nufed.resume(path)
+    assert file_hashes(path) == file_hashes(whole)
+
+
+def test_it_may_be_killed_again_and_again(tmp_path, whole):
+    path = begun(tmp_path / "run", 2)
+    for events in (1, 4, 9, 3):
+        with pytest.raises(Killed):
+            nufed.resume(path, on_progress=killed_after(events))
+    nufed.resume(path)
+    assert file_hashes(path) == file_hashes(whole)
+
+
+def test_what_is_done_is_not_done_again(tmp_path, whole):
+    path = shutil.copytree(whole, tmp_path / "run")
+    seen = []
+    nufed.resume(path, on_progress=seen.append)
+    assert {event.round for event in seen} == {0}  # every part is only looked at
+    assert file_hashes(path) == file_hashes(whole)
+
+
+@pytest.mark.parametrize("rounds", [7, 8])
+def test_training_longer_gives_the_bits_of_a_longer_run(tmp_path, whole, rounds):
+    """Round 8 is evaluated in its turn, round 7 only because it is the last."""
+    path = tmp_path / "run"
+    nufed.run({**CONFIG, "rounds": rounds}, out=path)
+    nufed.resume(path, ["rounds=9"])
+    grown, long = file_hashes(path), file_hashes(whole)
+    different = {name for name in long if grown[name] != long[name]}
+    assert different == {"run.json"} and grown.keys() == long.keys()  # how it began
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, whole):
+    path = begun(tmp_path / "run", 18)
+    (newest,) = sorted(path.glob("methods/*/seed-*/checkpoint-*.safetensors"))[-1:]
+    newest.write_bytes(newest.read_bytes()[:-3])
+    with pytest.warns(NumericalWarning, match=rf"{newest.stem}.*is damaged"):
+        nufed.resume(path)
+    assert file_hashes(path) == file_hashes(whole)
+
+
+def test_damage_after_the_end_is_named(tmp_path, whole):
+    run = shutil.copytree(whole, tmp_path / "run")
+    for name in ("metrics.jsonl", "agents.jsonl", "model.safetensors", "done.json"):
+        path = run / "methods" / "hf" / "seed-0" / name
+        good = path.read_bytes()
+        content = bytearray(good)
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(RunError, match=r"methods.hf.seed-0 is damaged"):
+            nufed.runs.load_run(run)
+        path.write_bytes(good)
+    nufed.runs.load_run(run)
+
+
+def test_only_rounds_may_grow(tmp_path):
+    path = begun(tmp_path / "run", 5)
+    for overrides in (["rounds=3"], ["method.adapt_lr=0.2"], ["seeds=[0]"]):
+        with pytest.raises(InputError, match="only rounds may grow, and it is 9"):
+            nufed.resume(path, overrides)
+
+
+def test_a_changed_configuration_or_other_data_is_refused(tmp_path):
+    path = begun(tmp_path / "run", 5)
+    config = path / "config.toml"
+    text = config.read_text()
+    config.write_text(text.replace("adapt_lr = 0.1", "adapt_lr = 0.3"))
+    with pytest.raises(RunError, match=r"method.adapt_lr was 0.1 and is 0.3"):
+        nufed.resume(path)
+    config.write_text(text)
+    rng = np.random.default_rng(0)
+    other = (rng.normal(size=(300, 8)).astype(np.float32), rng.integers(0, 3, 300))
+    with pytest.raises(RunError, match=r"data.source was 'digits'"):
+        nufed.resume(path, data=other)
+
+
+def test_other_data_of_the_same_name_is_refused(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(300, 8)).astype(np.float32), rng.integers(0, 3, 300)
+    config = {**CONFIG, "data": {**CONFIG["data"], "agents": 4}}
+    with pytest.raises(Killed):
+        nufed.run(config, out=tmp_path / "run", data=(x, y), on_progress=killed_after(5))
+    x[3, 2] += 1
+    with pytest.raises(RunError, match="the data is not that of"):
+        nufed.resume(tmp_path / "run", data=(x, y))
+    x[3, 2] -= 1
+    nufed.resume(tmp_path / "run", data=(x, y))
+
+
+def test_a_directory_in_use_or_without_a_run_is_refused(tmp_path):
+    with pytest.raises(RunError, match="is not a run directory"):
+        nufed.resume(tmp_path)
+    path = begun(tmp_path / "run", 5)
+    with pytest.raises(RunError, match=r"nufed run --resume .* goes on"):
+        nufed.run(CONFIG, out=path)
+
+    def second(event):
+        with pytest.raises(RunError, match="in use by another run"):
+            nufed.resume(path)
+
+    nufed.resume(path, on_progress=second)
+
+
+def command(*arguments, **kwargs):
+    call = [sys.executable, "-m", "nufed.cli", "run", *map(str, arguments)]
+    return subprocess.Popen(
+        call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+def settings(path, workers):
+    """The configuration as a file, with more rounds, so that there is time to be killed."""
+    tables = {**CONFIG, "rounds": 40, "workers": workers}
+    lines = [f"{k} = {json.dumps(v)}" for k, v in tables.items() if not isinstance(v, dict)]
+    for name in ("data", "method"):
+        lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in tables[name].items())]
+    lines += ["[model]", "args = { hidden = [8] }"]
+    for name, own in tables["methods"].items():
+        lines += [f"[methods.{name}]", *(f"{k} = {json.dumps(v)}" for k, v in own.items())]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_does(tmp_path):
+    file = settings(tmp_path / "run.toml", workers=2)
+    with command(file, "--out", "run", cwd=tmp_path) as process:
+        wait_for(tmp_path / "run" / "methods")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "go on with: nufed run --resume run" in said
+    assert list(tmp_path.glob("run/methods/*/seed-*/checkpoint-*.json"))
+    with command("--resume", "run", cwd=tmp_path) as process:
+        process.communicate(timeout=120)
+    assert process.returncode == 0
+    nufed.run(str(file), out=tmp_path / "whole")
+    assert file_hashes(tmp_path / "run") == file_hashes(tmp_path / "whole")
+
+
+def wait_for(path, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} never came"
+        time.sleep(0.01)
+
+
+def killed_at_random_moments(tmp_path, workers, kills, seed):
+    """Kill a run and its continuations at random moments, let it end, and compare."""
+    file = settings(tmp_path / "run.toml", workers)
+    nufed.run(str(file), out=tmp_path / "whole")
+    rng = np.random.default_rng(seed)
+    arguments = (file, "--out", "run")
+    for _ in range(kills):
+        with command(*arguments, cwd=tmp_path, start_new_session=True) as process:
+            wait_for(Path(tmp_path / "run" / "run.json"))
+            try:
+                process.wait(rng.uniform(0, 4))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        arguments = ("--resume", "run")
+    with command("--resume", "run", cwd=tmp_path) as process:
+        _, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert file_hashes(tmp_path / "run") == file_hashes(tmp_path / "whole")
+
+
+def test_kills_at_random_moments(tmp_path):
+    killed_at_random_moments(tmp_path, workers=2, kills=1, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("seed", range(10))
+def test_many_kills_at_random_moments(tmp_path, workers, seed):
+    killed_at_random_moments(tmp_path, workers, kills=5, seed=100 + seed)
