@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from nufed.aggregate import average, screen
+from nufed.aggregate import ClippedMean, Mean, Median, TrimmedMean, average, screen
 from nufed.algorithm import ClientUpdate
 from nufed.algorithms import GMeta
-from nufed.errors import TrainingError
+from nufed.errors import InputError, TrainingError
 from nufed.server import choose_cohort, close_round
 
 EXPECTED = {"model": torch.zeros(3)}
@@ -80,3 +80,81 @@ def test_averages_of_half_precision_do_not_lose_terms():
     for how in ("uniform", "samples"):
         mean = average(ones, "model", how)
         assert mean.dtype == torch.bfloat16 and torch.equal(mean, ones[0].vectors["model"])
+
+
+def test_strangers_and_absurd_weights_are_left_out():
+    updates = [update(1), update(2, samples=10**18), update(3), update(4, samples=10**9)]
+    accepted, rejected = screen(updates, EXPECTED, 5, cohort=[1, 2, 4])
+    assert [u.agent for u in accepted] == [1, 4]
+    assert [(r.agent, r.reason.split(",")[0]) for r in rejected] == [
+        (2, "its number of samples is 1000000000000000000"),
+        (3, "it was not asked in this round"),
+    ]
+
+
+def test_changes_much_longer_than_the_median_are_left_out():
+    lengths = [1.0, 2.0, 3.0, 50.0]
+    updates = [update(i, torch.tensor([x, 0.0, 0.0])) for i, x in enumerate(lengths)]
+    accepted, rejected = screen(updates, EXPECTED, 5, max_norm=3.0)  # torch's median is 2
+    assert [u.agent for u in accepted] == [0, 1, 2]
+    assert "length 50, above 3 times the median" in rejected[0].reason
+    without, _ = screen(updates, EXPECTED, 5)
+    assert len(without) == 4
+
+
+def vectors(*rows):
+    return [update(i, torch.tensor(row)) for i, row in enumerate(rows)]
+
+
+def test_robust_rules_against_closed_forms():
+    rows = vectors(
+        [0.0, 9.0, 1.0], [1.0, 8.0, 1.0], [2.0, 7.0, 1.0], [3.0, 6.0, 1.0], [100.0, -50.0, 1.0]
+    )
+    before = torch.zeros(3)
+    assert torch.equal(Median().combine(rows, "model", before), torch.tensor([2.0, 7.0, 1.0]))
+    even = Median().combine(rows[:4], "model", before)
+    assert torch.equal(even, torch.tensor([1.5, 7.5, 1.0]))
+    trimmed = TrimmedMean(0.2).combine(rows, "model", before)
+    assert torch.equal(trimmed, torch.tensor([2.0, 7.0, 1.0]))
+    whole = TrimmedMean(0.0).combine(rows, "model", before)
+    assert torch.allclose(whole, Mean().combine(rows, "model", before))
+    clipped = ClippedMean().combine(
+        vectors([3.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 0.0, 400.0]), "model", before
+    )
+    assert torch.allclose(clipped, torch.tensor([3.0, 4.0, 4.0]) / 3)
+    same = ClippedMean().combine(vectors([1.0, 2.0, 3.0]), "model", torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.equal(same, torch.tensor([1.0, 2.0, 3.0]))  # no change at all
+
+
+@pytest.mark.parametrize("rule", [Median(), TrimmedMean(0.25), ClippedMean()])
+def test_robust_rules_hold_below_their_breakdown_point_where_the_mean_does_not(rule):
+    generator = torch.Generator().manual_seed(0)
+    honest = [update(i, 1 + 0.1 * torch.randn(3, generator=generator)) for i in range(8)]
+    attackers = [update(10 + i, torch.full((3,), -1e6)) for i in range(2)]
+    before = torch.zeros(3)
+    right = Mean().combine(honest, "model", before)
+    got = rule.combine([*honest, *attackers], "model", before)
+    assert (got - right).norm() < 0.8 * right.norm()
+    assert (Mean().combine([*honest, *attackers], "model", before) - right).norm() > 1e5
+
+
+@pytest.mark.parametrize("rule", [Mean(), Median(), TrimmedMean(), ClippedMean()])
+def test_rules_keep_dtype_and_do_not_depend_on_the_order_of_replies(rule):
+    generator = torch.Generator().manual_seed(1)
+    rows = [update(i, torch.randn(3, generator=generator)) for i in range(7)]
+    server = {"model": torch.zeros(3)}
+    algorithm = GMeta(aggregation=rule)
+    right, _ = close_round(algorithm, server, rows, 5)
+    assert right["model"].dtype == torch.float32
+    for _ in range(1000):
+        order = torch.randperm(7, generator=generator).tolist()
+        shuffled, _ = close_round(algorithm, server, [rows[i] for i in order], 5)
+        assert torch.equal(shuffled["model"], right["model"])
+
+
+@pytest.mark.parametrize("bad", [-0.1, 0.5, float("nan")])
+def test_shares_to_trim_are_checked(bad):
+    with pytest.raises(InputError, match="trim = "):
+        TrimmedMean(bad)
+    with pytest.raises(InputError, match=r"averaging = 'other'"):
+        Mean("other")

@@ -13,6 +13,7 @@ from torch import nn
 
 import nufed
 from nufed import InputError, Split
+from nufed.aggregate import Mean
 from nufed.data import SOURCES
 from nufed.errors import TrainingError
 from nufed.experiment import parts
@@ -275,7 +276,7 @@ def test_settings_reach_what_they_are_for(tmp_path, monkeypatch):
     ]
     run = nufed.run(SMALL, overrides, out=tmp_path / "run")
     algorithms = {name: a for name, (a, _) in zip(SMALL["methods"], seen, strict=True)}
-    assert {a.averaging for a in algorithms.values()} == {"samples"}
+    assert {a.aggregation for a in algorithms.values()} == {Mean("samples")}
     assert algorithms["hf"].curvature == nufed.HessianFree(1e-4)
     assert seen[0][1].small_agents == "use_all" and run.agents == 90  # 90 · 24 > 1797: shared
 

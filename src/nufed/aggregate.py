@@ -3,44 +3,77 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from nufed.algorithm import ClientUpdate, State
-from nufed.errors import UpdateError
+from nufed.errors import UpdateError, require
 
 Averaging: TypeAlias = Literal["uniform", "samples"]
 AVERAGING: tuple[str, ...] = get_args(Averaging)
+MOST_SAMPLES = 10**9  # that an agent may say it has
 
 
 def screen(
-    updates: Iterable[ClientUpdate], expected: State, round: int
+    updates: Iterable[ClientUpdate],
+    expected: State,
+    round: int,
+    *,
+    cohort: Collection[int] | None = None,
+    max_norm: float | None = None,
 ) -> tuple[list[ClientUpdate], list[UpdateError]]:
-    """The updates that may be averaged, in the order of agents, and why the others may not.
+    """The updates that may be combined, in the order of agents, and why the others may not.
 
-    ``expected`` maps the name of every vector to one of the right shape and dtype.
+    Args:
+        updates: what came in.
+        expected: the server's vector of every name that agents send.
+        round: the round that they must be of.
+        cohort: the agents that were asked; None: anyone may answer.
+        max_norm: how many times the median length of all changes of the model a change may have;
+            None: any.
     """
     accepted: list[ClientUpdate] = []
     rejected: list[UpdateError] = []
     for update in sorted(updates, key=lambda u: u.agent):
         reason = _fault(update, expected, round)
+        if reason is None and cohort is not None and update.agent not in cohort:
+            reason = "it was not asked in this round"
         if reason is None and accepted and accepted[-1].agent == update.agent:
             reason = "a second update of the same agent"
         if reason is None:
             accepted.append(update)
         else:
             rejected.append(UpdateError(update.agent, round, reason))
+    if max_norm is not None and accepted:
+        accepted, too_long = _within(accepted, expected["model"], round, max_norm)
+        rejected += too_long
     return accepted, rejected
+
+
+def _within(
+    updates: list[ClientUpdate], model: Tensor, round: int, max_norm: float
+) -> tuple[list[ClientUpdate], list[UpdateError]]:
+    lengths = torch.stack([(u.vectors["model"] - model).double().norm() for u in updates])
+    most = max_norm * float(lengths.median())
+    kept, left_out = [], []
+    for update, length in zip(updates, lengths.tolist(), strict=True):
+        if length <= most:
+            kept.append(update)
+        else:
+            reason = f"its change has length {length:.3g}, above {max_norm:g} times the median"
+            left_out.append(UpdateError(update.agent, round, reason))
+    return kept, left_out
 
 
 def _fault(update: ClientUpdate, expected: State, round: int) -> str | None:
     if update.round != round:
         return f"the update is of round {update.round}"
-    if not (math.isfinite(update.samples) and update.samples > 0):
-        return f"its number of samples is {update.samples}, not above 0"
+    if not 0 < update.samples <= MOST_SAMPLES:
+        return f"its number of samples is {update.samples}, not in 1 … {MOST_SAMPLES}"
     if set(update.vectors) != set(expected):
         return f"it sent {sorted(update.vectors)} instead of {sorted(expected)}"
     for name, right in expected.items():
@@ -53,6 +86,88 @@ def _fault(update: ClientUpdate, expected: State, round: int) -> str | None:
         if not math.isfinite(vector.sum()) and not torch.isfinite(vector).all():
             return f"{name!r} is not finite"
     return None
+
+
+class Aggregation(Protocol):
+    """How the server makes one vector of those that agents sent."""
+
+    def combine(self, updates: Sequence[ClientUpdate], name: str, before: Tensor) -> Tensor:
+        """One vector of the updates' vectors called ``name``; ``before`` is what they set out from.
+
+        The updates are checked and in the order of agents, at least one.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean (line 11 of Algorithm 1), uniform or by samples.
+
+    One agent can move it anywhere (breakdown point 0). Cost: one pass over the vectors.
+    """
+
+    averaging: Averaging = "uniform"
+
+    def __post_init__(self) -> None:
+        allowed = "must be " + " or ".join(AVERAGING)
+        require(self.averaging in AVERAGING, "averaging", self.averaging, allowed)
+
+    def combine(self, updates: Sequence[ClientUpdate], name: str, before: Tensor) -> Tensor:
+        return average(updates, name, self.averaging)
+
+
+@dataclass(frozen=True)
+class ClippedMean:
+    """The mean of changes, each made no longer than the median length of all.
+
+    Attackers below half of the cohort move it by at most their share of that length each round
+    (breakdown point 1/2 for the length, 0 for the direction). Cost: three passes.
+    """
+
+    def combine(self, updates: Sequence[ClientUpdate], name: str, before: Tensor) -> Tensor:
+        changes = _stack(updates, name) - before.double()
+        lengths = changes.norm(dim=1, keepdim=True)
+        most = lengths.median()
+        shares = torch.where(lengths > most, most / lengths, torch.ones_like(lengths))
+        return (before.double() + (changes * shares).mean(dim=0)).to(before.dtype)
+
+
+@dataclass(frozen=True)
+class Median:
+    """The median of every coordinate (the mean of the middle two, if their number is even).
+
+    Breakdown point 1/2. Where honest agents differ it is far from their mean: a coordinate that
+    few agents move stays where it was. Cost: n log n comparisons per coordinate.
+    """
+
+    def combine(self, updates: Sequence[ClientUpdate], name: str, before: Tensor) -> Tensor:
+        ranked = _stack(updates, name).sort(dim=0).values
+        n = len(ranked)
+        return ((ranked[(n - 1) // 2] + ranked[n // 2]) / 2).to(before.dtype)
+
+
+@dataclass(frozen=True)
+class TrimmedMean:
+    """The mean of every coordinate without the ⌊share·n⌋ largest and as many smallest.
+
+    Breakdown point ``share``. Like the median it loses what few agents have to say. Cost: n log n
+    comparisons per coordinate.
+    """
+
+    share: float = 0.2
+
+    def __post_init__(self) -> None:
+        require(0 <= self.share < 0.5, "trim", self.share, "must be 0 or more and below 0.5")
+
+    def combine(self, updates: Sequence[ClientUpdate], name: str, before: Tensor) -> Tensor:
+        ranked = _stack(updates, name).sort(dim=0).values
+        cut = int(self.share * len(ranked))
+        return ranked[cut : len(ranked) - cut].mean(dim=0).to(before.dtype)
+
+
+def _stack(updates: Sequence[ClientUpdate], name: str) -> Tensor:
+    """The vectors as rows, in a precision that loses nothing."""
+    return torch.stack([update.vectors[name].double() for update in updates])
 
 
 def average(updates: Sequence[ClientUpdate], name: str, averaging: Averaging) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from nufed.aggregate import screen
 from nufed.algorithm import Algorithm, ClientUpdate, State
@@ -11,15 +12,36 @@ from nufed.errors import TrainingError, UpdateError, require
 from nufed.seeding import stream
 
 
-def choose_cohort(agents: Sequence[int], participation: float, seed: int, round: int) -> list[int]:
+@dataclass(frozen=True)
+class Rules:
+    """When the server takes a round.
+
+    Args:
+        min_updates: usable updates that a round needs; with fewer it is tried again with another
+            cohort.
+        attempts: how often a round is tried before training stops.
+        max_update_norm: how many times the median length of all changes of the model a change may
+            have; None: any.
+    """
+
+    min_updates: int = 1
+    attempts: int = 3
+    max_update_norm: float | None = None
+
+
+def choose_cohort(
+    agents: Sequence[int], participation: float, seed: int, round: int, attempt: int = 0
+) -> list[int]:
     """max(1, round(rN)) of the N agents, uniformly without replacement (line 2 of Algorithm 1).
+
+    Another ``attempt`` at the same round asks others.
 
     >>> choose_cohort(range(10), participation=0.3, seed=0, round=1)
     [5, 7, 8]
     """
     require(0 < participation <= 1, "participation", participation, "must be above 0 and at most 1")
     size = max(1, builtins.round(participation * len(agents)))
-    picked = stream(seed, "cohort", round).choice(len(agents), size, replace=False)
+    picked = stream(seed, "cohort", round, step=attempt).choice(len(agents), size, replace=False)
     return sorted(agents[i] for i in picked)
 
 
@@ -28,20 +50,37 @@ def to_send(algorithm: Algorithm, server: State) -> State:
     return {name: server[name] for name in algorithm.receives}
 
 
+class TooFewError(TrainingError):
+    """A round has fewer usable updates than it needs; another cohort may do better."""
+
+    def __init__(self, round: int, usable: int, rules: Rules, rejected: list[UpdateError]) -> None:
+        reasons = "; ".join(str(r) for r in rejected) or "no agent answered"
+        some = f"{usable} usable updates of {rules.min_updates} needed"
+        super().__init__(
+            f"round {round} has {some if usable else 'no usable update'} ({reasons}); if values "
+            "are not finite, lower meta_lr or adapt_lr"
+        )
+        self.rejected = rejected
+
+
 def close_round(
-    algorithm: Algorithm, server: State, updates: Iterable[ClientUpdate], round: int
+    algorithm: Algorithm,
+    server: State,
+    updates: Iterable[ClientUpdate],
+    round: int,
+    *,
+    cohort: Collection[int] | None = None,
+    rules: Rules = Rules(),
 ) -> tuple[State, list[UpdateError]]:
     """The server's next state from the updates of a round, and the updates it left out.
 
     Raises:
-        TrainingError: no update can be used.
+        TooFewError: too few updates can be used.
     """
     expected = {name: server[name] for name in algorithm.sends}
-    accepted, rejected = screen(updates, expected, round)
-    if not accepted:
-        reasons = "; ".join(str(r) for r in rejected) or "no agent answered"
-        raise TrainingError(
-            f"round {round} has no usable update ({reasons}); if values are not finite, lower "
-            "meta_lr or adapt_lr"
-        )
+    accepted, rejected = screen(
+        updates, expected, round, cohort=cohort, max_norm=rules.max_update_norm
+    )
+    if len(accepted) < rules.min_updates:
+        raise TooFewError(round, len(accepted), rules, rejected)
     return algorithm.server_update(server, accepted), rejected

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nufed import Exact, FirstOrder, GMeta, HessianFree, InputError, Objective, fedavg, per_fedavg
+from nufed.aggregate import Mean
 from nufed.seeding import stream
 from nufed.simulation import DirectEngine, train
 from support import federation, mlp, relative_error
@@ -77,7 +78,7 @@ def test_averaging_by_samples_weighs_agents_by_their_training_part():
     objective, data = Objective(mlp()), federation()
     train_parts = [rows[: 8 + agent] for agent, rows in enumerate(data.split.train)]
     object.__setattr__(data.split, "train", train_parts)
-    algorithm = GMeta(1, averaging="samples", **SETTINGS)
+    algorithm = GMeta(1, aggregation=Mean("samples"), **SETTINGS)
     got = final_model(algorithm, objective, data, rounds=1)
     cohort = stream(3, "cohort", 1).choice(6, 3, replace=False).tolist()
     models = [
@@ -156,7 +157,6 @@ def test_methods_meet_the_same_batches():
         {"adapt_lr": -0.1},
         {"meta_lr": float("nan")},
         {"meta_lr": float("inf")},
-        {"averaging": "median"},
     ],
 )
 def test_bad_settings_are_refused(bad):

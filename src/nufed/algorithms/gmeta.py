@@ -16,7 +16,7 @@ from typing import Literal
 from torch import Tensor
 
 from nufed.adapt import Rate, descend, trajectory
-from nufed.aggregate import AVERAGING, Averaging, average
+from nufed.aggregate import Aggregation, Mean
 from nufed.algorithm import BatchSource, ClientResult, ClientUpdate, Cost, Draw, State
 from nufed.errors import require
 from nufed.metagrad import Curvature, Exact, FirstOrder, MetaBatch, meta_gradient
@@ -34,7 +34,8 @@ class GMeta:
         local_steps: τ, local updates per round.
         batch_size: D, samples per batch.
         curvature: how the Hessian enters: ``Exact()``, ``FirstOrder()`` or ``HessianFree()``.
-        averaging: ``"uniform"`` (the paper) or by ``"samples"``.
+        aggregation: how the server combines models: ``Mean()`` (the paper; ``Mean("samples")``
+            weighs by them), ``ClippedMean()``, ``Median()`` or ``TrimmedMean(share)``.
     """
 
     adapt_steps: int = 1
@@ -43,7 +44,7 @@ class GMeta:
     local_steps: int = 4
     batch_size: int = 40
     curvature: Curvature = Exact()
-    averaging: Averaging = "uniform"
+    aggregation: Aggregation = Mean()
 
     receives = ("model",)
     sends = ("model",)
@@ -62,8 +63,6 @@ class GMeta:
             )
             ok = smallest >= 0 and largest < float("inf")
             require(ok, name, value, "must be a finite number, 0 or more")
-        allowed = "must be " + " or ".join(AVERAGING)
-        require(self.averaging in AVERAGING, "averaging", self.averaging, allowed)
 
     def server_init(self, w: Tensor) -> State:
         return {"model": w}
@@ -87,7 +86,7 @@ class GMeta:
         return ClientResult({"model": w}, state, self._cost())
 
     def server_update(self, server: State, updates: Sequence[ClientUpdate]) -> State:
-        return {"model": average(updates, "model", self.averaging)}
+        return {"model": self.aggregation.combine(updates, "model", server["model"])}
 
     def personalize(
         self, objective: AnyObjective, server: State, state: State, batches: BatchSource, steps: int
@@ -135,10 +134,10 @@ def fedavg(
     meta_lr: float = 0.001,
     local_steps: int = 4,
     batch_size: int = 40,
-    averaging: Averaging = "uniform",
+    aggregation: Aggregation = Mean(),
 ) -> GMeta:
     """FedAvg: ν = 0. ``adapt_lr`` matters only when its model is fine-tuned afterwards."""
-    return GMeta(0, adapt_lr, meta_lr, local_steps, batch_size, FirstOrder(), averaging)
+    return GMeta(0, adapt_lr, meta_lr, local_steps, batch_size, FirstOrder(), aggregation)
 
 
 def per_fedavg(
@@ -148,10 +147,10 @@ def per_fedavg(
     local_steps: int = 4,
     batch_size: int = 40,
     curvature: Curvature = Exact(),
-    averaging: Averaging = "uniform",
+    aggregation: Aggregation = Mean(),
 ) -> GMeta:
     """Per-FedAvg: ν = 1."""
-    return GMeta(1, adapt_lr, meta_lr, local_steps, batch_size, curvature, averaging)
+    return GMeta(1, adapt_lr, meta_lr, local_steps, batch_size, curvature, aggregation)
 
 
 gmeta = GMeta

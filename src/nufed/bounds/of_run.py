@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from nufed.aggregate import Mean
 from nufed.algorithms import GMeta
 from nufed.bounds.promise import Kind, promise, table_by_steps
 from nufed.data import Split
@@ -55,7 +56,7 @@ def bounds_of_run(run: Run) -> dict[str, Any]:
         "by_steps": table_by_steps(
             constants, shared.adapt_lr, shared.batch_size, shared.local_steps, fd_step, most
         ),
-        "uniform": all(a.averaging == "uniform" for a in methods.values()),
+        "uniform": all(a.aggregation == Mean() for a in methods.values()),
         "methods": [
             {
                 **_predicted(run, name, algorithm, constants, smooth, estimator),

@@ -115,6 +115,8 @@ def _run_method(
             rounds=config.rounds,
             participation=config.participation,
             start=start,
+            rules=setup.rules,
+            faults=setup.faults,
         ):
             if progress is start:  # its line is there
                 continue
@@ -157,6 +159,9 @@ def _run_baselines(
 def _record(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
     """What one round took and did."""
     agents = len(progress.cohort)
+    faults: dict[str, Any] = {"dropped": progress.dropped} if progress.dropped else {}
+    if progress.attempts > 1:
+        faults["attempts"] = progress.attempts
     return {
         "round": progress.round,
         "cohort": progress.cohort,
@@ -164,7 +169,8 @@ def _record(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
         "gradients": progress.cost.gradients,
         "hvps": progress.cost.hvps,
         "bytes_down": agents * _bytes(progress.server, algorithm.receives),
-        "bytes_up": agents * _bytes(progress.server, algorithm.sends),
+        "bytes_up": (agents - len(progress.dropped)) * _bytes(progress.server, algorithm.sends),
+        **faults,
     }
 
 

@@ -24,8 +24,8 @@ from nufed.runs.build import (
 )
 from nufed.runs.config import OWN
 from nufed.seeding import stream
-from nufed.server import to_send
-from nufed.simulation import DirectEngine, EngineName, Engines, can_fork, usable_cores
+from nufed.server import Rules, to_send
+from nufed.simulation import DirectEngine, EngineName, Engines, Faults, can_fork, usable_cores
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,15 @@ class Setup:
     engine_names: dict[str, EngineName]
     evaluated: dict[int, list[int]]
     workers: int
+
+    @property
+    def rules(self) -> Rules:
+        config = self.config
+        return Rules(config.min_updates, max_update_norm=config.max_update_norm)
+
+    @property
+    def faults(self) -> Faults:
+        return Faults(**dict(self.config.faults))
 
     def belongs_to(self, seed: int) -> dict[str, str]:
         """What a checkpoint must share with the run to be used, as hashes."""
@@ -67,7 +76,10 @@ class Setup:
         if own["metric"] is not None:
             measure = Measure(getattr(own["metric"], "__name__", "metric"), own["metric"])
         algorithms = config.algorithms()
-        federations = {s: build_federation(config, samples, s) for s in config.seeds}
+        faults = Faults(**dict(config.faults))
+        federations = {
+            s: faults.spoil(build_federation(config, samples, s), s) for s in config.seeds
+        }
         for federation in federations.values():
             for algorithm in algorithms.values():
                 federation.check_batch_size(algorithm.batch_size)

@@ -49,7 +49,7 @@ def bounds_notes(bounds: Mapping[str, Any]) -> list[str]:
             'a smooth activation (model.args.activation = "tanh") to have them.'
         )
     if not bounds["uniform"]:
-        notes.append("Theorem 1 is about uniform averaging; this run averages by samples.")
+        notes.append("Theorem 1 is about the uniform mean; this run combines updates otherwise.")
     trivial = [
         row["method"] for row in bounds["methods"] if row.get("total", 0) > row.get("trivial", 0)
     ]

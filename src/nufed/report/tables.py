@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nufed.aggregate import Mean, TrimmedMean
 from nufed.algorithms import GMeta
 from nufed.metagrad import Exact, HessianFree
 from nufed.runs import Estimate, Row, Run
@@ -124,7 +125,7 @@ def methods_table(runs: Sequence[Run]) -> Table:
         "local_steps (τ)",
         "batch_size (D)",
         "curvature",
-        "averaging",
+        "aggregation",
     ]
     rows = []
     for run in runs:
@@ -138,10 +139,20 @@ def methods_table(runs: Sequence[Run]) -> Table:
                     str(algorithm.local_steps),
                     str(algorithm.batch_size),
                     _curvature(algorithm),
-                    algorithm.averaging,
+                    _aggregation(algorithm),
                 ]
             rows.append([label(run, name, runs), *cells])
     return Table(headings, rows, [False] * len(rows))
+
+
+def _aggregation(algorithm: GMeta) -> str:
+    match algorithm.aggregation:
+        case Mean(averaging):
+            return "mean" if averaging == "uniform" else "mean by samples"
+        case TrimmedMean(share):
+            return f"mean without {share:.0%} at each end"
+        case other:
+            return {"ClippedMean": "clipped mean", "Median": "median"}[type(other).__name__]
 
 
 def _curvature(algorithm: GMeta) -> str:

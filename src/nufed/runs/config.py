@@ -17,7 +17,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from nufed.aggregate import Averaging
+from nufed.aggregate import Aggregation, Averaging, ClippedMean, Mean, Median, TrimmedMean
 from nufed.algorithm import Algorithm
 from nufed.algorithms import ALGORITHMS
 from nufed.data import Reuse, ScoredOn, SmallAgents
@@ -84,13 +84,18 @@ class MethodConfig(_Table):
     curvature: Literal["exact", "first_order", "hessian_free"] = "exact"
     fd_step: float | Literal["auto"] = Field(default="auto", description="δ")
     averaging: Averaging = "uniform"
+    aggregation: Literal["mean", "clipped", "median", "trimmed"] = Field(
+        default="mean", description="how the server combines updates; the others are robust"
+    )
+    trim: float = Field(default=0.2, description="the share that 'trimmed' leaves out at each end")
     eval_steps: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
         default=None, description="fine-tuning steps to show it after, a list; the run's by default"
     )
 
     def build(self) -> Algorithm:
         """The algorithm with those of the settings that it takes."""
-        settings = {**dict(self), "curvature": self._curvature()}
+        ways = {"curvature": self._curvature(), "aggregation": self._aggregation()}
+        settings = {**dict(self), **ways}
         taken = {k: settings[k] for k in self.taken() & set(settings)}
         return ALGORITHMS[self.algorithm](**taken)
 
@@ -103,6 +108,16 @@ class MethodConfig(_Table):
             )
         return set(inspect.signature(ALGORITHMS[self.algorithm]).parameters)
 
+    def _aggregation(self) -> Aggregation:
+        trimmed = TrimmedMean(self.trim)  # checks the share, also where it is not used
+        ways: dict[str, Aggregation] = {
+            "mean": Mean(self.averaging),
+            "clipped": ClippedMean(),
+            "median": Median(),
+            "trimmed": trimmed,
+        }
+        return ways[self.aggregation]
+
     def _curvature(self) -> Curvature:
         hessian_free = HessianFree(self.fd_step)  # checks the step, also where it is not used
         ways: dict[str, Curvature] = {
@@ -113,6 +128,21 @@ class MethodConfig(_Table):
         return ways[self.curvature]
 
 
+# settings that are given to an algorithm as a part of another one
+_PART_OF = {"fd_step": "curvature", "averaging": "aggregation", "trim": "aggregation"}
+
+
+class FaultsConfig(_Table):
+    """``[faults]``: what goes wrong with agents, to see what a real federation does to accuracy."""
+
+    dropout: Fraction = Field(default=0.0, description="probability that an agent does not answer")
+    stragglers: Fraction = Field(default=0.0, description="that it answers too late")
+    corruption: Fraction = Field(default=0.0, description="share of agents that send wrong updates")
+    attack: Literal["sign_flip", "scale", "gaussian", "nan", "labels"] = Field(
+        default="sign_flip", description="what those send"
+    )
+
+
 class Config(_Table):
     """A run: data, a model, and the methods and seeds to train."""
 
@@ -120,6 +150,12 @@ class Config(_Table):
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
     rounds: Count = Field(default=100, description="K")
     participation: float = Field(default=0.2, gt=0, le=1, description="r")
+    min_updates: Count = Field(
+        default=1, description="usable updates that a round needs; below it another cohort is asked"
+    )
+    max_update_norm: float | None = Field(
+        default=None, gt=0, description="longest change allowed, in medians of the cohort's; off"
+    )
     eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto", description="fine-tuning steps shown; auto: the largest ν, at least 1"
     )
@@ -156,6 +192,7 @@ class Config(_Table):
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     methods: dict[Name, MethodConfig] = {}
+    faults: FaultsConfig = FaultsConfig()
 
     @property
     def steps_shown(self) -> int:
@@ -186,9 +223,7 @@ class Config(_Table):
         where = f"methods.{name}"
         taken = _naming(where, merged.taken)
         for key in given:
-            used = key in ("algorithm", "eval_steps", *taken) or (
-                key == "fd_step" and "curvature" in taken
-            )
+            used = key in ("algorithm", "eval_steps", *taken) or _PART_OF.get(key) in taken
             if not used:
                 raise InputError(
                     f"{where}.{key} = {given[key]!r}: {merged.algorithm} has no such setting, it "

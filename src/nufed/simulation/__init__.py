@@ -4,6 +4,7 @@ from nufed.simulation.batched import BatchedEngine
 from nufed.simulation.choose import ENGINES, EngineName, Engines
 from nufed.simulation.direct import DirectEngine
 from nufed.simulation.engine import Engine
+from nufed.simulation.faults import Faults
 from nufed.simulation.gram import GramEngine
 from nufed.simulation.loop import Progress, run_round, train
 from nufed.simulation.processes import Workers, can_fork, usable_cores
@@ -16,6 +17,7 @@ __all__ = [
     "Engine",
     "EngineName",
     "Engines",
+    "Faults",
     "GramEngine",
     "Progress",
     "WorkerEngine",

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from nufed.algorithm import Algorithm, ClientUpdate, Cost, State
-from nufed.errors import UpdateError
-from nufed.server import choose_cohort, close_round, to_send
+from nufed.errors import TrainingError, UpdateError
+from nufed.server import Rules, TooFewError, choose_cohort, close_round, to_send
 from nufed.simulation.engine import Engine
+from nufed.simulation.faults import Faults
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Progress:
     clients: Mapping[int, State] = field(default_factory=dict)
     cohort: tuple[int, ...] = ()
     rejected: tuple[UpdateError, ...] = ()
+    dropped: tuple[int, ...] = ()
+    attempts: int = 1
     cost: Cost = field(default_factory=Cost)
 
     def client_states(self, algorithm: Algorithm, agents: Iterable[int]) -> dict[int, State]:
@@ -44,6 +47,8 @@ def train(
     rounds: int,
     participation: float,
     start: Progress | None = None,
+    rules: Rules = Rules(),
+    faults: Faults = Faults(),
 ) -> Iterator[Progress]:
     """Train from the model w, yielding where it stands before the first and after every round.
 
@@ -52,24 +57,68 @@ def train(
     progress = start or Progress(0, algorithm.server_init(w))
     yield progress
     while progress.round < rounds:
-        progress = run_round(algorithm, engine, progress, participation)
+        progress = run_round(algorithm, engine, progress, participation, rules, faults)
         yield progress
 
 
 def run_round(
-    algorithm: Algorithm, engine: Engine, progress: Progress, participation: float
+    algorithm: Algorithm,
+    engine: Engine,
+    progress: Progress,
+    participation: float,
+    rules: Rules = Rules(),
+    faults: Faults = Faults(),
 ) -> Progress:
-    """One round: choose agents, let them work, and take in what they send."""
+    """One round: choose agents, let them work, and take in what they send.
+
+    A round with too few usable updates is tried again with another cohort.
+    """
     k = progress.round + 1
-    federation = engine.federation
-    cohort = choose_cohort(federation.split.seen, participation, engine.seed, k)
-    states = progress.client_states(algorithm, cohort)
-    results = engine.client_updates(algorithm, to_send(algorithm, progress.server), states, k)
+    for attempt in range(rules.attempts):
+        agents = engine.federation.split.seen
+        cohort = choose_cohort(agents, participation, engine.seed, k, attempt)
+        try:
+            return _attempt(algorithm, engine, progress, cohort, attempt, rules, faults)
+        except TooFewError as error:
+            if attempt + 1 == rules.attempts:
+                tried = f", in {rules.attempts} attempts" if rules.attempts > 1 else ""
+                raise TrainingError(f"{error}{tried}") from error
+    raise AssertionError("a round is tried at least once")
+
+
+def _attempt(
+    algorithm: Algorithm,
+    engine: Engine,
+    progress: Progress,
+    cohort: list[int],
+    attempt: int,
+    rules: Rules,
+    faults: Faults,
+) -> Progress:
+    k, federation, seed = progress.round + 1, engine.federation, engine.seed
+    fates = faults.fates(cohort, seed, k, attempt)
+    asked = [agent for agent in cohort if agent not in fates.dropped]
+    states = progress.client_states(algorithm, asked)
+    received = to_send(algorithm, progress.server)
+    results = engine.client_updates(algorithm, received, states, k) if asked else {}
+    corrupt = faults.corrupt_agents(federation.split.seen, seed)
+    before = {name: progress.server[name] for name in algorithm.sends}
     updates = [
-        ClientUpdate(agent, k, len(federation.split.train[agent]), result.vectors)
+        ClientUpdate(
+            agent,
+            k,
+            len(federation.split.train[agent]),
+            faults.instead_of(result.vectors, before, seed, k, agent)
+            if agent in corrupt
+            else result.vectors,
+        )
         for agent, result in results.items()
+        if agent not in fates.late
     ]
-    server, rejected = close_round(algorithm, progress.server, updates, k)
+    server, rejected = close_round(
+        algorithm, progress.server, updates, k, cohort=cohort, rules=rules
+    )
+    rejected += [UpdateError(agent, k, "it answered too late") for agent in fates.late]
     left_out = {update.agent for update in rejected}
     kept = {a: r.state for a, r in results.items() if r.state and a not in left_out}
     return Progress(
@@ -78,5 +127,7 @@ def run_round(
         clients={**progress.clients, **kept},
         cohort=tuple(cohort),
         rejected=tuple(rejected),
+        dropped=tuple(fates.dropped),
+        attempts=attempt + 1,
         cost=sum((result.cost for result in results.values()), Cost()),
     )

@@ -1,0 +1,138 @@
+"""Faults of agents: drawn on their own, named, and equal to what they are said to be."""
+
+import numpy as np
+import pytest
+import torch
+
+import nufed
+from nufed import Federation, GMeta, InputError, Objective
+from nufed.algorithm import ClientUpdate
+from nufed.errors import TrainingError
+from nufed.server import Rules, choose_cohort, close_round
+from nufed.simulation import DirectEngine, Faults, train
+from support import federation, mlp
+
+ALGORITHM = GMeta(1, 0.3, 0.2, 2, 6)
+
+
+def trained(faults, rules=Rules(), rounds=6):
+    objective = Objective(mlp(torch.float32))
+    engine = DirectEngine(objective, federation(agents=10), seed=2)
+    settings = {"rounds": rounds, "participation": 0.5, "rules": rules, "faults": faults}
+    return list(train(ALGORITHM, engine, objective.initial(), **settings))
+
+
+def test_fates_are_as_frequent_as_asked_and_the_same_for_every_method():
+    faults, cohort = Faults(dropout=0.3, stragglers=0.2), list(range(20))
+    fates = [faults.fates(cohort, seed=1, round=k) for k in range(400)]
+    assert np.mean([len(f.dropped) for f in fates]) / 20 == pytest.approx(0.3, abs=0.02)
+    assert np.mean([len(f.late) for f in fates]) / 20 == pytest.approx(0.7 * 0.2, abs=0.02)
+    assert all(not set(f.dropped) & set(f.late) for f in fates)
+    assert fates == [faults.fates(cohort, seed=1, round=k) for k in range(400)]
+
+
+def test_a_round_with_dropouts_is_the_round_of_the_others():
+    faults = Faults(dropout=0.4, stragglers=0.2)
+    first, second = trained(faults, rounds=1)
+    engine = DirectEngine(Objective(mlp(torch.float32)), federation(agents=10), 2)
+    cohort = choose_cohort(range(10), 0.5, 2, 1)
+    fates = faults.fates(cohort, 2, 1)
+    assert fates.dropped or fates.late
+    there = [a for a in cohort if a not in (*fates.dropped, *fates.late)]
+    results = engine.client_updates(ALGORITHM, first.server, {a: {} for a in there}, 1)
+    updates = [ClientUpdate(a, 1, 18, r.vectors) for a, r in results.items()]
+    right, _ = close_round(ALGORITHM, first.server, updates, 1)
+    assert torch.equal(second.server["model"], right["model"])
+    assert list(second.dropped) == fates.dropped
+    assert [r.agent for r in second.rejected] == fates.late
+    assert all("too late" in r.reason for r in second.rejected)
+
+
+@pytest.mark.parametrize("attack", ["sign_flip", "scale", "gaussian", "nan"])
+def test_what_corrupt_agents_send(attack):
+    faults = Faults(corruption=0.2, attack=attack)
+    before, vector = {"model": torch.ones(50)}, {"model": torch.full((50,), 3.0)}
+    sent = faults.instead_of(vector, before, seed=0, round=3, agent=1)["model"]
+    again = faults.instead_of(vector, before, seed=0, round=3, agent=1)["model"]
+    other = faults.instead_of(vector, before, seed=0, round=4, agent=1)["model"]
+    if attack == "sign_flip":
+        assert torch.equal(sent, torch.full((50,), -1.0))
+    elif attack == "scale":
+        assert torch.equal(sent, torch.full((50,), 21.0))
+    elif attack == "nan":
+        assert torch.isnan(sent).all()
+    else:
+        assert float((sent - 1).norm()) == pytest.approx(10 * 2 * 50**0.5, rel=1e-5)
+        assert torch.equal(sent, again) and not torch.equal(sent, other)
+
+
+def test_nan_updates_are_left_out_so_that_the_run_equals_one_without_those_agents():
+    faults = Faults(corruption=0.3, attack="nan")
+    corrupt = faults.corrupt_agents(list(range(10)), seed=2)
+    assert len(corrupt) == 3
+    for progress in trained(faults)[1:]:
+        assert {r.agent for r in progress.rejected} == corrupt & set(progress.cohort)
+        assert torch.isfinite(progress.server["model"]).all()
+
+
+def test_wrong_labels_are_in_the_training_parts_of_corrupt_agents_only():
+    data = federation(agents=10)
+    faults = Faults(corruption=0.3, attack="labels")
+    spoiled = faults.spoil(data, seed=2)
+    corrupt = faults.corrupt_agents(list(range(10)), seed=2)
+    for agent in range(10):
+        train, test = data.split.train[agent], data.split.test[agent]
+        assert torch.equal(spoiled.samples.targets[test], data.samples.targets[test])
+        right = data.samples.targets[train]
+        wrong = 2 - right if agent in corrupt else right
+        assert torch.equal(spoiled.samples.targets[train], wrong)
+    assert Faults(attack="labels").spoil(data, 2) is data
+    lazy = Federation(data.samples, type("Split", (), {"recipe": object()})())
+    with pytest.raises(InputError, match=r"share no samples"):
+        faults.spoil(lazy, 2)
+
+
+def test_below_the_quorum_another_cohort_is_asked_and_then_the_run_stops():
+    faults = Faults(dropout=0.5)
+    rules = Rules(min_updates=4, attempts=50)
+    attempts = [progress.attempts for progress in trained(faults, rules)[1:]]
+    assert max(attempts) > 1
+    for progress in trained(faults, rules)[1:]:
+        assert len(progress.cohort) - len(progress.dropped) >= 4
+        expected = choose_cohort(range(10), 0.5, 2, progress.round, progress.attempts - 1)
+        assert list(progress.cohort) == expected
+    with pytest.raises(TrainingError, match=r"usable updates of 5 needed.*in 3 attempts"):
+        trained(faults, Rules(min_updates=5), rounds=50)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"dropout": 1.0}, {"stragglers": -0.1}, {"corruption": float("nan")}]
+)
+def test_bad_rates_are_refused(bad):
+    (name,) = bad
+    with pytest.raises(InputError, match=f"{name} = "):
+        Faults(**bad)
+    with pytest.raises(InputError, match=f"faults.{name} = "):
+        nufed.runs.load_config({"faults": bad})
+
+
+def test_a_run_with_faults_names_them(tmp_path):
+    config = {
+        "rounds": 6,
+        "seeds": [0],
+        "participation": 0.5,
+        "min_updates": 1,
+        "max_update_norm": 4.0,
+        "data": {"agents": 12, "samples_per_agent": 24, "dirichlet": 0.5, "test": 0.25},
+        "model": {"args": {"hidden": [8]}},
+        "method": {"adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
+        "faults": {"dropout": 0.3, "stragglers": 0.2, "corruption": 0.25, "attack": "scale"},
+        "baselines": [],
+    }
+    run = nufed.run(config, out=tmp_path / "run")
+    lines = run.methods["gmeta"][0].metrics
+    assert sum(len(line.get("dropped", ())) for line in lines) > 0
+    reasons = {r["reason"].split(",")[0] for line in lines for r in line["rejected"]}
+    assert "it answered too late" in reasons
+    assert any("its change has length" in reason for reason in reasons)
+    assert "Updates left out" in (run.path / "report.html").read_text("utf-8")
