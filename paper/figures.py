@@ -25,6 +25,7 @@ NULLS = {
     "local": "trained alone",
     "untrained": "untrained",
 }
+NULL_STEPS = {"majority": 0, "local": 0, "untrained": 3}  # what is trained is not fine-tuned
 MEASURES = {
     "score": "test accuracy",
     "balanced": "balanced accuracy",
@@ -65,7 +66,7 @@ def rounds_figure(run: Summary, lines: Sequence[Line], nulls: Summary | None = N
                 run.rounds(method), _level_seeds(run, method, step, measure).T, strict=True
             )
         ]
-        dashed = _levels(nulls or run, measure, 3)
+        dashed = _levels(nulls or run, measure)
         panels.append(_panel(points, dashed, "communication round", MEASURES[measure]))
     return _side_by_side(panels)
 
@@ -82,11 +83,12 @@ def _level_seeds(run: Summary, method: str, step: int, measure: str) -> Values:
     return curve - easy[:, None] + easy.mean()
 
 
-def _levels(run: Summary, measure: str, step: int, group: str = "seen") -> dict[str, float]:
+def _levels(run: Summary, measure: str, group: str = "seen") -> dict[str, float]:
     """The null baselines' means."""
     found = {}
     for null, label in NULLS.items():
         if null in run.data["baselines"]:
+            step = NULL_STEPS[null]
             values = (
                 run.minority(null, step, group)
                 if measure == "minority"
@@ -111,7 +113,7 @@ def compute_figure(runs: Iterable[tuple[str, Summary, str]]) -> Any:
             )
             if round * run.compute(method) <= most
         ]
-        dashed = _levels(runs[0][1], measure, 3)
+        dashed = _levels(runs[0][1], measure)
         title = "gradient evaluations, thousands"
         panels.append(_panel(points, dashed, title, MEASURES[measure], symbols=False))
     return _side_by_side(panels)
@@ -127,7 +129,7 @@ def alpha_figure(runs: dict[float, Summary]) -> Any:
             for method in FOUR:
                 values = run.agents(method, 3, group=group).mean(axis=1)
                 rows.append(_point(NAMES[method], 0, values) | {"x": _alpha(alpha)})
-            for label, level in _levels(run, "score", 3, group).items():
+            for label, level in _levels(run, "score", group).items():
                 dashed.append({"method": label, "x": _alpha(alpha), "mean": level})
         x = alt.X("x:O", sort=order, title="α_d (heterogeneity falls to the right)")
         x = x.axis(labelAngle=0)

@@ -12,7 +12,7 @@ import numpy as np
 from nufed.runs.compare import Difference
 from nufed.runs.results import Estimate
 from paper.claims import LITTLE, MATTERS, Claim, claims
-from paper.figures import NAMES, NULLS, all_figures, name
+from paper.figures import NAMES, NULL_STEPS, NULLS, all_figures, name
 from paper.stages import ALPHAS, DELTAS, FOUR, GRID, ROUNDS, SEEDS, STAGES, TUNED_AT, alpha_stage
 from paper.summary import Summary, Values, distances, summary
 
@@ -114,7 +114,7 @@ def figure_lines(run: Summary) -> Lines:
 
 def scores_table(run: Summary, lines: Lines, group: str = "seen") -> str:
     """Accuracy beside what it hides, for methods and null baselines."""
-    nulls = [(NULLS[null], null, 3) for null in run.data["baselines"]]
+    nulls = [(NULLS[null], null, NULL_STEPS[null]) for null in run.data["baselines"]]
     majority = run.agents("majority", 0, group=group)
     rows = []
     for label, method, step in (*lines, *nulls):
@@ -123,7 +123,7 @@ def scores_table(run: Summary, lines: Lines, group: str = "seen") -> str:
         rows.append(
             [
                 label,
-                str(step) if (label, method, step) not in nulls or method == "untrained" else "–",
+                str(step) if method not in ("majority", "local") else "–",
                 percent(before.mean()),
                 estimate(own.mean(axis=1)),
                 points(Difference.paired(own, majority)) if method != "majority" else "–",
@@ -188,7 +188,9 @@ def alpha_table() -> str:
         run = summary(stage)
         for group in ("seen", "unseen") if run else ():
             cells = [estimate(run.agents(m, 3, group=group).mean(axis=1)) for m in FOUR]
-            nulls = [percent(run.agents(null, 3, group=group).mean()) for null in NULLS]
+            nulls = [
+                percent(run.agents(null, NULL_STEPS[null], group=group).mean()) for null in NULLS
+            ]
             rows.append(["∞ (IID)" if np.isinf(alpha) else f"{alpha:g}", group, *cells, *nulls])
     return table(["α_d", "agents", *(NAMES[m] for m in FOUR), *NULLS.values()], rows)
 
@@ -218,12 +220,13 @@ def tuning_table(tried: Summary, tuned: Summary, plain: Summary) -> str:
         [
             label,
             words,
-            estimate(run.agents(which, 3).mean(axis=1)),
-            estimate(run.agents(which, 3, group="unseen").mean(axis=1)),
-            estimate(run.agents(which, 3, "balanced").mean(axis=1)),
-            estimate(run.minority(which, 3)),
+            estimate(run.agents(which, step).mean(axis=1)),
+            estimate(run.agents(which, step, group="unseen").mean(axis=1)),
+            estimate(run.agents(which, step, "balanced").mean(axis=1)),
+            estimate(run.minority(which, step)),
         ]
         for label, which, words, run in (*lines, *nulls)
+        for step in [NULL_STEPS.get(which, 3)]
     ]
     headings = ["", "step sizes", "seen agents", "unseen agents", "balanced", "minority"]
     return table(headings, rows, texts=2)

@@ -20,7 +20,8 @@ from nufed.runs.part import DONE, check_done
 GROUPS = ("seen", "unseen")
 BASELINES = {
     "majority": "always the agent's most frequent class",
-    "local": "trained on the agent's data alone, τ·K updates, with the first method's settings",
+    "local": "trained on the agent's data alone, τ·K updates with the first method's settings, "
+    "and not fine-tuned",
     "untrained": "the initial model after the first method's fine-tuning",
 }
 
@@ -139,8 +140,10 @@ class Run:
                 words = f" after {steps} step{'s' * (steps != 1)}"
                 label = name if shown == [usual] else name + words
                 found.append(Line(label, name, "method", steps, part))
-        nulls = self.baselines.items()
-        return [*found, *(Line(name, name, "baseline", usual, part) for name, part in nulls)]
+        for name, part in self.baselines.items():  # what is trained alone is the agent's own model
+            steps = 0 if name == "local" else usual
+            found.append(Line(name, name, "baseline", steps, part))
+        return found
 
     def rows(self) -> list[Row]:
         """The results table, best method of each group first, then the null baselines."""
