@@ -15,6 +15,7 @@ from nufed.errors import UpdateError, require
 
 Averaging: TypeAlias = Literal["uniform", "samples"]
 AVERAGING: tuple[str, ...] = get_args(Averaging)
+NOT_FINITE = "is not finite"
 MOST_SAMPLES = 10**9  # that an agent may say it has
 
 
@@ -84,7 +85,7 @@ def _fault(update: ClientUpdate, expected: State, round: int) -> str | None:
             return f"{name!r} has dtype {vector.dtype} instead of {right.dtype}"
         # a sum is not finite if a number isn't, and looked at more closely in case it is too large
         if not math.isfinite(vector.sum()) and not torch.isfinite(vector).all():
-            return f"{name!r} is not finite"
+            return f"{name!r} {NOT_FINITE}"
     return None
 
 

@@ -53,14 +53,18 @@ def to_send(algorithm: Algorithm, server: State) -> State:
 class TooFewError(TrainingError):
     """A round has fewer usable updates than it needs; another cohort may do better."""
 
-    def __init__(self, round: int, usable: int, rules: Rules, rejected: list[UpdateError]) -> None:
-        reasons = "; ".join(str(r) for r in rejected) or "no agent answered"
-        some = f"{usable} usable updates of {rules.min_updates} needed"
-        super().__init__(
-            f"round {round} has {some if usable else 'no usable update'} ({reasons}); if values "
-            "are not finite, lower meta_lr or adapt_lr"
-        )
+    def __init__(self, round: int, rejected: list[UpdateError], rules: Rules) -> None:
+        super().__init__(too_few(round, rejected, rules))
         self.rejected = rejected
+
+
+def too_few(round: int, rejected: Sequence[UpdateError], rules: Rules) -> str:
+    """What is wrong with a round that has too few usable updates."""
+    reasons = "; ".join(str(r) for r in rejected) or "too few agents answered"
+    return (
+        f"round {round} has no usable update or fewer than min_updates = {rules.min_updates} "
+        f"({reasons}); if values are not finite, lower meta_lr or adapt_lr"
+    )
 
 
 def close_round(
@@ -82,5 +86,5 @@ def close_round(
         updates, expected, round, cohort=cohort, max_norm=rules.max_update_norm
     )
     if len(accepted) < rules.min_updates:
-        raise TooFewError(round, len(accepted), rules, rejected)
+        raise TooFewError(round, rejected, rules)
     return algorithm.server_update(server, accepted), rejected

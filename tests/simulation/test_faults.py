@@ -101,7 +101,7 @@ def test_below_the_quorum_another_cohort_is_asked_and_then_the_run_stops():
         assert len(progress.cohort) - len(progress.dropped) >= 4
         expected = choose_cohort(range(10), 0.5, 2, progress.round, progress.attempts - 1)
         assert list(progress.cohort) == expected
-    with pytest.raises(TrainingError, match=r"usable updates of 5 needed.*in 3 attempts"):
+    with pytest.raises(TrainingError, match=r"fewer than min_updates = 5.*in 3 attempts"):
         trained(faults, Rules(min_updates=5), rounds=50)
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from nufed.aggregate import NOT_FINITE
 from nufed.algorithm import Algorithm, ClientUpdate, Cost, State
 from nufed.errors import TrainingError, UpdateError
-from nufed.server import Rules, TooFewError, choose_cohort, close_round, to_send
+from nufed.server import Rules, TooFewError, choose_cohort, close_round, to_send, too_few
+from nufed.simulation.diagnose import diagnose
 from nufed.simulation.engine import Engine
 from nufed.simulation.faults import Faults
 
@@ -82,7 +84,8 @@ def run_round(
         except TooFewError as error:
             if attempt + 1 == rules.attempts:
                 tried = f", in {rules.attempts} attempts" if rules.attempts > 1 else ""
-                raise TrainingError(f"{error}{tried}") from error
+                explained = _explained(error.rejected, algorithm, engine, progress)
+                raise TrainingError(f"{too_few(k, explained, rules)}{tried}") from error
     raise AssertionError("a round is tried at least once")
 
 
@@ -118,6 +121,8 @@ def _attempt(
     server, rejected = close_round(
         algorithm, progress.server, updates, k, cohort=cohort, rules=rules
     )
+    if not corrupt:  # of those the cause is known
+        rejected = _explained(rejected, algorithm, engine, progress)
     rejected += [UpdateError(agent, k, "it answered too late") for agent in fates.late]
     left_out = {update.agent for update in rejected}
     kept = {a: r.state for a, r in results.items() if r.state and a not in left_out}
@@ -131,3 +136,26 @@ def _attempt(
         attempts=attempt + 1,
         cost=sum((result.cost for result in results.values()), Cost()),
     )
+
+
+def _explained(
+    rejected: list[UpdateError], algorithm: Algorithm, engine: Engine, progress: Progress
+) -> list[UpdateError]:
+    """The same, the first that is not finite with its likely cause."""
+    explained = list(rejected)
+    for place, error in enumerate(rejected):
+        if error.reason.endswith(NOT_FINITE):
+            cause = diagnose(
+                algorithm,
+                engine.objective,
+                engine.federation,
+                error.agent,
+                seed=engine.seed,
+                round=error.round,
+                model=progress.server["model"],
+            )
+            if cause:
+                reason = f"{error.reason}: {cause}"
+                explained[place] = UpdateError(error.agent, error.round, reason)
+            break
+    return explained

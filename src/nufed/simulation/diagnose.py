@@ -1,0 +1,81 @@
+"""Why an agent's update is not finite: its work is done again until it goes wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nufed.adapt import descend, trajectory
+from nufed.algorithm import Algorithm
+from nufed.algorithms import GMeta
+from nufed.data import Federation
+from nufed.estimate import spectral_norm
+from nufed.metagrad import HessianFree, MetaBatch, meta_gradient
+from nufed.objective import Objective
+
+
+def diagnose(
+    algorithm: Algorithm,
+    objective: Objective,
+    federation: Federation,
+    agent: int,
+    *,
+    seed: int,
+    round: int,
+    model: Tensor,
+) -> str | None:
+    """Where an agent's work left the finite numbers, and the likely cause; None if it does not."""
+    if not isinstance(algorithm, GMeta) or isinstance(algorithm.adapt_lr, Tensor):
+        return None
+    if not _finite(model):
+        return "the model it was sent is not finite"
+    batches = federation.batches(agent, seed, "train", round)
+    w = model
+    for t in range(algorithm.local_steps):
+        meta = algorithm.meta_batch(batches, t)
+        where = f"in local update {t + 1}"
+        for step, point in enumerate(trajectory(objective, w, meta.adapt, algorithm.adapt_lr)):
+            if not _finite(point):
+                cause = _too_large(algorithm, objective, model, meta)
+                return f"{where}, fine-tuning step {step} is not finite{cause}"
+        d = meta_gradient(objective, w, meta, lr=algorithm.adapt_lr, curvature=algorithm.curvature)
+        if not _finite(d):
+            cause = _poor_step(algorithm) or _too_large(algorithm, objective, model, meta)
+            return f"{where}, the meta-gradient is not finite{cause}"
+        step_to = descend(w, algorithm.meta_lr, d)
+        if not _finite(step_to):
+            cause = _too_large(algorithm, objective, model, meta)
+            return f"{where}, the step with meta_lr is not finite{cause}"
+        w = step_to
+    return None
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
+def _too_large(algorithm: GMeta, objective: Objective, w: Tensor, meta: MetaBatch) -> str:
+    """Which step size is above 2/L, with L the largest curvature at w on a batch."""
+    wide, point = objective.double, w.double()
+    start = torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    try:
+        largest = spectral_norm(lambda v: wide.hvp(point, meta.outer, v), start)
+    except (RuntimeError, TypeError, np.linalg.LinAlgError):  # no second derivatives, no float64
+        return ""
+    limit = 2 / largest if largest > 0 else float("inf")
+    rates = {
+        "adapt_lr": algorithm.adapt_lr if algorithm.adapt_steps else 0,
+        "meta_lr": algorithm.meta_lr,
+    }
+    large = [f"{name} = {rate:g}" for name, rate in rates.items() if float(rate) > limit]
+    if not large:
+        return ""
+    return f": {' and '.join(large)} above 2/L = {limit:.2g}, where L = {largest:.2g} was measured"
+
+
+def _poor_step(algorithm: GMeta) -> str:
+    curvature = algorithm.curvature
+    if not isinstance(curvature, HessianFree) or curvature.fd_step == "auto":
+        return ""
+    return f': fd_step = {curvature.fd_step:g} gives products that are too large; use "auto"'
