@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 from nufed import __version__
@@ -18,6 +19,7 @@ from nufed.algorithms import ALGORITHMS
 from nufed.bounds import bounds_of_numbers, bounds_of_run
 from nufed.cli_data import AsJson, Overrides, data_app
 from nufed.data import PARTITIONS, SOURCES
+from nufed.doctor import examine
 from nufed.errors import InputError, NufedError
 from nufed.experiment import resume as resume_experiment
 from nufed.experiment import run as run_experiment
@@ -140,6 +142,25 @@ def bounds(
     if source.is_dir():
         for figure in save_bounds_charts(found, source / "figures"):
             print(f"chart: {figure}")
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check Python, torch, processes, memory, disk and data, and say what to do."""
+    findings = examine()
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings]))
+    else:
+        console = Console()
+        table = RichTable(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+        colours = {"ok": "green", "note": "yellow", "problem": "red"}
+        for finding in findings:
+            advice = f"\n→ {finding.advice}" if finding.advice else ""
+            state = f"[{colours[finding.state]}]{finding.state}[/]"
+            table.add_row(state, finding.name, escape(finding.found + advice))
+        console.print(table, highlight=False)
+    if any(finding.state == "problem" for finding in findings):
+        raise typer.Exit(1)
 
 
 @app.command("list")
