@@ -11,7 +11,7 @@ import numpy as np
 
 from nufed.runs.compare import Difference
 from nufed.runs.results import Estimate
-from paper.claims import LITTLE, MATTERS, Claim, claims
+from paper.claims import BELOW, LITTLE, MATTERS, Claim, claims, lowest_final, rounds_to
 from paper.figures import NAMES, NULL_STEPS, NULLS, all_figures, name
 from paper.stages import ALPHAS, DELTAS, FOUR, GRID, ROUNDS, SEEDS, STAGES, TUNED_AT, alpha_stage
 from paper.summary import Summary, Values, distances, summary
@@ -46,6 +46,7 @@ def write() -> Path:
         four_lines=[(NAMES[m], m, 3) for m in FOUR],
         accuracy=accuracy,
         gain=gain,
+        until=until,
         grid=", ".join(f"{'α' if k == 'adapt_lr' else 'β'} in {v}" for k, v in GRID.items()),
         matters=MATTERS,
         little=LITTLE,
@@ -77,6 +78,12 @@ def gain(run: Summary, a: str, b: str, step: int = 3, group: str = "seen") -> st
     return points(
         Difference.paired(run.agents(a, step, group=group), run.agents(b, step, group=group))
     )
+
+
+def until(run: Summary, method: str) -> str:
+    """The rounds until a method is within half a point of the lowest final accuracy."""
+    rounds = rounds_to(run, method, 3, lowest_final(run) - BELOW)
+    return f"{rounds.mean():.0f}"
 
 
 def claims_table(found: Sequence[Claim]) -> str:

@@ -167,7 +167,7 @@ def test_the_page_shows_every_stage(results):
     images = set(re.findall(r"\(results/(\S+)\)", text))
     assert images == {path.name for path in results.glob("*.svg")} and len(images) == 10
     sections = [line for line in text.splitlines() if line.startswith("## ")]
-    assert len(sections) == 12
+    assert len(sections) == 13
     for cells in (line.count("|") for line in text.splitlines() if line.startswith("|")):
         assert cells >= 3
 
