@@ -73,11 +73,10 @@ def accuracy(
     return percent(values.mean())
 
 
-def gain(run: Summary, a: str, b: str, step: int = 3, group: str = "seen") -> str:
-    """A paired difference of accuracies for a sentence."""
-    return points(
-        Difference.paired(run.agents(a, step, group=group), run.agents(b, step, group=group))
-    )
+def gain(run: Summary, a: str, b: str, steps: tuple[int, int] = (3, 3), group: str = "seen") -> str:
+    """A paired difference of accuracies for a sentence, each after its number of steps."""
+    mine, others = (run.agents(m, s, group=group) for m, s in zip((a, b), steps, strict=True))
+    return points(Difference.paired(mine, others))
 
 
 def until(run: Summary, method: str) -> str:
