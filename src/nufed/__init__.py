@@ -2,6 +2,8 @@
 
 from nufed.adapt import adapt, trajectory
 from nufed.algorithms import GMeta, fedavg, gmeta, per_fedavg
+from nufed.bundle import Bundle, load_adapted, load_bundle
+from nufed.bundle.of_run import make_bundle
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, NufedError, NumericalWarning
 from nufed.experiment import resume, run
@@ -13,6 +15,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Batch",
+    "Bundle",
     "Exact",
     "Federation",
     "FirstOrder",
@@ -29,7 +32,10 @@ __all__ = [
     "adapt",
     "fedavg",
     "gmeta",
+    "load_adapted",
+    "load_bundle",
     "load_run",
+    "make_bundle",
     "meta_gradient",
     "per_fedavg",
     "resume",

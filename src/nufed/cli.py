@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from nufed import __version__
+from nufed import __version__, cli_bundle
 from nufed.algorithms import ALGORITHMS
 from nufed.bounds import bounds_of_numbers, bounds_of_run
 from nufed.cli_data import AsJson, Overrides, data_app
@@ -42,6 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data")
+cli_bundle.register(app)
 
 
 @app.command()

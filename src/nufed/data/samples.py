@@ -103,10 +103,14 @@ class Samples:
             table.copy_(self._rows(flat, index))
 
     def _rows(self, x: Tensor, index: Tensor) -> Tensor:
-        taken = x.index_select(0, index)
-        if x.dtype != torch.uint8:
-            return taken
-        return taken.mul(self.scale).add_(self.shift) if self.shift else taken * self.scale
+        return scaled(x.index_select(0, index), self.scale, self.shift)
+
+
+def scaled(x: Tensor, scale: float, shift: float) -> Tensor:
+    """Bytes as the numbers that a model takes; other numbers as they are."""
+    if x.dtype != torch.uint8:
+        return x
+    return x.mul(scale).add_(shift) if shift else x * scale
 
 
 def as_samples(data: Any) -> Samples:
@@ -131,7 +135,7 @@ def as_samples(data: Any) -> Samples:
             "(inputs, targets, owners), a Dataset of (input, target) pairs, or nufed.Samples"
         )
     inputs, targets, owners = (*data, None)[:3]
-    target_tensor = _tensor(targets)
+    target_tensor = as_tensor(targets)
     classes: tuple[str, ...] = ()
     if not target_tensor.is_floating_point() and target_tensor.ndim == 1:
         target_tensor = target_tensor.long()
@@ -159,13 +163,14 @@ def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, np.ndarray[Any, Any]]:
 
 def _inputs(inputs: Any) -> Inputs:
     if isinstance(inputs, Mapping):
-        return {name: _tensor(x) for name, x in inputs.items()}
+        return {name: as_tensor(x) for name, x in inputs.items()}
     if isinstance(inputs, tuple):
-        return tuple(_tensor(x) for x in inputs)
-    return _tensor(inputs)
+        return tuple(as_tensor(x) for x in inputs)
+    return as_tensor(inputs)
 
 
-def _tensor(array: Any) -> Tensor:
+def as_tensor(array: Any) -> Tensor:
+    """Numbers as a tensor; anything else is refused."""
     if isinstance(array, Tensor):
         return array
     array = np.asarray(array)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from nufed.algorithms import GMeta
+from nufed.bundle.of_run import bundle_of, can_be_bundled
 from nufed.errors import TrainingError
 from nufed.evaluate import Metric
 from nufed.experiment.parts import BASELINES, Event, Listener, Part, parts_of, run_part
@@ -58,9 +60,7 @@ def run(
         setup = Setup.make(checked, **own)
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
         with locked(directory.path):
-            directory.write_start(
-                setup.config, setup.measure, setup.engine_names, setup.samples.fingerprint
-            )
+            directory.write_start(setup.config, setup.measure, setup.engine_names, setup.samples)
             for seed, federation in setup.federations.items():
                 directory.write_split(federation.split, setup.samples, seed)
             return _train(setup, directory, on_start, on_progress, on_stop)
@@ -118,11 +118,23 @@ def _train(
     finished = load_run(directory.path)
     if not finished.methods:
         raise TrainingError(f"no method could be trained: {finished.failures[0]}")
+    _write_bundles(setup, finished)
     write_json(directory.path / "results.json", finished.to_json())
     from nufed.report import build_report  # charts take a moment to import
 
     build_report([finished], directory.path)
     return finished
+
+
+def _write_bundles(setup: Setup, run: Run) -> None:
+    """The meta-model of every method, of its first seed, ready to be adapted by anyone."""
+    folder = run.path / "bundles"
+    folder.mkdir(exist_ok=True)
+    for method, seeds in run.methods.items():
+        if isinstance(setup.algorithms[method], GMeta) and can_be_bundled(run):
+            seed = next(iter(seeds))
+            bundle = bundle_of(run, method, seed, setup.objectives[seed])
+            bundle.save(folder / f"{method}.nufed")
 
 
 def _run_parts(setup: Setup, directory: RunDirectory, listener: Listener, stop: Stop) -> None:

@@ -39,7 +39,7 @@ from nufed.seeding import stream, torch_seed
 
 def build_samples(config: DataConfig) -> Samples:
     """The samples that ``[data]`` names."""
-    return as_samples(_call("data.source", config.source, SOURCES, config.args))
+    return as_samples(call_named("data.source", config.source, SOURCES, config.args))
 
 
 def build_split(config: DataConfig, samples: Samples, seed: int) -> Split:
@@ -114,7 +114,7 @@ def build_module(
         arguments = {**shapes, **arguments}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch_seed(stream(seed, "model")))
-        module = _call("model.name", name, MODELS, arguments) if own is None else own()
+        module = call_named("model.name", name, MODELS, arguments) if own is None else own()
     if not isinstance(module, nn.Module):
         raise InputError(
             f"the model function returned {type(module).__name__}: it must return a torch.nn.Module"
@@ -148,13 +148,20 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs, targets.reshape(outputs.shape))
 
 
+LOSSES: dict[str, Loss] = {"cross_entropy": F.cross_entropy, "mse": squared_error}
+
+
 def build_loss(config: Config, samples: Samples) -> Loss:
     """The loss that ``loss`` names; ``auto`` is cross-entropy for classes, else squared error."""
-    known: dict[str, Loss] = {"cross_entropy": F.cross_entropy, "mse": squared_error}
-    if config.loss == "auto":
-        return known["cross_entropy" if samples.classes else "mse"]
-    loss: Loss = _find("loss", config.loss, known)
+    loss: Loss = find_named("loss", loss_name(config, bool(samples.classes)), LOSSES)
     return loss
+
+
+def loss_name(config: Config, classes: bool) -> str:
+    """``loss``, with ``auto`` resolved."""
+    if config.loss == "auto":
+        return "cross_entropy" if classes else "mse"
+    return config.loss
 
 
 def build_measure(config: Config, samples: Samples) -> Measure:
@@ -163,14 +170,15 @@ def build_measure(config: Config, samples: Samples) -> Measure:
     name = config.metric
     if name == "auto":
         name = "accuracy" if samples.classes and config.loss != "mse" else "none"
-    metric = _find("metric", name, known)
+    metric = find_named("metric", name, known)
     return Measure("loss" if metric is None else name.rpartition(":")[2], metric)
 
 
-def _call(
+def call_named(
     key: str, name: str, known: Mapping[str, Callable[..., Any]], arguments: Mapping[str, Any]
 ) -> Any:
-    function = _find(key, name, known)
+    """What the function that ``name`` stands for returns; its errors name the key."""
+    function = find_named(key, name, known)
     try:
         return function(**arguments)
     except InputError:
@@ -182,7 +190,7 @@ def _call(
         ) from error
 
 
-def _find(key: str, name: str, known: Mapping[str, Any]) -> Any:
+def find_named(key: str, name: str, known: Mapping[str, Any]) -> Any:
     """What ``name`` stands for: one of nufed's own, or ``package.module:function``."""
     if name in known:
         return known[name]

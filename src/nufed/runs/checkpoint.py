@@ -88,7 +88,12 @@ def signed(content: Mapping[str, Any]) -> bytes:
 
 def read_signed(path: Path) -> dict[str, Any]:
     """What :func:`signed` made; a file that was changed is refused."""
-    found = json.loads(path.read_bytes())
+    return verified(path.read_bytes())
+
+
+def verified(text: bytes) -> dict[str, Any]:
+    """The content of what :func:`signed` made; what was changed is refused."""
+    found = json.loads(text)
     content: dict[str, Any] = found["content"]
     if sha256(json.dumps(content, sort_keys=True).encode()) != found["sha256"]:
         raise RunError("it was changed or damaged, its SHA-256 differs")

@@ -15,6 +15,7 @@
         done.json                   that it is done, with the SHA-256 of the three above
         model-round-000010.safetensors   the same, every save_every rounds
     baselines/NAME/seed-0/agents.jsonl   the null baselines, in the same form
+    bundles/NAME.nufed              the meta-model of each method, first seed, to be adapted
     results.json                    the results table
     bounds.json                     what `nufed bounds` found, if it was asked
     timing.jsonl                    wall-clock values; everything above is the same in every run
@@ -85,7 +86,7 @@ class RunDirectory:
         return self.path
 
     def write_start(
-        self, config: Config, measure: Measure, engines: Mapping[str, str], data_sha256: str
+        self, config: Config, measure: Measure, engines: Mapping[str, str], samples: Samples
     ) -> None:
         self.write_config(config)
         about = {
@@ -93,7 +94,8 @@ class RunDirectory:
             "measure": {"name": measure.name, "higher_is_better": measure.higher_is_better},
             "engines": dict(engines),
             "config": _settings(config),
-            "data_sha256": data_sha256,
+            "data_sha256": samples.fingerprint,
+            "inputs": _describe(samples),
             "software": {
                 "python": platform.python_version(),
                 "platform": platform.platform(),
@@ -247,6 +249,20 @@ def _settings(config: Config) -> dict[str, Any]:
     """A configuration as plain data, but for the number of workers, which changes no bits."""
     settings: dict[str, Any] = json.loads(config.model_dump_json(exclude={"workers"}))
     return settings
+
+
+def _describe(samples: Samples) -> dict[str, Any]:
+    """What one input and one target are, so that models can be used without the data."""
+    if not isinstance(samples.inputs, torch.Tensor):
+        return {}
+    return {
+        "shape": list(samples.input_shape),
+        "dtype": str(samples.inputs.dtype).removeprefix("torch."),
+        "scale": samples.scale,
+        "shift": samples.shift,
+        "classes": list(samples.classes),
+        "outputs": samples.outputs,
+    }
 
 
 def _flat_differences(

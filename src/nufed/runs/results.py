@@ -120,6 +120,8 @@ class Run:
     timing: list[dict[str, Any]]
     failures: list[str]
     engines: dict[str, str]
+    data_sha256: str
+    inputs: dict[str, Any]
 
     @property
     def groups(self) -> list[str]:
@@ -248,6 +250,7 @@ def load_run(path: Path) -> Run:
                 f"version that wrote it, {about['software']['nufed']}"
             )
         measure, engines = about["measure"], about["engines"]
+        data_sha256, inputs = about["data_sha256"], about.get("inputs", {})
     except (OSError, ValueError, KeyError, TypeError, InputError) as error:
         raise RunError(f"{path} can't be read as a run directory: {error}") from error
     methods = {n: _parts(path / "methods" / n, config.seeds) for n in config.algorithms()}
@@ -259,6 +262,8 @@ def load_run(path: Path) -> Run:
         measure=Measure(measure["name"], _known if measure["higher_is_better"] else None),
         software=about["software"],
         engines=engines,
+        data_sha256=data_sha256,
+        inputs=inputs,
         splits=splits,
         methods={n: p for n, p in methods.items() if p},
         baselines={

@@ -1,0 +1,179 @@
+"""Fine-tuning on a person's own data: what it did, and how many steps to take.
+
+Both are found by cross-validation: the data is cut into parts, each part is scored by a model that
+was fine-tuned on the others, and so every sample is scored once by models that never saw it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nufed.adapt import trajectory
+from nufed.data import Federation, Samples, Split
+from nufed.seeding import stream
+
+if TYPE_CHECKING:
+    from nufed.bundle.bundle import Bundle
+
+FOLDS = 5
+MOST_GROUPS = 500  # of samples, whose losses are compared with one another
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """The mean loss on samples that were held back, and for classes the share that was right."""
+
+    loss: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What adapting did, on samples that were held back.
+
+    Args:
+        samples: how many there were.
+        steps: the fine-tuning steps taken.
+        chosen: whether cross-validation chose that number.
+        curve: the scores after 0, 1, … steps.
+        gain: by how much the loss fell, in the mean over samples.
+        noise: the standard error of that.
+        majority: the share that always answering the most frequent class gets right.
+    """
+
+    samples: int
+    steps: int
+    chosen: bool
+    curve: tuple[Score, ...]
+    gain: float
+    noise: float
+    majority: float | None
+
+    @property
+    def before(self) -> Score:
+        return self.curve[0]
+
+    @property
+    def after(self) -> Score:
+        return self.curve[self.steps]
+
+    @property
+    def verdict(self) -> Literal["helped", "harmed", "undecided"]:
+        """Whether the loss fell or rose by more than two standard errors."""
+        if not abs(self.gain) > 2 * self.noise:
+            return "undecided"
+        return "helped" if self.gain > 0 else "harmed"
+
+    @property
+    def helped(self) -> bool:
+        return self.verdict == "helped"
+
+    def words(self) -> list[str]:
+        """The same for people."""
+        steps = f"{self.steps} fine-tuning step{'s' * (self.steps != 1)}"
+        how = f"chosen by cross-validation from 0 … {len(self.curve) - 1}" if self.chosen else ""
+        lines = [f"{self.samples} samples, {steps}" + (f", {how}" if how else "")]
+        change = f"loss {self.before.loss:.3f} → {self.after.loss:.3f}"
+        if self.before.accuracy is not None and self.after.accuracy is not None:
+            right = f"accuracy {self.before.accuracy:.1%} → {self.after.accuracy:.1%}"
+            change = f"{right}, {change}"
+        lines.append(f"on samples held back: {change}")
+        if self.steps == 0:
+            reason = "no number of steps lowers the loss beyond noise: " if self.chosen else ""
+            lines.append(f"{reason}the model is left as it is")
+        else:
+            meaning = {
+                "helped": "adapting helped, beyond noise",
+                "harmed": "adapting harmed, beyond noise: use the model as it is, or steps=auto",
+                "undecided": "whether adapting helped can't be told from so few samples",
+            }
+            lines.append(meaning[self.verdict])
+        best = self.after.accuracy
+        if best is not None and self.majority is not None and self.majority >= best:
+            lines.append(
+                f"always answering the most frequent class would be right for {self.majority:.1%}:"
+                " this model adds nothing to that here"
+            )
+        return lines
+
+
+def fine_tuned(
+    bundle: Bundle, samples: Samples, rows: Array | range, steps: int, seed: int
+) -> Iterator[Tensor]:
+    """The models after 0, 1, … ``steps`` fine-tuning steps on these rows."""
+    none = np.empty(0, dtype=np.int64)
+    own = Split([np.asarray(rows)], [none], [none], ("own",))
+    batches = Federation(samples, own, "use_all").batches(0, seed, "own")
+    drawn = batches.draw("adapt", bundle.about.adapt.batch_size, steps)
+    return trajectory(bundle.objective, bundle.objective.initial(), drawn, bundle.rate())
+
+
+def cross_validate(
+    bundle: Bundle, samples: Samples, steps: int | Literal["auto"], most: int, seed: int
+) -> Report:
+    """What fine-tuning does on samples held back; ``"auto"`` also chooses the number of steps."""
+    last = most if steps == "auto" else steps
+    order = stream(seed, "folds").permutation(len(samples))
+    parts = np.array_split(order, min(FOLDS, len(samples)))
+    scored = [_held_back(bundle, samples, part, order, last, seed) for part in parts]
+    losses = np.concatenate([loss for loss, _ in scored])
+    right = np.concatenate([right for _, right in scored])
+    taken = choose_steps(losses) if steps == "auto" else steps
+    gains = losses[:, 0] - losses[:, taken]
+    shares: Any = right[:, :-1].mean(axis=0) if samples.classes else [None] * (last + 1)
+    return Report(
+        samples=len(samples),
+        steps=taken,
+        chosen=steps == "auto",
+        curve=tuple(
+            Score(float(loss), None if share is None else float(share))
+            for loss, share in zip(losses.mean(axis=0), shares, strict=True)
+        ),
+        gain=float(gains.mean()),
+        noise=_standard_error(gains),
+        majority=float(right[:, -1].mean()) if samples.classes else None,
+    )
+
+
+def choose_steps(losses: Array) -> int:
+    """The number of steps with the lowest mean loss; 0 unless it gains more than the noise.
+
+    ``losses`` has a row per sample and a column per number of steps.
+    """
+    means = np.nan_to_num(losses.mean(axis=0), nan=np.inf)
+    best = int(means.argmin())
+    gains = losses[:, 0] - losses[:, best]
+    return best if gains.mean() > _standard_error(gains) else 0
+
+
+def _held_back(
+    bundle: Bundle, samples: Samples, part: Array, order: Array, last: int, seed: int
+) -> tuple[Array, Array]:
+    """Losses on a part, by groups of samples and steps, and which answers are right, by samples.
+
+    The last column of the second is the answer of the most frequent class of the other parts.
+    """
+    others = np.setdiff1d(order, part)
+    inputs, targets = samples.take(part)
+    groups = torch.arange(len(part)).tensor_split(min(len(part), MOST_GROUPS // FOLDS))
+    losses, right = [], []
+    for w in fine_tuned(bundle, samples, others, last, seed):
+        outputs = bundle.objective.predict(w, inputs)
+        losses.append([float(bundle.objective.loss(outputs[g], targets[g])) for g in groups])
+        if samples.classes:
+            right.append((outputs.argmax(dim=1) == targets).numpy())
+    if samples.classes:
+        most = torch.bincount(samples.targets[others]).argmax()
+        right.append((targets == most).numpy())
+    return np.array(losses).T, np.array(right).T.reshape(len(part), -1)
+
+
+def _standard_error(values: Array) -> float:
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("inf")

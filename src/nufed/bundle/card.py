@@ -1,0 +1,86 @@
+"""The model card: what a bundle is, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nufed.bundle.about import About
+
+
+def card_of(about: About) -> str:
+    """The card as Markdown, made from the description alone."""
+    return "\n".join(_lines(about)) + "\n"
+
+
+def _lines(about: About) -> Iterator[str]:
+    adapt, inputs = about.adapt, about.inputs
+    yield f"# {about.name}"
+    yield ""
+    yield "A meta-model: meant to be fine-tuned on your own data before use."
+    yield ""
+    yield "## Use"
+    rate = f"{adapt.lr:g}" if isinstance(adapt.lr, float) else "one per parameter, learned"
+    yield (
+        f"- fine-tuning: {adapt.steps} steps (ν) of plain gradient descent, step size (α) {rate}, "
+        f"{adapt.batch_size} samples per batch (D)"
+    )
+    yield f"- inputs: {inputs.dtype} of shape {tuple(inputs.shape)}" + _scaling(about)
+    if about.classes:
+        yield f"- classes: {_some(about.classes)}"
+    yield f"- model: {_built(about)}, {about.dtype}; loss: {about.loss or 'given in Python'}"
+    if about.trained:
+        yield from ["", "## Training"]
+        yield from (f"- {key.replace('_', ' ')}: {_short(v)}" for key, v in about.trained.items())
+    if about.measured:
+        yield from ["", "## Measured"]
+        yield from _measured(about.measured)
+    yield from ["", f"Made by nufed {about.nufed}."]
+
+
+def _scaling(about: About) -> str:
+    if about.inputs.dtype != "uint8":
+        return ""
+    shift = f" + {about.inputs.shift:g}" if about.inputs.shift else ""
+    return f", as bytes; the model takes x·{about.inputs.scale:.6g}{shift}"
+
+
+def _built(about: About) -> str:
+    if about.model.build is None:
+        return "a module that has to be passed when the bundle is loaded"
+    given = ", ".join(f"{key}={value}" for key, value in about.model.args.items())
+    return f"{about.model.build}({given})"
+
+
+def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
+    groups: Mapping[str, Mapping[str, Any]] = measured["groups"]
+    one = next(iter(groups.values()))
+    yield (
+        f"{str(measured['measure']).capitalize()} on the {measured['scored_on']} parts of agents, "
+        f"before and after {measured['steps']} fine-tuning steps. Split: SHA-256 "
+        f"{str(measured['split_sha256'])[:12]}."
+    )
+    yield ""
+    nulls = [key for key in ("majority", "local", "untrained") if key in one]
+    titles = ["agents", "number", "before", "after", "± 95 %", "worst tenth", "harmed", *nulls]
+    yield "| " + " | ".join(titles) + " |"
+    yield "|" + "---|" * len(titles)
+    for group, row in groups.items():
+        keys = ("before", "after", "interval", "worst_tenth", "harmed", *nulls)
+        numbers = [f"{row[key]:.3f}" if row.get(key) is not None else "" for key in keys]
+        yield "| " + " | ".join([f"{group} in training", str(row["agents"]), *numbers]) + " |"
+    yield ""
+    yield (
+        "*Harmed* is the share of agents for whom fine-tuning made it worse. Null baselines: "
+        "always the agent's most frequent class (majority), trained on its data alone (local), an "
+        "untrained model fine-tuned (untrained). A new agent is like those unseen in training."
+    )
+
+
+def _short(value: Any) -> Any:
+    is_hash = isinstance(value, str) and len(value) == 64
+    return value[:12] if is_hash else value
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 20 else f"{', '.join(names[:20])}, … ({len(names)})"

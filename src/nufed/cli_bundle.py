@@ -1,0 +1,170 @@
+"""The commands that make, show, adapt and use models: parsing and printing only."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table as RichTable
+
+from nufed.bundle import Adapted, Prediction, load_adapted, load_bundle
+from nufed.bundle.archive import SUFFIX
+from nufed.bundle.of_run import make_bundle
+from nufed.bundle.table import LABEL, Data, read_data
+from nufed.cli_data import AsJson
+from nufed.errors import InputError
+from nufed.runs import load_run
+from nufed.runs.directory import finite
+from nufed.runs.durable import write_durably
+from nufed.threads import torch_threads
+
+SHOWN = 20  # predictions printed
+
+BundlePath = Annotated[Path, typer.Argument(help="A .nufed file, or a directory of its parts.")]
+DataPath = Annotated[
+    Path, typer.Argument(help="Samples: a .csv with a header, or a .npz (inputs, targets).")
+]
+Label = Annotated[str, typer.Option(help="The CSV column that holds the label.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Allow importing the code that the file names.")
+]
+
+
+def bundle(
+    run: Annotated[Path, typer.Argument(help="A finished run directory.")],
+    method: Annotated[str, typer.Option(help="Which of its methods.")],
+    seed: Annotated[int | None, typer.Option(min=0, help="Of which seed; the first.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A .nufed file, or a new directory.")] = None,
+    trust: Trust = False,
+) -> None:
+    """Make a bundle: the meta-model with all that is needed to adapt it."""
+    made = make_bundle(load_run(run), method, seed, trust=trust)
+    path = made.save(out or Path(f"{method}{SUFFIX}"))
+    print(f"bundle: {path} (show it with `nufed inspect {path}`)")
+
+
+def inspect(bundle: BundlePath, trust: Trust = False, as_json: AsJson = False) -> None:
+    """Check a bundle and print its card."""
+    found = load_bundle(bundle, trust=trust)
+    if as_json:
+        print(json.dumps(found.about.model_dump(mode="json")))
+    else:
+        Console().print(Markdown(found.card))
+
+
+def adapt(
+    bundle: BundlePath,
+    data: DataPath,
+    out: Annotated[Path, typer.Option(help="Where to write the model, a .safetensors.")],
+    steps: Annotated[
+        str | None, typer.Option(help="Fine-tuning steps, or auto; as the bundle says by default.")
+    ] = None,
+    label: Label = LABEL,
+    seed: Annotated[int, typer.Option(min=0, help="Of the batches.")] = 0,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Adapt a meta-model to your own data, and say what that did."""
+    if out.suffix != ".safetensors":
+        raise InputError(f"--out {out}: its name must end in .safetensors")
+    found = load_bundle(bundle, trust=trust)
+    given = read_data(data, label)
+    with torch_threads(1):
+        adapted = found.adapt(given.inputs, given.labels, steps=_steps(steps), seed=seed)
+    adapted.save(out)
+    assert adapted.report is not None
+    if as_json:
+        report = {**asdict(adapted.report), "verdict": adapted.report.verdict}
+        print(json.dumps({"model": str(out), "report": finite(report)}))
+        return
+    for line in adapted.report.words():
+        print(line)
+    print(f"model: {out} (use it with `nufed predict {out} NEW_DATA`)")
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="What `nufed adapt` wrote.")],
+    data: DataPath,
+    out: Annotated[Path | None, typer.Option(help="Also write all predictions, a .csv.")] = None,
+    label: Label = LABEL,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Use an adapted model; where the data has labels, say how many it got right."""
+    adapted = load_adapted(model, trust=trust)
+    given = read_data(data, label, labelled=False)
+    with torch_threads(1):
+        answers = adapted.predict(given.inputs)
+    labels = _labels(adapted, given)
+    if out is not None:
+        _write(out, answers)
+    if as_json:
+        print(json.dumps({"predictions": [a._asdict() for a in answers], "labels": labels}))
+        return
+    _print(answers, labels)
+    if labels:
+        right = sum(a.answer == label for a, label in zip(answers, labels, strict=True))
+        print(f"right: {right} of {len(answers)}, {right / len(answers):.1%}")
+    if out is not None:
+        print(f"predictions: {out}")
+
+
+def register(app: typer.Typer) -> None:
+    for command in (bundle, inspect, adapt, predict):
+        app.command()(command)
+
+
+def _steps(text: str | None) -> int | Literal["auto"] | None:
+    if text is None or text == "auto":
+        return None if text is None else "auto"
+    if not text.isdecimal():
+        raise InputError(f"--steps {text}: must be a whole number, 0 or more, or auto")
+    return int(text)
+
+
+def _labels(adapted: Adapted, given: Data) -> list[str]:
+    """The names of the classes that the data says are right; none if it does not say."""
+    classes = adapted.about.classes
+    if given.labels is None or not classes:
+        return []
+    numbers = adapted.about.read_targets(given.labels).tolist()
+    if len(numbers) != len(given.inputs):
+        raise InputError(f"there are {len(given.inputs)} inputs and {len(numbers)} labels")
+    return [classes[number] for number in numbers]
+
+
+def _cells(number: int, prediction: Prediction) -> list[str]:
+    answer = prediction.answer
+    words = answer if isinstance(answer, str) else " ".join(f"{x:.6g}" for x in answer)
+    sure = "" if prediction.probability is None else f"{prediction.probability:.3f}"
+    return [str(number), words, sure]
+
+
+def _print(answers: list[Prediction], labels: list[str]) -> None:
+    titles = ["sample", "answer", "probability", *(["label", ""] if labels else [])]
+    table = RichTable(*titles, box=None, pad_edge=False, padding=(0, 2))
+    for number, prediction in enumerate(answers[:SHOWN]):
+        cells = _cells(number, prediction)
+        if labels:
+            cells += [labels[number], "" if labels[number] == prediction.answer else "wrong"]
+        table.add_row(*cells)
+    Console().print(table, highlight=False)
+    if len(answers) > SHOWN:
+        print(f"… {len(answers) - SHOWN} more: --out predictions.csv writes all of them")
+
+
+def _write(out: Path, answers: list[Prediction]) -> None:
+    if out.suffix != ".csv":
+        raise InputError(f"--out {out}: its name must end in .csv")
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["sample", "answer", "probability"])
+    writer.writerows(_cells(number, answer) for number, answer in enumerate(answers))
+    write_durably(out, text.getvalue().encode())
