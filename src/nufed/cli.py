@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -15,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from nufed import __version__, cli_bundle
+from nufed.advise import advise
 from nufed.algorithms import ALGORITHMS
 from nufed.bounds import bounds_of_numbers, bounds_of_run
 from nufed.cli_data import AsJson, Overrides, data_app
@@ -25,7 +27,8 @@ from nufed.experiment import resume as resume_experiment
 from nufed.experiment import run as run_experiment
 from nufed.models import MODELS
 from nufed.progress import show_progress
-from nufed.report import build_report, save_bounds_charts
+from nufed.report import build_report, save_advice_chart, save_bounds_charts
+from nufed.report.advice import advice_notes, advice_tables
 from nufed.report.bounds import bounds_notes, bounds_tables
 from nufed.report.tables import Table, all_groups, headline, results_table
 from nufed.runs import Run, load_run, presets
@@ -134,15 +137,34 @@ def bounds(
     if as_json:
         print(json.dumps(finite(found)))
         return
-    console = Console()
-    for title, table in bounds_tables(found):
-        _print_table(console, title, table)
-        console.print()
-    for note in bounds_notes(found):
-        console.print(note, highlight=False)
+    _print_notes(bounds_tables(found), bounds_notes(found))
     if source.is_dir():
         for figure in save_bounds_charts(found, source / "figures"):
             print(f"chart: {figure}")
+
+
+@app.command("advise")
+def advise_on(
+    run: Annotated[Path, typer.Argument(help="A finished run directory.")],
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="The most fine-tuning steps tried.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How many fine-tuning steps, how large, on how much data: advice from held-out agents."""
+    finished, console = load_run(run), Console(stderr=True)
+    with console.status("trying") as status, torch_threads(finished.config.threads):
+
+        def show(what: str, share: float) -> None:
+            status.update(f"trying {what}, {share:.0%} done")
+
+        found = advise(finished, max_steps, show)
+    write_json(run / "advice.json", found)
+    if as_json:
+        print(json.dumps(finite(found)))
+        return
+    _print_notes(advice_tables(found), advice_notes(found))
+    print(f"chart: {save_advice_chart(found, run / 'figures')}")
 
 
 @app.command()
@@ -208,6 +230,15 @@ def _print_results(runs: list[Run]) -> None:
         console.print(
             f"[yellow]{len(rejected)} updates were left out[/yellow], first: {rejected[0]}"
         )
+
+
+def _print_notes(tables: Iterable[tuple[str, Table]], notes: Iterable[str]) -> None:
+    console = Console()
+    for title, table in tables:
+        _print_table(console, title, table)
+        console.print()
+    for note in notes:
+        console.print(note, highlight=False)
 
 
 def _print_table(console: Console, title: str, table: Table) -> None:

@@ -23,7 +23,6 @@ from nufed.errors import InputError
 from nufed.runs import load_run
 from nufed.runs.directory import finite
 from nufed.runs.durable import write_durably
-from nufed.threads import torch_threads
 
 SHOWN = 20  # predictions printed
 
@@ -76,8 +75,7 @@ def adapt(
         raise InputError(f"--out {out}: its name must end in .safetensors")
     found = load_bundle(bundle, trust=trust)
     given = read_data(data, label)
-    with torch_threads(1):
-        adapted = found.adapt(given.inputs, given.labels, steps=_steps(steps), seed=seed)
+    adapted = found.adapt(given.inputs, given.labels, steps=_steps(steps), seed=seed)
     adapted.save(out)
     assert adapted.report is not None
     if as_json:
@@ -100,8 +98,7 @@ def predict(
     """Use an adapted model; where the data has labels, say how many it got right."""
     adapted = load_adapted(model, trust=trust)
     given = read_data(data, label, labelled=False)
-    with torch_threads(1):
-        answers = adapted.predict(given.inputs)
+    answers = adapted.predict(given.inputs)
     labels = _labels(adapted, given)
     if out is not None:
         _write(out, answers)

@@ -86,7 +86,7 @@ class Report:
             change = f"{right}, {change}"
         lines.append(f"on samples held back: {change}")
         if self.steps == 0:
-            reason = "no number of steps lowers the loss beyond noise: " if self.chosen else ""
+            reason = "no number of steps is better beyond noise: " if self.chosen else ""
             lines.append(f"{reason}the model is left as it is")
         else:
             meaning = {
@@ -105,14 +105,14 @@ class Report:
 
 
 def fine_tuned(
-    bundle: Bundle, samples: Samples, rows: Array | range, steps: int, seed: int
+    bundle: Bundle, samples: Samples, rows: Array | range, steps: int, seed: int, times: float = 1.0
 ) -> Iterator[Tensor]:
-    """The models after 0, 1, … ``steps`` fine-tuning steps on these rows."""
+    """The models after 0, 1, … ``steps`` fine-tuning steps on these rows, of ``times`` the size."""
     none = np.empty(0, dtype=np.int64)
     own = Split([np.asarray(rows)], [none], [none], ("own",))
     batches = Federation(samples, own, "use_all").batches(0, seed, "own")
     drawn = batches.draw("adapt", bundle.about.adapt.batch_size, steps)
-    return trajectory(bundle.objective, bundle.objective.initial(), drawn, bundle.rate())
+    return trajectory(bundle.objective, bundle.objective.initial(), drawn, times * bundle.rate())
 
 
 def cross_validate(
@@ -125,9 +125,11 @@ def cross_validate(
     scored = [_held_back(bundle, samples, part, order, last, seed) for part in parts]
     losses = np.concatenate([loss for loss, _ in scored])
     right = np.concatenate([right for _, right in scored])
-    taken = choose_steps(losses) if steps == "auto" else steps
+    answers, majority = right[:, :-1], right[:, -1:]
+    taken = choose_steps(losses, answers if samples.classes else -losses)
+    taken = taken if steps == "auto" else steps
     gains = losses[:, 0] - losses[:, taken]
-    shares: Any = right[:, :-1].mean(axis=0) if samples.classes else [None] * (last + 1)
+    shares: Any = answers.mean(axis=0) if samples.classes else [None] * (last + 1)
     return Report(
         samples=len(samples),
         steps=taken,
@@ -138,19 +140,20 @@ def cross_validate(
         ),
         gain=float(gains.mean()),
         noise=_standard_error(gains),
-        majority=float(right[:, -1].mean()) if samples.classes else None,
+        majority=float(majority.mean()) if samples.classes else None,
     )
 
 
-def choose_steps(losses: Array) -> int:
-    """The number of steps with the lowest mean loss; 0 unless it gains more than the noise.
+def choose_steps(losses: Array, scores: Array) -> int:
+    """Of the numbers of steps that score as well as the best, the one with the lowest loss.
 
-    ``losses`` has a row per sample and a column per number of steps.
+    As well means within one standard error of the difference. ``scores`` (more is better) and
+    ``losses`` have a column per number of steps; a row is a sample, or a few of them.
     """
+    gaps = scores[:, [int(np.nan_to_num(scores.mean(axis=0), nan=-np.inf).argmax())]] - scores
+    noise = gaps.std(axis=0, ddof=1) / np.sqrt(len(gaps))
     means = np.nan_to_num(losses.mean(axis=0), nan=np.inf)
-    best = int(means.argmin())
-    gains = losses[:, 0] - losses[:, best]
-    return best if gains.mean() > _standard_error(gains) else 0
+    return int(np.where(gaps.mean(axis=0) <= noise, means, np.inf).argmin())
 
 
 def _held_back(
@@ -172,8 +175,8 @@ def _held_back(
     if samples.classes:
         most = torch.bincount(samples.targets[others]).argmax()
         right.append((targets == most).numpy())
-    return np.array(losses).T, np.array(right).T.reshape(len(part), -1)
+    return np.array(losses).T, np.array(right, dtype=float).T.reshape(len(part), -1)
 
 
 def _standard_error(values: Array) -> float:
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("inf")
+    return float(values.std(ddof=1) / np.sqrt(len(values)))

@@ -26,6 +26,7 @@ from nufed.objective import Loss, Objective
 from nufed.runs.build import LOSSES, find_named
 from nufed.runs.checkpoint import signed, verified
 from nufed.runs.durable import sha256
+from nufed.threads import torch_threads
 
 MAX_STEPS = 10  # that `steps="auto"` considers, if the model was not trained for more
 
@@ -173,8 +174,9 @@ class Bundle:
         samples = self.about.samples(inputs, targets)
         if len(samples) < 2:
             raise InputError("there is 1 sample: adapting needs at least 2, better 20 or more")
-        report = cross_validate(self, samples, steps, most, seed)
-        *_, w = fine_tuned(self, samples, range(len(samples)), report.steps, seed)
+        with torch_threads(1):  # the same bits everywhere on this machine
+            report = cross_validate(self, samples, steps, most, seed)
+            *_, w = fine_tuned(self, samples, range(len(samples)), report.steps, seed)
         return Adapted(self.about, prepared(self.about, self.objective.module(w)), report)
 
     def unadapted(self) -> Adapted:

@@ -23,6 +23,14 @@ def save_bounds_charts(bounds: Mapping[str, Any], folder: Path) -> list[Path]:
     return [page.save_chart(chart, folder, name) for name, _, chart in charts.bounds_charts(bounds)]
 
 
+def save_advice_chart(advice: Mapping[str, Any], folder: Path) -> Path:
+    """Write the chart of ``nufed advise`` as SVG and PNG, and say where."""
+    from nufed.report import page
+    from nufed.report.advice_chart import advice_chart
+
+    return page.save_chart(advice_chart(advice), folder, "advice")
+
+
 def save_counts_chart(
     agents: Sequence[str], classes: Sequence[str], counts: object, path: Path
 ) -> None:
@@ -32,4 +40,4 @@ def save_counts_chart(
     charts.counts_chart(agents, classes, counts).save(path)
 
 
-__all__ = ["build_report", "save_bounds_charts", "save_counts_chart"]
+__all__ = ["build_report", "save_advice_chart", "save_bounds_charts", "save_counts_chart"]
