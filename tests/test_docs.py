@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
         "docs/theory.md",
         "docs/performance.md",
         "docs/data.md",
+        "docs/tutorial.md",
         "CONTRIBUTING.md",
         "README.md",
     ],

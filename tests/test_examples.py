@@ -1,7 +1,40 @@
+import csv
+import re
 import runpy
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from nufed.runs import load_config
+from nufed.runs.build import build_samples, build_split
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def test_the_tutorial_and_what_its_page_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "tutorial.py"))
+    printed = capsys.readouterr().out
+    rows = re.findall(
+        r"(\d+) samples: not adapted ([\d.]+)%, .* for ([\d.]+)%, .*=auto ([\d.]+)%", printed
+    )
+    before, fixed, auto = ({int(n): float(v) for n, *v3 in rows for v in [v3[k]]} for k in range(3))
+    assert before[20] < fixed[20] - 5 and auto[200] > fixed[200] + 1
+    page = (ROOT / "docs/tutorial.md").read_text()
+    for share in (before[20], fixed[20], auto[20], fixed[200], auto[200]):
+        assert f"{share:.0f}\u00a0%" in page or f"{share:.0f} %" in page
+    assert (tmp_path / "runs/tutorial-001/figures/tutorial.svg").exists()
+
+
+def test_my_digits_are_those_of_an_agent_that_the_quickstart_never_trains_on():
+    config = load_config("quickstart")
+    samples = build_samples(config.data)
+    split = build_split(config.data, samples, config.seeds[0])
+    agent = split.unseen[0]
+    for name, rows in (("my_digits", split.train[agent]), ("my_digits_new", split.test[agent])):
+        with (EXAMPLES / f"{name}.csv").open() as file:
+            lines = list(csv.reader(file))[1:]
+        wanted = [[*samples.inputs[r].flatten().tolist(), int(samples.targets[r])] for r in rows]
+        assert [[int(x) for x in line] for line in lines] == wanted
 
 
 def test_own_model(tmp_path, monkeypatch, capsys):
