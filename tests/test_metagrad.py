@@ -15,6 +15,7 @@ from nufed import (
     MetaBatch,
     Objective,
     meta_gradient,
+    meta_gradient_with_rates,
     trajectory,
 )
 from support import batches, cnn, mlp, quadratic, relative_error, tied
@@ -22,8 +23,11 @@ from support import batches, cnn, mlp, quadratic, relative_error, tied
 MODULES = {"mlp": mlp, "cnn": cnn, "tied": tied}
 
 
-def unrolled(module, w, batch, lr):
-    """The gradient of the loss after fine-tuning, by autograd through all of it."""
+def unrolled(module, w, batch, lr, first_order=False):
+    """The gradients of the loss after fine-tuning by w and by rates, by autograd through all of it.
+
+    ``first_order`` takes the gradients of fine-tuning as constants.
+    """
     parameters = dict(module.named_parameters())
     sizes = [p.numel() for p in parameters.values()]
 
@@ -33,11 +37,13 @@ def unrolled(module, w, batch, lr):
         return F.cross_entropy(outputs, batch.targets)
 
     start = w.clone().requires_grad_()
+    rates = (lr * torch.ones_like(w)).requires_grad_()
     current = start
     for step in batch.adapt:
         (gradient,) = torch.autograd.grad(loss(current, step), current, create_graph=True)
-        current = current - lr * gradient
-    return torch.autograd.grad(loss(current, batch.outer), start)[0]
+        current = current - rates * (gradient.detach() if first_order else gradient)
+    last = loss(current, batch.outer)
+    return torch.autograd.grad(last, (start, rates), materialize_grads=True)
 
 
 @pytest.mark.parametrize("steps", range(5))
@@ -50,9 +56,14 @@ def test_exact_equals_autograd_through_the_unrolled_loop(kind, steps, per_coordi
     own = batches(steps + 1)
     batch = MetaBatch(own[:-1], own[-1], curvature=own[:-1])
     lr = 1.0 * (0.5 + torch.rand_like(w)) if per_coordinate else 1.0
-    right = unrolled(module, w, batch, lr)
+    right, by_rates = unrolled(module, w, batch, lr)
     got = meta_gradient(objective, w, batch, lr=lr, curvature=Exact())
     assert relative_error(got, right) < 1e-10
+    both = meta_gradient_with_rates(objective, w, batch, lr=lr, curvature=Exact())
+    assert torch.equal(both[0], got)
+    torch.testing.assert_close(both[1], by_rates, rtol=1e-9, atol=1e-12)
+    if steps > 1:
+        assert relative_error(unrolled(module, w, batch, lr, first_order=True)[1], by_rates) > 0.05
     if steps:  # at these step sizes curvature matters, so that the test can tell
         first_order = meta_gradient(objective, w, batch, lr=lr, curvature=FirstOrder())
         assert relative_error(first_order, right) > 0.1
@@ -124,19 +135,36 @@ def test_hessian_free_error_falls_with_slope_two(steps):
     w = objective.initial()
     own = batches(2 * steps + 1)
     batch = MetaBatch(own[:steps], own[steps], own[steps + 1 :])
-    exact = meta_gradient(objective, w, batch, lr=0.5, curvature=Exact())
+    exact = meta_gradient_with_rates(objective, w, batch, lr=0.5, curvature=Exact())
     deltas = [10**-x for x in (0.5, 1.0, 1.5, 2.0)]
-    errors = [
-        relative_error(
-            meta_gradient(objective, w, batch, lr=0.5, curvature=HessianFree(delta)), exact
-        )
+    found = [
+        meta_gradient_with_rates(objective, w, batch, lr=0.5, curvature=HessianFree(delta))
         for delta in deltas
     ]
-    slopes = [
-        (math.log(a) - math.log(b)) / (math.log(x) - math.log(y))
-        for a, b, x, y in zip(errors, errors[1:], deltas, deltas[1:], strict=False)
-    ]
-    assert all(abs(slope - 2) < 0.1 for slope in slopes), slopes
+    if steps == 1:  # the last step has no curvature behind it
+        assert all(torch.equal(each[1], exact[1]) for each in found)
+    for place in (0, 1) if steps > 1 else (0,):  # by w, by rates
+        errors = [relative_error(each[place], exact[place]) for each in found]
+        slopes = [
+            (math.log(a) - math.log(b)) / (math.log(x) - math.log(y))
+            for a, b, x, y in zip(errors, errors[1:], deltas, deltas[1:], strict=False)
+        ]
+        assert all(abs(slope - 2) < 0.1 for slope in slopes), slopes
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("with_batches", [False, True])
+def test_first_order_by_rates_equals_autograd_with_constant_gradients(steps, with_batches):
+    module = mlp()
+    objective = Objective(module)
+    w = objective.initial()
+    own = batches(steps + 1)
+    batch = MetaBatch(own[:-1], own[-1], own[:-1] if with_batches else ())
+    lr = 0.5 + torch.rand_like(w)
+    right = unrolled(module, w, batch, lr, first_order=True)
+    got = meta_gradient_with_rates(objective, w, batch, lr=lr, curvature=FirstOrder())
+    for mine, theirs in zip(got, right, strict=True):
+        assert relative_error(mine, theirs) < 1e-13
 
 
 def test_first_order_is_the_last_gradient_with_or_without_curvature_batches():

@@ -7,7 +7,14 @@ from nufed.bundle.of_run import make_bundle
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, NufedError, NumericalWarning
 from nufed.experiment import resume, run
-from nufed.metagrad import Exact, FirstOrder, HessianFree, MetaBatch, meta_gradient
+from nufed.metagrad import (
+    Exact,
+    FirstOrder,
+    HessianFree,
+    MetaBatch,
+    meta_gradient,
+    meta_gradient_with_rates,
+)
 from nufed.objective import Batch, Objective
 from nufed.runs import Run, load_run
 
@@ -37,6 +44,7 @@ __all__ = [
     "load_run",
     "make_bundle",
     "meta_gradient",
+    "meta_gradient_with_rates",
     "per_fedavg",
     "resume",
     "run",

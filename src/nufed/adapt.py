@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -28,11 +28,20 @@ def trajectory(
     >>> list(trajectory(objective, torch.tensor([8.0]), [batch, batch], lr=0.25))
     [tensor([8.]), tensor([4.]), tensor([2.])]
     """
-    check_rate(lr, w)
     yield w
+    for _, after in descent(objective, w, batches, lr):
+        yield after
+
+
+def descent(
+    objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same step by step: the gradient ∇f(w_l, 𝒟_l), and w_{l+1} to which it led."""
+    check_rate(lr, w)
     for batch in batches:
-        w = descend(w, lr, objective.grad(w, batch))
-        yield w
+        gradient = objective.grad(w, batch)
+        w = descend(w, lr, gradient)
+        yield gradient, w
 
 
 def adapt(objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate) -> Tensor:
@@ -56,11 +65,33 @@ def descend(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
 
 
 def check_rate(lr: Rate, w: Tensor) -> None:
-    """Refuse a step size that is neither one number nor one number per coordinate of w."""
+    """Refuse a step size that is neither one number nor one number per coordinate of w.
+
+    Of a stack, every row may have its own.
+    """
     if isinstance(lr, Tensor):
         require(
-            lr.ndim == 0 or (lr.shape == w.shape[-1:] and lr.dtype == w.dtype),
+            lr.ndim == 0 or (lr.shape in (w.shape[-1:], w.shape) and lr.dtype == w.dtype),
             "lr",
             f"{tuple(lr.shape)} of {lr.dtype}",
             f"step sizes must be one number or a tensor like w, {tuple(w.shape[-1:])} of {w.dtype}",
         )
+
+
+def per_coordinate(numbers: Tensor, sizes: Sequence[int]) -> Tensor:
+    """E·numbers: one number per parameter tensor as a vector like w; of a stack, row by row.
+
+    >>> per_coordinate(torch.tensor([0.1, 0.2]), sizes=[2, 1])
+    tensor([0.1000, 0.1000, 0.2000])
+    """
+    return numbers.repeat_interleave(torch.tensor(sizes, device=numbers.device), dim=-1)
+
+
+def per_tensor(vector: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Eᵀ·vector: the sum over every parameter tensor.
+
+    >>> per_tensor(torch.tensor([1.0, 2.0, 3.0]), sizes=[2, 1])
+    tensor([3., 3.])
+    """
+    parts = torch.split(vector, list(sizes), dim=-1)
+    return torch.stack([part.sum(dim=-1) for part in parts], dim=-1)

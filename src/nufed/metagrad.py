@@ -12,15 +12,17 @@ Algorithm 2 (exact), 3 (first-order) and 4 (Hessian-free) differ only in that pr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar, Literal, NamedTuple, Protocol
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
-from nufed.adapt import Rate, descend, trajectory
+from nufed.adapt import Rate, descend, descent, trajectory
 from nufed.differences import (
     difference,
     double_difference,
@@ -150,6 +152,50 @@ def meta_gradient(
     >>> meta_gradient(objective, torch.tensor([8.0]), batch, lr=0.25, curvature=Exact())
     tensor([1.])
     """
+    iterates = list(trajectory(objective, w, batch.adapt, lr))
+    (d,) = deque(_backwards(objective, iterates, batch, lr, curvature), maxlen=1)  # the last
+    return d
+
+
+def meta_gradient_with_rates(
+    objective: AnyObjective, w: Tensor, batch: MetaBatch, *, lr: Rate, curvature: Curvature
+) -> tuple[Tensor, Tensor]:
+    """The meta-gradient, and the gradient of f(w_ν) with respect to step sizes per coordinate.
+
+    With w_{l+1} = w_l − a⊙∇f(w_l, 𝒟_l), and d_l what :func:`meta_gradient` has come to at step l,
+    d_ν = ∇f(w_ν, 𝒟_ν) first and d₀ last,
+
+        ∂f(w_ν)/∂a = −Σ_l ∇f(w_l, 𝒟_l) ⊙ d_{l+1}.
+
+    Coordinates that share a step size have the sum of theirs as its derivative. It takes no further
+    evaluations, and keeps the ν gradients beside the ν iterates. Arguments are those of
+    :func:`meta_gradient`.
+
+    >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
+    >>> x = (torch.ones(1, 1), torch.zeros(1, 1))          # f(w_1) = (w − 2αw)²
+    >>> batch = MetaBatch(adapt=[x], outer=x, curvature=[x])
+    >>> meta_gradient_with_rates(
+    ...     objective, torch.tensor([8.0]), batch, lr=0.25, curvature=Exact()
+    ... )
+    (tensor([4.]), tensor([-128.]))
+    """
+    steps = list(descent(objective, w, batch.adapt, lr))
+    every = _backwards(objective, [w, *(after for _, after in steps)], batch, lr, curvature)
+    d, by_rates = next(every), torch.zeros_like(w)
+    for gradient, _ in reversed(steps):
+        by_rates = by_rates - gradient * d
+        d = next(every)
+    return d, by_rates
+
+
+def _backwards(
+    objective: AnyObjective,
+    iterates: Sequence[Tensor],
+    batch: MetaBatch,
+    lr: Rate,
+    curvature: Curvature,
+) -> Iterator[Tensor]:
+    """d_ν, d_{ν−1}, …, d₀, from the iterates w₀ … w_ν."""
     steps = len(batch.adapt)
     require(
         len(batch.curvature) in (steps, steps * curvature.batches_per_product),
@@ -157,20 +203,25 @@ def meta_gradient(
         len(batch.curvature),
         f"{type(curvature).__name__} needs one curvature batch per adaptation step, {steps}",
     )
-    *iterates, adapted = trajectory(objective, w, batch.adapt, lr)
-    d = objective.grad(adapted, batch.outer)
+    d = objective.grad(iterates[-1], batch.outer)
+    yield d
     scale, shape = _scale_and_shape(lr)
-    for w_l, batch_l in reversed(list(zip(iterates, batch.curvature, strict=False))):
-        d = descend(d, scale, curvature.product(objective, w_l, batch_l, shape * d))
-    return d
+    for step in reversed(range(steps)):
+        if batch.curvature:  # first-order needs none
+            w, own = iterates[step], batch.curvature[step]
+            d = descend(d, scale, curvature.product(objective, w, own, shape * d))
+        yield d
 
 
 def _scale_and_shape(lr: Rate) -> tuple[Rate, Rate]:
-    """lr as scale·shape, so that a vector of equal rates gives what the single number gives."""
+    """lr as scale·shape, so that a vector of equal rates gives what the single number gives.
+
+    Of a stack, every row has its own scale.
+    """
     if not isinstance(lr, Tensor) or lr.ndim == 0:
         return lr, 1
-    scale = lr.abs().max()
-    return scale, lr / scale if scale > 0 else lr
+    scale = lr.abs().amax(dim=-1, keepdim=True)
+    return scale, lr / torch.where(scale > 0, scale, 1)
 
 
 class _Watch:
