@@ -132,7 +132,7 @@ class Scaffold:
     receives = ("model", "control")
     sends = ("model", "control")
 
-    def server_init(self, w):
+    def server_init(self, objective, w):
         return {"model": w, "control": torch.zeros_like(w)}
 
     def client_init(self, w):

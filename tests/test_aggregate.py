@@ -102,6 +102,23 @@ def test_changes_much_longer_than_the_median_are_left_out():
     assert len(without) == 4
 
 
+def test_the_length_of_every_vector_counts_by_itself():
+    """A short vector beside a long one, in which a change does not show in the length of both."""
+    expected = {"model": torch.zeros(2), "rates": torch.zeros(1)}
+    changes = [(100.0, 1.0), (110.0, 1.1), (90.0, 50.0), (2000.0, 0.9)]
+    updates = [
+        ClientUpdate(i, 5, 1, {"model": torch.tensor([x, 0.0]), "rates": torch.tensor([y])})
+        for i, (x, y) in enumerate(changes)
+    ]
+    accepted, rejected = screen(updates, expected, 5, max_norm=3.0)
+    assert [u.agent for u in accepted] == [0, 1]
+    assert {(r.agent, r.reason.partition(" has ")[0]) for r in rejected} == {
+        (2, "its change of 'rates'"),
+        (3, "its change"),
+    }
+    assert screen(updates, expected, 5, max_norm=0.1)[0] == []
+
+
 def vectors(*rows):
     return [update(i, torch.tensor(row)) for i, row in enumerate(rows)]
 

@@ -111,7 +111,7 @@ def test_a_run_with_kinks_has_no_rho_and_says_so(tmp_path):
     assert any("none" in row for _, table in bounds_tables(found) for row in table.rows)
 
 
-def test_other_data_is_refused(tmp_path):
+def test_other_data_and_learned_step_sizes_are_refused(tmp_path):
     run = nufed.run(RUN, out=tmp_path / "run")
     config = (run.path / "config.toml").read_text()
     (run.path / "config.toml").write_text(config.replace("dirichlet = 0.5", "dirichlet = 0.6"))
@@ -119,4 +119,8 @@ def test_other_data_is_refused(tmp_path):
         bounds_of_run(load_run(run.path))
     (run.path / "config.toml").write_text(config.replace('"digits"', '"given in Python"'))
     with pytest.raises(InputError, match="was run from Python"):
+        bounds_of_run(load_run(run.path))
+    learning = config.replace("[methods.hf]", "[methods.hf]\nrates_lr = 0.1")
+    (run.path / "config.toml").write_text(learning)
+    with pytest.raises(InputError, match=r"learns the step sizes of hf .* one step size"):
         bounds_of_run(load_run(run.path))

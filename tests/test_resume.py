@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import nufed
 from nufed import InputError
@@ -68,6 +70,19 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path, whole, events)
     path = begun(tmp_path / "run", events)
     nufed.resume(path)
     assert file_hashes(path) == file_hashes(whole)
+
+
+def test_learned_step_sizes_go_on_to_the_same_bits(tmp_path):
+    methods = {"learned": {"rates_lr": 1.0, "curvature": "first_order"}}
+    config = {**CONFIG, "rounds": 5, "seeds": [0], "methods": methods, "baselines": []}
+    nufed.run(config, out=tmp_path / "whole")
+    path = begun(tmp_path / "run", 5, config)
+    saved = load_file(sorted(path.glob("methods/*/seed-0/checkpoint-*.safetensors"))[-1])
+    assert set(saved) == {"server/model", "server/log_rates"}
+    nufed.resume(path)
+    assert file_hashes(path) == file_hashes(tmp_path / "whole")
+    final = load_file(path / "methods" / "learned" / "seed-0" / "model.safetensors")
+    assert not torch.equal(final["log_rates"], saved["server/log_rates"])
 
 
 def test_it_may_be_killed_again_and_again(tmp_path, whole):

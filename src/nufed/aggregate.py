@@ -34,8 +34,8 @@ def screen(
         expected: the server's vector of every name that agents send.
         round: the round that they must be of.
         cohort: the agents that were asked; None: anyone may answer.
-        max_norm: how many times the median length of all changes of the model a change may have;
-            None: any.
+        max_norm: how many times the median length of all changes a change may have, of each vector
+            by itself; None: any.
     """
     accepted: list[ClientUpdate] = []
     rejected: list[UpdateError] = []
@@ -49,23 +49,25 @@ def screen(
             accepted.append(update)
         else:
             rejected.append(UpdateError(update.agent, round, reason))
-    if max_norm is not None and accepted:
-        accepted, too_long = _within(accepted, expected["model"], round, max_norm)
-        rejected += too_long
+    for name, before in expected.items():
+        if max_norm is not None and accepted:
+            accepted, too_long = _within(accepted, name, before, round, max_norm)
+            rejected += too_long
     return accepted, rejected
 
 
 def _within(
-    updates: list[ClientUpdate], model: Tensor, round: int, max_norm: float
+    updates: list[ClientUpdate], name: str, before: Tensor, round: int, max_norm: float
 ) -> tuple[list[ClientUpdate], list[UpdateError]]:
-    lengths = torch.stack([(u.vectors["model"] - model).double().norm() for u in updates])
+    lengths = torch.stack([(u.vectors[name] - before).double().norm() for u in updates])
     most = max_norm * float(lengths.median())
+    of = "" if name == "model" else f" of {name!r}"
     kept, left_out = [], []
     for update, length in zip(updates, lengths.tolist(), strict=True):
         if length <= most:
             kept.append(update)
         else:
-            reason = f"its change has length {length:.3g}, above {max_norm:g} times the median"
+            reason = f"its change{of} has length {length:.3g}, above {max_norm:g} times the median"
             left_out.append(UpdateError(update.agent, round, reason))
     return kept, left_out
 

@@ -2,7 +2,7 @@
 
 An engine (the simulator, Flower) runs any :class:`Algorithm` the same way::
 
-    server = algorithm.server_init(w)
+    server = algorithm.server_init(objective, w)
     for every round:
         for every agent of the cohort:                          # at the agent
             result = algorithm.client_update(objective, received, client_state, batches)
@@ -95,7 +95,7 @@ class Algorithm(Protocol):
         """The vectors that come back, each shaped like the server's vector of that name."""
         ...
 
-    def server_init(self, w: Tensor) -> State:
+    def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         """The server's state before the first round, from an initial model."""
         ...
 

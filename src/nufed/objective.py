@@ -144,6 +144,11 @@ class Objective:
         return self._initial.numel()
 
     @property
+    def sizes(self) -> list[int]:
+        """How many of them each parameter tensor holds, in the order of the vector."""
+        return list(self._sizes)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the flat vector."""
         return self._initial.dtype

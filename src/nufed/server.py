@@ -20,8 +20,8 @@ class Rules:
         min_updates: usable updates that a round needs; with fewer it is tried again with another
             cohort.
         attempts: how often a round is tried before training stops.
-        max_update_norm: how many times the median length of all changes of the model a change may
-            have; None: any.
+        max_update_norm: how many times the median length of all changes a change may have, of each
+            vector by itself; None: any.
     """
 
     min_updates: int = 1

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from nufed import Exact, FirstOrder, GMeta, HessianFree, InputError, Objective, fedavg, per_fedavg
-from nufed.aggregate import Mean
+from nufed.aggregate import ClippedMean, Mean, Median
+from nufed.algorithm import ClientUpdate
+from nufed.metagrad import MetaBatch
 from nufed.seeding import stream
 from nufed.simulation import DirectEngine, train
-from support import federation, mlp, relative_error
+from support import batches, federation, mlp, relative_error, tied
 
 SETTINGS = {"adapt_lr": 0.4, "meta_lr": 0.2, "local_steps": 3, "batch_size": 7}
 
@@ -116,9 +118,9 @@ def test_every_local_update_has_batches_of_its_own():
     assert relative_error(got, w) < 1e-14
 
 
-@pytest.mark.parametrize("nu", [0, 1, 3])
+@pytest.mark.parametrize(("nu", "rates_lr"), [(0, 0), (1, 0), (3, 0), (3, 0.1)])
 @pytest.mark.parametrize("curvature", [Exact(), FirstOrder(), HessianFree(1e-3)])
-def test_the_cost_that_is_reported_is_the_work_that_is_done(nu, curvature, monkeypatch):
+def test_the_cost_that_is_reported_is_the_work_that_is_done(nu, rates_lr, curvature, monkeypatch):
     objective, data = Objective(mlp(torch.float64)), federation()
     calls = {"grad": 0, "hvp": 0}
     for name in calls:
@@ -132,9 +134,12 @@ def test_the_cost_that_is_reported_is_the_work_that_is_done(nu, curvature, monke
     # checks of products are not counted
     monkeypatch.setattr("nufed.metagrad._Watch.due", lambda self: False)
     monkeypatch.setattr("nufed.metagrad._checked", [objective])
-    algorithm = GMeta(nu, curvature=curvature, **SETTINGS)
+    algorithm = GMeta(nu, curvature=curvature, rates_lr=rates_lr, **SETTINGS)
     result = algorithm.client_update(
-        objective, {"model": objective.initial()}, {}, data.batches(0, 0, "train", 1)
+        objective,
+        algorithm.server_init(objective, objective.initial()),
+        {},
+        data.batches(0, 0, "train", 1),
     )
     assert (result.cost.gradients, result.cost.hvps) == (calls["grad"], calls["hvp"])
     assert result.cost.gradients >= SETTINGS["local_steps"]
@@ -157,9 +162,86 @@ def test_methods_meet_the_same_batches():
         {"adapt_lr": -0.1},
         {"meta_lr": float("nan")},
         {"meta_lr": float("inf")},
+        {"rates_lr": -0.1},
+        {"rates_lr": 0.1, "adapt_steps": 0},
+        {"adapt_lr": 0.0, "rates_lr": 0.1},
+        {"adapt_lr": torch.ones(3), "rates_lr": 0.1},
     ],
 )
 def test_bad_settings_are_refused(bad):
-    (name,) = bad
+    name, *_ = bad
     with pytest.raises(InputError, match=f"{name} = "):
         GMeta(**bad)
+
+
+@pytest.mark.parametrize("first_order", [False, True])
+@pytest.mark.parametrize("module", [mlp, tied])
+def test_learned_step_sizes_move_by_the_gradient_of_their_logarithms(module, first_order):
+    """One local update against autograd through the unrolled loop, one step size per tensor."""
+    objective = Objective(module())
+    own = batches(4)
+    how = FirstOrder() if first_order else Exact()
+    algorithm = GMeta(3, curvature=how, rates_lr=0.7, **SETTINGS)
+    before = algorithm.server_init(objective, objective.initial())
+    spread = torch.linspace(-1, 1, len(before["log_rates"]), dtype=torch.float64)
+    before = {**before, "log_rates": before["log_rates"] + spread}
+    after = algorithm.local_update(objective, before, MetaBatch(own[:3], own[3], own[:3]))
+
+    leaves = [before[name].clone().requires_grad_() for name in ("model", "log_rates")]
+    w, rates = leaves[0], leaves[1].exp()
+    sizes = [p.numel() for p in module().parameters()]
+    every = torch.cat([r.expand(n) for r, n in zip(rates, sizes, strict=True)])
+    for batch in own[:3]:
+        (g,) = torch.autograd.grad(objective.forward(w, batch), w, create_graph=True)
+        w = w - every * (g.detach() if first_order else g)
+    right = torch.autograd.grad(objective.forward(w, own[3]), leaves)
+    for name, lr, gradient in zip(("model", "log_rates"), (0.2, 0.7), right, strict=True):
+        assert relative_error(before[name] - after[name], lr * gradient) < 1e-11
+
+
+def test_step_sizes_that_are_too_small_grow_and_serve_fine_tuning():
+    objective, data = Objective(mlp()), federation()
+    settings = {**SETTINGS, "adapt_lr": 0.05, "curvature": FirstOrder()}
+    own, losses = data.batches(0, 0, "evaluate"), []
+    for rates_lr in (0.0, 5.0):
+        algorithm = GMeta(2, rates_lr=rates_lr, **settings)
+        engine = DirectEngine(objective, data, 3)
+        *_, last = train(algorithm, engine, objective.initial(), rounds=6, participation=1.0)
+        models = list(algorithm.personalize(objective, last.server, {}, own, 2))
+        losses.append(float(objective.value(models[-1], data.scored(0))))
+    assert losses[1] < losses[0]
+    rates = last.server["log_rates"].exp()
+    assert rates.min() > 0.05 and rates.max() > 0.1
+    for part, gradient, rate in zip(
+        (models[0] - models[1]).split(objective.sizes),
+        objective.grad(models[0], own.draw("adapt", 7)[0]).split(objective.sizes),
+        rates,
+        strict=True,
+    ):
+        assert relative_error(part, rate * gradient) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "factor"), [(Mean(), 1e-8), (ClippedMean(), 2 ** (1 / 3)), (Median(), 2.0)]
+)
+def test_the_servers_rule_combines_learned_step_sizes_and_keeps_them_positive(aggregation, factor):
+    """Two agents double every step size, and a third sends what is far below all of them."""
+    objective = Objective(mlp())
+    algorithm = GMeta(2, aggregation=aggregation, rates_lr=1.0, **SETTINGS)
+    server = algorithm.server_init(objective, objective.initial())
+    changes = [torch.tensor(x).log() for x in (2.0, 2.0, 1e-24 / 4)]
+    updates = [
+        ClientUpdate(i, 1, 9, {**server, "log_rates": server["log_rates"] + change})
+        for i, change in enumerate(changes)
+    ]
+    after = algorithm.rate(objective, algorithm.server_update(server, updates))
+    torch.testing.assert_close(after, torch.full_like(after, 0.4 * factor), rtol=1e-5, atol=0)
+
+
+def test_without_learning_state_and_messages_hold_the_model_only():
+    objective = Objective(mlp())
+    w = objective.initial()
+    for algorithm in (GMeta(2, **SETTINGS), GMeta(2, rates_lr=0, **SETTINGS), fedavg(**SETTINGS)):
+        assert algorithm.receives == algorithm.sends == ("model",)
+        assert algorithm.server_init(objective, w) == {"model": w}
+        assert algorithm.combines == "linearly" and algorithm.rate(objective, {}) == 0.4

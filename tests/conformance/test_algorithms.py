@@ -32,6 +32,10 @@ CASES = {
         for name, extra in (("per_fedavg", {}), ("gmeta", {"adapt_steps": 2}))
         for how, curvature in CURVATURES.items()
     },
+    "gmeta-exact-learned": ALGORITHMS["gmeta"](adapt_steps=2, rates_lr=0.5, **SETTINGS),
+    "per_fedavg-fo-learned": ALGORITHMS["per_fedavg"](
+        curvature=FirstOrder(), rates_lr=0.5, **SETTINGS
+    ),
 }
 assert set(ALGORITHMS) == {"fedavg", "per_fedavg", "gmeta"}, "add the new algorithm to CASES"
 
@@ -64,7 +68,7 @@ def same(left, right):
 def test_dtype_shape_and_inputs_are_kept(algorithm, engine):
     objective = engine.objective
     w = objective.initial()
-    server, client = algorithm.server_init(w), algorithm.client_init(w)
+    server, client = algorithm.server_init(objective, w), algorithm.client_init(w)
     before = snapshot(server), snapshot(client), w.clone()
     results = engine.client_updates(algorithm, to_send(algorithm, server), {2: client}, round=1)
     models = list(
@@ -75,9 +79,11 @@ def test_dtype_shape_and_inputs_are_kept(algorithm, engine):
     assert same(server, before[0]) and same(client, before[1]) and torch.equal(w, before[2])
     assert set(results[2].vectors) == set(algorithm.sends)
     assert len(models) == 3 and torch.equal(models[0], server["model"])
-    for vector in (*results[2].vectors.values(), *results[2].state.values(), *models):
-        assert vector.shape == w.shape and vector.dtype == w.dtype and not vector.requires_grad
-    assert not torch.equal(results[2].vectors["model"], w)
+    pairs = [(vector, server[name]) for name, vector in results[2].vectors.items()]
+    pairs += [(vector, client[name]) for name, vector in results[2].state.items()]
+    for vector, like in (*pairs, *((model, w) for model in models)):
+        assert vector.shape == like.shape and vector.dtype == w.dtype and not vector.requires_grad
+    assert all(not torch.equal(vector, server[name]) for name, vector in results[2].vectors.items())
 
 
 def test_training_is_repeatable_and_lowers_the_loss(algorithm, engine):

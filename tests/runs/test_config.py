@@ -30,6 +30,20 @@ def test_shared_settings_reach_every_method_that_takes_them():
     }
 
 
+def test_learned_step_sizes_can_be_switched_on_and_off_by_method():
+    methods = {"on": {}, "off": {"rates_lr": 0.0}, "fedavg": {"algorithm": "fedavg"}}
+    config = load_config({"method": {"rates_lr": 0.5}, "methods": methods})
+    assert [a.rates_lr for a in config.algorithms().values()] == [0.5, 0.0, 0.0]
+    assert load_config(tomllib.loads(config.to_toml())) == config
+
+
+def test_what_is_written_does_not_speak_of_learned_step_sizes_where_there_are_none():
+    """So that runs from before there were any can be resumed: the fingerprint is made of this."""
+    plain, learned = load_config({}), load_config({}, ["method.rates_lr=0.5"])
+    assert "rates_lr" not in plain.to_toml() + plain.model_dump_json()
+    assert "rates_lr" in learned.to_toml() and learned.fingerprint != plain.fingerprint
+
+
 @pytest.mark.parametrize("preset", presets())
 def test_the_resolved_configuration_reads_back_as_itself(preset):
     config = load_config(preset)
@@ -55,6 +69,10 @@ def test_the_resolved_configuration_reads_back_as_itself(preset):
         (
             "methods.fedavg.adapt_steps=2",
             "methods.fedavg.adapt_steps = 2: fedavg has no such setting",
+        ),
+        (
+            "methods.fedavg.rates_lr=0.1",
+            "methods.fedavg.rates_lr = 0.1: fedavg has no such setting",
         ),
         ("methods.x.algorithm=fedavgg", "methods.x.algorithm = 'fedavgg': must be one of fedavg"),
         ("seeds=[]", "seeds = []: must be a list of at least one"),

@@ -99,6 +99,14 @@ def test_step_sizes_per_coordinate_are_not_for_gram_space():
     assert Engines(objective, data, 0, visits=20).choose(method, "auto") == "batched"
 
 
+def test_learned_step_sizes_are_not_for_gram_space():
+    data = wide()
+    learned = GMeta(2, 0.01, 0.01, 4, 40, Exact(), rates_lr=0.1)
+    assert engines(net(data), data).choose(learned, "auto") == "batched"
+    with pytest.raises(InputError, match="one step size for all weights"):
+        engines(net(data), data).choose(learned, "gram")
+
+
 def test_matrices_that_take_too_much_memory_are_not_made(monkeypatch):
     data = wide(inputs=4000)
     size = 3 * 60**2 * 4  # three agents, 60 training samples, float32

@@ -14,7 +14,7 @@ from support import federation, mlp
 def cause(algorithm, module=None, model=None):
     objective = Objective(module or mlp(torch.float32))
     w = objective.initial() if model is None else model
-    return diagnose(algorithm, objective, federation(), 2, seed=0, round=1, model=w)
+    return diagnose(algorithm, objective, federation(), 2, seed=0, round=1, server={"model": w})
 
 
 def quartic(outputs, targets):
@@ -38,6 +38,10 @@ def test_a_model_that_is_not_finite_is_the_cause():
         (
             GMeta(6, 30.0, 0.0, 2, 6, FirstOrder()),
             r"fine-tuning step \d .*adapt_lr = 30 above 2/L",
+        ),
+        (
+            GMeta(6, 30.0, 0.0, 2, 6, FirstOrder(), rates_lr=1e-9),
+            r"fine-tuning step \d .*learned adapt_lr = 30 above 2/L",
         ),
         (GMeta(0, 0.1, 30.0, 9, 6, FirstOrder()), r"in local update \d.*meta_lr = 30 above 2/L"),
     ],

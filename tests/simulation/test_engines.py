@@ -129,6 +129,28 @@ def test_engines_agree_with_the_direct_engine(module, method):
         assert distance < tolerance(algorithm)
 
 
+@pytest.mark.parametrize("how", CURVATURES)
+def test_learned_step_sizes_are_the_same_in_a_stack(how):
+    """Of two local updates, in the second of which every agent has step sizes of its own."""
+    algorithm = GMeta(3, 0.2, 0.3, 2, 12, CURVATURES[how], rates_lr=1.0)
+    objective, data = objective_of(MODULES["first layer last"]), uneven_federation()
+    server = algorithm.server_init(objective, objective.initial())
+    (right, scores), (got, others) = (
+        (
+            engine.client_updates(algorithm, server, nothing_kept(data), round=1)[2].vectors,
+            engine.evaluate(
+                algorithm, server, nothing_kept(data), steps=2, measure=Measure("accuracy")
+            ),
+        )
+        for engine in (direct(objective, data), batched(objective, data))
+    )
+    assert (right["log_rates"] - server["log_rates"]).std() > 0.01
+    for name, vector in right.items():
+        change = vector - server[name]
+        assert (got[name] - vector).norm() <= tolerance(algorithm) * change.norm()
+    assert [s.loss for s in others] == [pytest.approx(s.loss, rel=1e-12) for s in scores]
+
+
 @pytest.mark.parametrize(
     ("module", "dtype", "method"),
     [

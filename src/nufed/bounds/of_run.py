@@ -35,12 +35,18 @@ from nufed.theory import BatchSizes, ProblemConstants, Training
 def bounds_of_run(run: Run) -> dict[str, Any]:
     """Estimates, bounds and measurements for a finished run (its first seed)."""
     seed = run.config.seeds[0]
-    estimator = _estimator(run, seed)
     trained = [name for name, part in run.methods.items() if seed in part]
     algorithms = {n: a for n, a in run.config.algorithms().items() if n in trained}
     methods = {n: a for n, a in algorithms.items() if isinstance(a, GMeta)}
     if not methods:
         raise InputError(f"{run.path} has no method that the paper's bounds are about")
+    learned = [n for n, a in methods.items() if a.rates_lr]
+    if learned:
+        raise InputError(
+            f"{run.path} learns the step sizes of {', '.join(learned)} (rates_lr), and the paper's "
+            "bounds are about one step size that stays; ask for bounds of a run without them"
+        )
+    estimator = _estimator(run, seed)
     models = {name: _models(run, name, seed, estimator) for name in methods}
     ends = [w for saved in models.values() for w in (saved[0][1], saved[-1][1])]
     smooth = estimator.is_smooth(ends[0])

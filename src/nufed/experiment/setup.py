@@ -131,11 +131,13 @@ def _try_model(
     One agent works for one round with every method, and is evaluated.
     """
     seed = config.seeds[0]
-    engine = DirectEngine(objectives[seed], federations[seed], seed)
-    w = objectives[seed].initial()
+    objective = objectives[seed]
+    engine = DirectEngine(objective, federations[seed], seed)
+    w = objective.initial()
     try:
         for algorithm in algorithms.values():
-            server, states = algorithm.server_init(w), {0: algorithm.client_init(w)}
+            server = algorithm.server_init(objective, w)
+            states = {0: algorithm.client_init(w)}
             engine.client_updates(algorithm, to_send(algorithm, server), states, round=0)
             engine.evaluate(algorithm, server, states, steps=1, measure=measure)
     except InputError:

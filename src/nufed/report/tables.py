@@ -134,7 +134,7 @@ def methods_table(runs: Sequence[Run]) -> Table:
             if isinstance(algorithm, GMeta):
                 cells = [
                     str(algorithm.adapt_steps),
-                    f"{algorithm.adapt_lr:g}",
+                    f"{algorithm.adapt_lr:g}" + ", then learned" * bool(algorithm.rates_lr),
                     f"{algorithm.meta_lr:g}",
                     str(algorithm.local_steps),
                     str(algorithm.batch_size),

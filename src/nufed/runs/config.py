@@ -88,6 +88,12 @@ class MethodConfig(_Table):
         default="mean", description="how the server combines updates; the others are robust"
     )
     trim: float = Field(default=0.2, description="the share that 'trimmed' leaves out at each end")
+    # left out of what is written where it is not set, so that runs without it stay as they were
+    rates_lr: float | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="step size with which step sizes are learned, from adapt_lr on; off",
+    )
     eval_steps: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
         default=None, description="fine-tuning steps to show it after, a list; the run's by default"
     )
@@ -95,7 +101,7 @@ class MethodConfig(_Table):
     def build(self) -> Algorithm:
         """The algorithm with those of the settings that it takes."""
         ways = {"curvature": self._curvature(), "aggregation": self._aggregation()}
-        settings = {**dict(self), **ways}
+        settings = {k: v for k, v in {**dict(self), **ways}.items() if v is not None}
         taken = {k: settings[k] for k in self.taken() & set(settings)}
         return ALGORITHMS[self.algorithm](**taken)
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.adapt import descend, trajectory
-from nufed.algorithm import Algorithm
+from nufed.adapt import Rate, trajectory
+from nufed.algorithm import Algorithm, State
 from nufed.algorithms import GMeta
 from nufed.data import Federation
 from nufed.estimate import spectral_norm
@@ -23,31 +23,33 @@ def diagnose(
     *,
     seed: int,
     round: int,
-    model: Tensor,
+    server: State,
 ) -> str | None:
     """Where an agent's work left the finite numbers, and the likely cause; None if it does not."""
-    if not isinstance(algorithm, GMeta) or isinstance(algorithm.adapt_lr, Tensor):
+    if not isinstance(algorithm, GMeta):
         return None
-    if not _finite(model):
-        return "the model it was sent is not finite"
+    for name in algorithm.receives:
+        if not _finite(server[name]):
+            return f"the {name} it was sent is not finite"
     batches = federation.batches(agent, seed, "train", round)
-    w = model
+    vectors = server
     for t in range(algorithm.local_steps):
         meta = algorithm.meta_batch(batches, t)
         where = f"in local update {t + 1}"
-        for step, point in enumerate(trajectory(objective, w, meta.adapt, algorithm.adapt_lr)):
+        w, lr = vectors["model"], algorithm.rate(objective, vectors)
+        for step, point in enumerate(trajectory(objective, w, meta.adapt, lr)):
             if not _finite(point):
-                cause = _too_large(algorithm, objective, model, meta)
+                cause = _too_large(algorithm, lr, objective, server["model"], meta)
                 return f"{where}, fine-tuning step {step} is not finite{cause}"
-        d = meta_gradient(objective, w, meta, lr=algorithm.adapt_lr, curvature=algorithm.curvature)
+        d = meta_gradient(objective, w, meta, lr=lr, curvature=algorithm.curvature)
         if not _finite(d):
-            cause = _poor_step(algorithm) or _too_large(algorithm, objective, model, meta)
+            cause = _poor_step(algorithm)
+            cause = cause or _too_large(algorithm, lr, objective, server["model"], meta)
             return f"{where}, the meta-gradient is not finite{cause}"
-        step_to = descend(w, algorithm.meta_lr, d)
-        if not _finite(step_to):
-            cause = _too_large(algorithm, objective, model, meta)
+        vectors = algorithm.local_update(objective, vectors, meta)
+        if not _finite(vectors["model"]):
+            cause = _too_large(algorithm, lr, objective, server["model"], meta)
             return f"{where}, the step with meta_lr is not finite{cause}"
-        w = step_to
     return None
 
 
@@ -55,7 +57,7 @@ def _finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
 
 
-def _too_large(algorithm: GMeta, objective: Objective, w: Tensor, meta: MetaBatch) -> str:
+def _too_large(algorithm: GMeta, lr: Rate, objective: Objective, w: Tensor, meta: MetaBatch) -> str:
     """Which step size is above 2/L, with L the largest curvature at w on a batch."""
     wide, point = objective.double, w.double()
     start = torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -64,11 +66,12 @@ def _too_large(algorithm: GMeta, objective: Objective, w: Tensor, meta: MetaBatc
     except (RuntimeError, TypeError, np.linalg.LinAlgError):  # no second derivatives, no float64
         return ""
     limit = 2 / largest if largest > 0 else float("inf")
+    name = "learned adapt_lr" if algorithm.rates_lr else "adapt_lr"
     rates = {
-        "adapt_lr": algorithm.adapt_lr if algorithm.adapt_steps else 0,
+        name: float(torch.as_tensor(lr).max()) if algorithm.adapt_steps else 0,
         "meta_lr": algorithm.meta_lr,
     }
-    large = [f"{name} = {rate:g}" for name, rate in rates.items() if float(rate) > limit]
+    large = [f"{name} = {rate:g}" for name, rate in rates.items() if rate > limit]
     if not large:
         return ""
     return f": {' and '.join(large)} above 2/L = {limit:.2g}, where L = {largest:.2g} was measured"

@@ -56,7 +56,7 @@ def train(
 
     Or go on from ``start``, where training stood once: it gives the same bits.
     """
-    progress = start or Progress(0, algorithm.server_init(w))
+    progress = start or Progress(0, algorithm.server_init(engine.objective, w))
     yield progress
     while progress.round < rounds:
         progress = run_round(algorithm, engine, progress, participation, rules, faults)
@@ -152,7 +152,7 @@ def _explained(
                 error.agent,
                 seed=engine.seed,
                 round=error.round,
-                model=progress.server["model"],
+                server=progress.server,
             )
             if cause:
                 reason = f"{error.reason}: {cause}"
