@@ -57,7 +57,7 @@ class GMeta:
             weighs by them), ``ClippedMean()``, ``Median()`` or ``TrimmedMean(share)``; learned
             rates are combined in the same way, by themselves.
         rates_lr: the step size with which step sizes are learned, from ``adapt_lr`` on; 0: they are
-            not.
+            not. It moves logarithms: on the digits data 0.1 is stable, and 0.5 diverges.
     """
 
     adapt_steps: int = 1
