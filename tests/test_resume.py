@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 import nufed
 from nufed import InputError
 from nufed.errors import NumericalWarning, RunError
+from nufed.report.tables import methods_table
+from nufed.runs import load_run
 from support import file_hashes
 
 CONFIG = {
@@ -72,7 +74,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path, whole, events)
     assert file_hashes(path) == file_hashes(whole)
 
 
-def test_learned_step_sizes_go_on_to_the_same_bits(tmp_path):
+def test_learned_step_sizes_go_on_to_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr("nufed.report.build_report", lambda *_: None)  # takes most of the time
     methods = {"learned": {"rates_lr": 1.0, "curvature": "first_order"}}
     config = {**CONFIG, "rounds": 5, "seeds": [0], "methods": methods, "baselines": []}
     nufed.run(config, out=tmp_path / "whole")
@@ -83,6 +86,7 @@ def test_learned_step_sizes_go_on_to_the_same_bits(tmp_path):
     assert file_hashes(path) == file_hashes(tmp_path / "whole")
     final = load_file(path / "methods" / "learned" / "seed-0" / "model.safetensors")
     assert not torch.equal(final["log_rates"], saved["server/log_rates"])
+    assert "0.1, then learned" in methods_table([load_run(path)]).rows[0]
 
 
 def test_it_may_be_killed_again_and_again(tmp_path, whole):

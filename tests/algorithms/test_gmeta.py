@@ -71,9 +71,8 @@ def test_one_step_equals_the_formula_of_per_fedavg(curvature, within):
 
 def test_names_are_settings_of_one_algorithm():
     assert fedavg(**SETTINGS) == GMeta(0, curvature=FirstOrder(), **SETTINGS)
-    assert per_fedavg(curvature=HessianFree(), **SETTINGS) == GMeta(
-        1, curvature=HessianFree(), **SETTINGS
-    )
+    own = {"curvature": HessianFree(), "rates_lr": 0.5, **SETTINGS}
+    assert per_fedavg(**own) == GMeta(1, **own)
 
 
 def test_averaging_by_samples_weighs_agents_by_their_training_part():

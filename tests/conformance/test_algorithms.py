@@ -33,9 +33,6 @@ CASES = {
         for how, curvature in CURVATURES.items()
     },
     "gmeta-exact-learned": ALGORITHMS["gmeta"](adapt_steps=2, rates_lr=0.5, **SETTINGS),
-    "per_fedavg-fo-learned": ALGORITHMS["per_fedavg"](
-        curvature=FirstOrder(), rates_lr=0.5, **SETTINGS
-    ),
 }
 assert set(ALGORITHMS) == {"fedavg", "per_fedavg", "gmeta"}, "add the new algorithm to CASES"
 
