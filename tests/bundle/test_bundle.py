@@ -211,6 +211,19 @@ def test_a_step_size_per_parameter(tmp_path):
         small(adapt_lr={"2.bias": 0.1})
 
 
+def test_learned_step_sizes_travel_in_the_bundle(tmp_path):
+    """Adapting by the bundle is what the run's own evaluation did with what it learned."""
+    learning = {"gmeta": {"rates_lr": 0.1}}
+    run = nufed.run({**CONFIG, "seeds": [0], "methods": learning}, out=tmp_path / "run")
+    bundle = load_bundle(run.path / "bundles" / "gmeta.nufed")
+    server = load_file(run.path / "methods" / "gmeta" / "seed-0" / "model.safetensors")
+    assert len(set(bundle.about.adapt.lr.values())) == 4  # each tensor learned its own
+    algorithm = run.config.algorithms()["gmeta"]
+    assert torch.equal(bundle.rate(), algorithm.rate(bundle.objective, server))
+    assert "one per parameter, learned" in bundle.card
+    bundle.adapt(digits().inputs[:20], digits().targets[:20])
+
+
 def test_an_adapted_model_can_be_exported():
     x, y = data(50)
     module = small().adapt(x, y).module

@@ -10,11 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors.torch import save
 from torch import nn
 
-from nufed.adapt import Rate
+from nufed.adapt import Rate, per_coordinate
 from nufed.bundle.about import About, AdaptAbout, InputsAbout, ModelAbout, checked, read_about
 from nufed.bundle.adapting import cross_validate, fine_tuned
 from nufed.bundle.archive import CARD, MANIFEST, WEIGHTS, read_parts, write_parts
@@ -136,7 +135,8 @@ class Bundle:
                 f"adapt.lr is about {', '.join(sorted(lr))}: it must name every trainable "
                 f"parameter, {', '.join(sorted(parameters))}"
             )
-        return torch.cat([torch.full_like(p, lr[n]).reshape(-1) for n, p in parameters.items()])
+        initial = self.objective.initial()
+        return per_coordinate(initial.new_tensor([lr[n] for n in parameters]), self.objective.sizes)
 
     def adapt(
         self,

@@ -77,14 +77,15 @@ def bundle_of(run: Run, method: str, seed: int | None, objective: Objective) -> 
     path = run.path / "methods" / method / f"seed-{seed}" / "model.safetensors"
     server = load(path.read_bytes())
     name = loss_name(config, bool(inputs["classes"]))
+    module = objective.module(server["model"])
     return Bundle.of(
-        objective.module(server["model"]),
+        module,
         input_shape=tuple(inputs["shape"]),
         input_dtype=inputs["dtype"],
         scale=inputs["scale"],
         shift=inputs["shift"],
         classes=tuple(inputs["classes"]),
-        adapt_lr=_rate(algorithm, server),
+        adapt_lr=_rate(algorithm, server, module),
         adapt_steps=shown_steps(run, method),
         batch_size=algorithm.batch_size,
         loss=objective.loss if name == OWN else name,
@@ -126,8 +127,12 @@ def _arguments(run: Run) -> dict[str, Any]:
     return {**shapes, **run.config.model.args}
 
 
-def _rate(algorithm: GMeta, server: State) -> float:
-    return float(algorithm.adapt_lr)
+def _rate(algorithm: GMeta, server: State, module: nn.Module) -> float | dict[str, float]:
+    """The step size of fine-tuning; learned ones by the names of their parameters."""
+    if "log_rates" not in server:
+        return float(algorithm.adapt_lr)
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return dict(zip(names, server["log_rates"].exp().tolist(), strict=True))
 
 
 def _trained(run: Run, method: str, seed: int, algorithm: GMeta) -> dict[str, Any]:
