@@ -30,6 +30,7 @@ from nufed.runs.build import (
 )
 from nufed.runs.config import OWN
 from nufed.seeding import stream
+from nufed.threads import torch_threads
 
 TIMES = (0.1, 0.3, 1.0, 3.0, 10.0)  # step sizes tried, in units of the one trained for
 AMOUNTS = (5, 10, 20, 50, 100, 200, 500)  # samples tried
@@ -69,6 +70,11 @@ def advise(
         max_steps: the most fine-tuning steps tried.
         on_progress: called with what is being done and the share that is done.
     """
+    with torch_threads(run.config.threads):
+        return _advise(run, max_steps, on_progress)
+
+
+def _advise(run: Run, max_steps: int | None, on_progress: OnProgress) -> dict[str, Any]:
     if OWN in (run.config.data.source, run.config.model.name, run.config.loss):
         raise InputError(
             f"{run.path} was given its data, model or loss as objects, which can't be made again "
@@ -83,7 +89,7 @@ def advise(
     seeds = sorted(set.intersection(*(set(run.methods[name]) for name in methods)))
     places, kind = _places(run, samples, seeds)
     scores: dict[tuple[str, float], Array] = {}
-    auto: dict[str, Array] = {}
+    auto: dict[str, dict[str, Any]] = {}
     bundles: dict[tuple[str, int], Bundle] = {}
     for number, name in enumerate(methods):
         bundles |= {(name, seed): _bundle(run, name, seed, samples) for seed in seeds}
@@ -93,8 +99,8 @@ def advise(
                 [_curve(bundles[name, p.seed], p, most, times) for p in places]
             )
         chosen = [_automatic(bundles[name, p.seed], p, most) for p in places]
-        curves = scores[name, 1.0]
-        auto[name] = np.array([[s, curves[i, s]] for i, s in enumerate(chosen)])
+        default = min(most, run.config.steps_of(name)[0])
+        auto[name] = compare_automatic(chosen, scores[name, 1.0], default)
     best = recommend(scores)
     amounts = list(_amounts(best, bundles, places))
     return {
@@ -117,10 +123,7 @@ def advise(
             }
             for (name, times), own in scores.items()
         ],
-        "auto": {
-            name: {"mean": float(own[:, 1].mean()), "steps": float(own[:, 0].mean())}
-            for name, own in auto.items()
-        },
+        "auto": auto,
         "amounts": amounts,
         "majority": float(np.mean([_majority(p) for p in places])) if samples.classes else None,
         "training": {name: run.costs(name) for name in methods},
@@ -147,6 +150,24 @@ def recommend(scores: dict[tuple[str, float], Array]) -> Choice:
 
     good = {choice: values.mean() for choice, values in found.items() if as_good(values)}
     return min(good, key=lambda c: (c.steps, abs(math.log(c.times)), -good[c]))
+
+
+def compare_automatic(chosen: Sequence[int], scores: Array, default: int) -> dict[str, Any]:
+    """Steps that agents chose by themselves, beside the same number for all of them.
+
+    ``scores`` has a row per agent and a column per number of steps. The best number for all is
+    found on these very scores, which no agent could have known.
+    """
+    own = scores[np.arange(len(chosen)), chosen]
+    best = int(np.nan_to_num(scores.mean(axis=0), nan=-np.inf).argmax())
+    loss = Estimate.of((own - scores[:, best]).tolist())
+    gain = Estimate.of((own - scores[:, default]).tolist())
+    return {
+        "mean": float(own.mean()),
+        "steps": float(np.mean(chosen)),
+        "best": {"steps": best, "difference": loss.mean, "interval": loss.half_width},
+        "default": {"steps": default, "difference": gain.mean, "interval": gain.half_width},
+    }
 
 
 def enough(amounts: Sequence[dict[str, Any]]) -> int | None:

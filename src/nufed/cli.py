@@ -153,7 +153,7 @@ def advise_on(
 ) -> None:
     """How many fine-tuning steps, how large, on how much data: advice from held-out agents."""
     finished, console = load_run(run), Console(stderr=True)
-    with console.status("trying") as status, torch_threads(finished.config.threads):
+    with console.status("trying") as status:
 
         def show(what: str, share: float) -> None:
             status.update(f"trying {what}, {share:.0%} done")

@@ -90,8 +90,8 @@ class Report:
             lines.append(f"{reason}the model is left as it is")
         else:
             meaning = {
-                "helped": "adapting helped, beyond noise",
-                "harmed": "adapting harmed, beyond noise: use the model as it is, or steps=auto",
+                "helped": "adapting helped: the loss fell, beyond noise",
+                "harmed": "adapting harmed: the loss rose, beyond noise; try steps=auto",
                 "undecided": "whether adapting helped can't be told from so few samples",
             }
             lines.append(meaning[self.verdict])

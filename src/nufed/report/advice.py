@@ -33,7 +33,8 @@ def advice_notes(advice: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "steps=auto, where each agent chooses by itself, reaches "
         f"{_score(advice, automatic['mean'])} with {automatic['steps']:.1f} steps on average "
-        "(α as trained)."
+        f"(α as trained): {_beside(advice, automatic['default'])}, and "
+        f"{_beside(advice, automatic['best'])}, the best number for all."
     )
     majority = advice["majority"]
     if majority is not None and majority >= point["mean"] - AS_GOOD:
@@ -112,6 +113,13 @@ def _score(advice: Mapping[str, Any], value: float) -> str:
 
 def _difference(advice: Mapping[str, Any], value: float) -> str:
     return f"{100 * value:+.1f}" if advice["measure"] == "accuracy" else f"{-value:+.3g}"
+
+
+def _beside(advice: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """How much better than a fixed number of steps."""
+    spread = _interval(advice, other["interval"])
+    difference = _difference(advice, other["difference"]) + (f" ± {spread}" if spread else "")
+    return f"{difference} against {other['steps']} for everyone"
 
 
 def _interval(advice: Mapping[str, Any], value: float | None) -> str:
