@@ -278,7 +278,7 @@ def all_figures() -> dict[str, Path]:
     """Draw every figure whose runs are there; file names by figure."""
     drawn: dict[str, Path] = {}
     one = summary("fig1")
-    for figure in ("fig1", "fig2", "fig3", "fig4"):
+    for figure in ("fig1", "fig1-standardised", "fig2", "fig3", "fig4"):
         if run := summary(figure):
             lines = [
                 (_line_name(method, steps, figure), method, steps)
@@ -319,6 +319,6 @@ def all_figures() -> dict[str, Path]:
 
 
 def _line_name(method: str, steps: int, figure: str) -> str:
-    if figure in ("fig1", "fig2"):
+    if figure in ("fig1", "fig1-standardised", "fig2"):
         return name(method)
     return f"{name(method)}, {steps} step{'s'[: steps > 1]}"

@@ -144,6 +144,12 @@ def beside(**data: Any) -> Callable[[], Tables]:
     return lambda: shorter(data=data, baselines=["majority", "untrained"])
 
 
+def standardised() -> Tables:
+    """Figure 1 with four methods and standardised inputs, all else as it is."""
+    tables = shorter(data={"args": {"pixels": "standardised"}}, baselines=["majority", "untrained"])
+    return tables | {key: preset("fig1")[key] for key in ("seeds", "rounds")}
+
+
 STAGES: dict[str, Stage] = {
     "fig1": Stage("Figure 1", lambda: preset("fig1")),
     "fig2": Stage("Figure 2", lambda: preset("fig2")),
@@ -152,6 +158,7 @@ STAGES: dict[str, Stage] = {
     "delta": Stage("steps of finite differences", deltas),
     "pixels-symmetric": Stage("inputs in −1 … 1", beside(args={"pixels": "symmetric"})),
     "pixels-standardised": Stage("standardised inputs", beside(args={"pixels": "standardised"})),
+    "fig1-standardised": Stage("Figure 1, standardised inputs", standardised),
     "reuse": Stage("agents may share samples", beside(reuse="across_agents")),
     "tuning": Stage("step sizes tried on validation data", tuning),
     "tuned": Stage(

@@ -165,7 +165,7 @@ def test_the_page_shows_every_stage(results):
     text = page.write().read_text("utf-8")
     assert "Not run yet" not in text and "nan" not in text
     images = set(re.findall(r"\(results/(\S+)\)", text))
-    assert images == {path.name for path in results.glob("*.svg")} and len(images) == 10
+    assert images == {path.name for path in results.glob("*.svg")} and len(images) == 11
     sections = [line for line in text.splitlines() if line.startswith("## ")]
     assert len(sections) == 13
     for cells in (line.count("|") for line in text.splitlines() if line.startswith("|")):
