@@ -96,7 +96,7 @@ def test_claims_are_decided_by_what_was_measured(tmp_path):
         "gmeta-hf against fedavg": "held",
         "gmeta-exact against fedavg": "not held",
     }
-    faster = {c.compared: c.verdict for c in claims._faster(run)}
+    faster = {c.compared: c.verdict for c in claims._faster("fig1", run)}
     assert faster["gmeta-fo against fedavg"] == "held"  # there at once
     assert faster["gmeta-hf against fedavg"] == "not held"  # both at the second evaluation
     assert claims.rounds_to(run, "gmeta-fo", 3, 0.79).tolist() == [0] * 5
