@@ -14,7 +14,7 @@ test: $(READY)           ## everything that must hold: format, lint, types, impo
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadscope
 
 test-slow: $(READY)      ## the longer campaigns, with hypothesis searching
 	NUFED_HYPOTHESIS=search $(BIN)/pytest -q -m "slow or not slow" --timeout 3600

@@ -1,5 +1,6 @@
 """Settings that every test shares."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -49,10 +50,14 @@ def data_directory():
     if not (shared / "unpack.py").exists():
         pytest.skip("set NUFED_DATA to a directory made by `nufed data get cifar10`")
     unpacked.mkdir(exist_ok=True)
-    subprocess.run([sys.executable, shared / "unpack.py", unpacked], check=True)
-    writers = unpacked / "mnist_by_writer.npz"
-    if not writers.exists():
-        writers.symlink_to(shared / "mnist_by_writer.npz")
+    with (unpacked / "lock").open("w") as lock:  # tests run in several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (unpacked / "complete").exists():
+            subprocess.run([sys.executable, shared / "unpack.py", unpacked], check=True)
+            writers = unpacked / "mnist_by_writer.npz"
+            writers.unlink(missing_ok=True)
+            writers.symlink_to(shared / "mnist_by_writer.npz")
+            (unpacked / "complete").touch()
     return unpacked
 
 
