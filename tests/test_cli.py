@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from nufed.runs.durable import read_signed
 from test_bounds import NUMBERS
 
 QUICK = ["rounds=2", "eval_every=1", "seeds=[0]", "data.agents=6", "data.unseen_agents=1"]
@@ -95,7 +96,7 @@ def test_data_show_draws_the_split(done, nufed):
     assert result.returncode == 0 and "30 agents, 1500 samples" in result.stdout
     assert "█" in result.stdout and (cwd / "split.svg").read_text().startswith("<svg")
     shown = json.loads(nufed("data", "show", "--json", cwd=cwd).stdout)
-    split = json.loads((cwd / "runs/quickstart-001/splits/seed-0.json").read_text())
+    split = read_signed(cwd / "runs/quickstart-001/splits/seed-0.json")
     assert shown["classes"] == split["classes"] and len(shown["agents"]) == 30
 
 

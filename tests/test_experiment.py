@@ -18,6 +18,7 @@ from nufed.data import SOURCES
 from nufed.errors import TrainingError
 from nufed.experiment import parts
 from nufed.runs import build, load_config
+from nufed.runs.durable import read_signed
 from support import file_hashes
 
 SMALL = {
@@ -59,7 +60,7 @@ def test_a_run_leaves_everything_it_promises(finished):
     path = finished.path
     for seed in (0, 1):
         split = Split.load(path / "splits" / f"seed-{seed}.safetensors")
-        about = json.loads((path / "splits" / f"seed-{seed}.json").read_text())
+        about = read_signed(path / "splits" / f"seed-{seed}.json")
         assert about["sha256"] == split.fingerprint
         assert [sum(a["counts"]) for a in about["agents"]] == [24] * 6
         for method in SMALL["methods"]:

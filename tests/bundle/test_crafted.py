@@ -11,8 +11,7 @@ from torch import nn
 
 from nufed import Bundle, InputError, load_adapted, load_bundle
 from nufed.bundle.archive import CARD, MANIFEST, PARTS, WEIGHTS, read_parts, write_parts
-from nufed.runs.checkpoint import signed, verified
-from nufed.runs.durable import sha256
+from nufed.runs.durable import sha256, signed, verified
 
 
 @pytest.fixture(scope="module")

@@ -64,9 +64,6 @@ def test_any_flipped_bit_or_truncation_is_seen_and_the_one_before_is_used(folder
     for content in damaged:
         path.write_bytes(content)
         found, problems = load_checkpoint(folder, BELONGS)
-        if found.round == 30:  # white space in the manifest, which says nothing
-            assert file.endswith(".json") and json.loads(content) == json.loads(good)
-            continue
         same(found, checkpoint(20))
         assert len(problems) == 1 and "checkpoint-000030" in problems[0]
 
@@ -129,7 +126,7 @@ def test_a_second_run_is_kept_out_and_a_crash_leaves_no_lock(tmp_path):
 
 def test_metrics_go_on_where_the_checkpoint_left_them(tmp_path):
     whole = PartFiles(tmp_path, BELONGS)
-    assert whole.begin(eval_every=1) is None
+    assert whole.begin(rounds=9, eval_every=1) is None
     for round in range(3):
         whole.add({"round": round})
     whole.checkpoint(2, {"model": torch.zeros(2)}, {})
@@ -138,7 +135,7 @@ def test_metrics_go_on_where_the_checkpoint_left_them(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + b'{"rou')  # killed in the middle of a line
     again = PartFiles(tmp_path, BELONGS)
-    assert again.begin(eval_every=1).round == 2
+    assert again.begin(rounds=9, eval_every=1).round == 2
     again.add({"round": 3})
     again.checkpoint(3, {"model": torch.zeros(2)}, {})
     again.close()

@@ -1,6 +1,5 @@
 """Processes: the same bits for any number of them, and none is left behind, whatever happens."""
 
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from nufed.errors import NufedError, TrainingError, UpdateError
 from nufed.evaluate import Measure
 from nufed.gram import first_layer
 from nufed.models import fcnn
+from nufed.runs.durable import read_signed
 from nufed.simulation import BatchedEngine, DirectEngine, GramEngine, WorkerEngine, can_fork, train
 from support import Scaffold, file_hashes, uneven_federation
 from test_experiment import SMALL
@@ -405,7 +405,7 @@ def test_a_method_that_fails_in_a_worker_is_recorded_and_the_others_go_on(tmp_pa
     assert set(run.methods) == {"fedavg", "hf"}
     for seed in (0, 1):
         part = run.path / "methods" / "exact" / f"seed-{seed}"
-        assert "not finite" in json.loads((part / "failure.json").read_text())["reason"]
+        assert "not finite" in read_signed(part / "failure.json")["reason"]
 
 
 def test_a_part_whose_process_is_killed_is_named(tmp_path):

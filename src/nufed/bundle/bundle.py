@@ -23,8 +23,7 @@ from nufed.bundle.personal import Adapted, prepared
 from nufed.errors import InputError, require
 from nufed.objective import Loss, Objective
 from nufed.runs.build import LOSSES, find_named
-from nufed.runs.checkpoint import signed, verified
-from nufed.runs.durable import sha256
+from nufed.runs.durable import sha256, signed, verified
 from nufed.threads import torch_threads
 
 MAX_STEPS = 10  # that `steps="auto"` considers, if the model was not trained for more

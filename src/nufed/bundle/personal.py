@@ -18,8 +18,7 @@ from nufed.bundle.adapting import Report, Score
 from nufed.bundle.building import build_model, read_weights, state_of
 from nufed.data.samples import scaled
 from nufed.errors import InputError
-from nufed.runs.checkpoint import signed, verified
-from nufed.runs.durable import sha256, write_durably
+from nufed.runs.durable import sha256, signed, verified, write_durably
 
 
 class Prediction(NamedTuple):

@@ -105,7 +105,7 @@ def _run_method(
 ) -> None:
     config, seed = setup.config, engine.seed
     began, scores, score = time.perf_counter(), [], None
-    saved = files.begin(config.eval_every)
+    saved = files.begin(config.rounds, config.eval_every)
     start = Progress(saved.round, saved.server, saved.clients) if saved else None
     with closing(files):
         for progress in train(
@@ -118,20 +118,22 @@ def _run_method(
             rules=setup.rules,
             faults=setup.faults,
         ):
-            if progress is start:  # its line is there
+            saved_before, last = progress is start, progress.round == config.rounds
+            if saved_before and not last:
                 continue
-            line, last = _record(algorithm, progress), progress.round == config.rounds
+            line = _record(algorithm, progress)
             if progress.round % config.eval_every == 0 or last:
                 scores = _evaluate(setup, engine, algorithm, progress)
                 line["evaluation"] = _by_group(scores, setup)
                 score = line["evaluation"]["seen"]["score"][config.steps_of(name)[0]]
-            files.add(line)
-            if config.save_every and progress.round and progress.round % config.save_every == 0:
-                directory.write_model(name, seed, progress.server, progress.round)
-            if last:
+            if not saved_before:
+                files.add(line)
+                if _due(config.save_every, progress.round):
+                    directory.write_model(name, seed, progress.server, progress.round)
+                if last or stop() or _due(config.checkpoint_every, progress.round):
+                    files.checkpoint(progress.round, progress.server, progress.clients)
+            if last:  # also of a run that was killed between its last checkpoint and here
                 files.finish(config.rounds, scores, progress.server)
-            if last or stop() or _due(config.checkpoint_every, progress.round):
-                files.checkpoint(progress.round, progress.server, progress.clients)
             listener(Event(seed, name, progress.round, score))
             if stop() and not last:
                 break

@@ -60,9 +60,9 @@ def run(
         setup = Setup.make(checked, **own)
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
         with locked(directory.path):
-            directory.write_start(setup.config, setup.measure, setup.engine_names, setup.samples)
             for seed, federation in setup.federations.items():
                 directory.write_split(federation.split, setup.samples, seed)
+            directory.write_start(setup.config, setup.measure, setup.engine_names, setup.samples)
             return _train(setup, directory, on_start, on_progress, on_stop)
 
 
@@ -94,7 +94,7 @@ def resume(
             directory.check_same(
                 setup.config,
                 setup.samples.fingerprint,
-                {seed: f.split.fingerprint for seed, f in setup.federations.items()},
+                {seed: f.split for seed, f in setup.federations.items()},
             )
             directory.write_config(setup.config)
             return _train(setup, directory, on_start, on_progress, on_stop)

@@ -7,7 +7,6 @@ checkpoint without a right one is no checkpoint. The last two are kept.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,14 @@ from safetensors.torch import load, save
 
 from nufed.algorithm import State
 from nufed.errors import RunError
-from nufed.runs.durable import cannot_write, sha256, write_durably
+from nufed.runs.durable import (
+    cannot_write,
+    read_signed,
+    remove_temporary,
+    sha256,
+    signed,
+    write_durably,
+)
 
 KEPT = 2
 
@@ -50,8 +56,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, belongs_to: Mapping[st
     state_path, manifest_path = _paths(folder, checkpoint.round)
     write_durably(state_path, state)
     write_durably(manifest_path, signed(manifest))
-    for round in _rounds(folder)[:-KEPT]:
-        remove_checkpoint(folder, round)
+    tidy(folder, checkpoint.round)
 
 
 def load_checkpoint(
@@ -66,8 +71,18 @@ def load_checkpoint(
         try:
             return _read(folder, round, belongs_to), problems
         except (OSError, ValueError, KeyError, TypeError, RunError) as error:
-            problems.append(f"{_paths(folder, round)[1]} can't be used: {error}")
+            problems.append(f"the checkpoint of round {round} in {folder} can't be used: {error}")
     return None, problems
+
+
+def tidy(folder: Path, newest: int) -> None:
+    """Remove what a kill left half done, what is newer than the newest good one, all but two."""
+    remove_temporary(folder)
+    rounds = _rounds(folder)
+    kept = [round for round in rounds if round <= newest][-KEPT:]
+    for round in rounds:
+        if round not in kept:
+            remove_checkpoint(folder, round)
 
 
 def remove_checkpoint(folder: Path, round: int) -> None:
@@ -80,26 +95,6 @@ def remove_checkpoint(folder: Path, round: int) -> None:
         raise cannot_write(state, error) from error
 
 
-def signed(content: Mapping[str, Any]) -> bytes:
-    """JSON with its own SHA-256, so that a flipped bit shows."""
-    text = json.dumps(content, sort_keys=True)
-    return json.dumps({"content": content, "sha256": sha256(text.encode())}, indent=1).encode()
-
-
-def read_signed(path: Path) -> dict[str, Any]:
-    """What :func:`signed` made; a file that was changed is refused."""
-    return verified(path.read_bytes())
-
-
-def verified(text: bytes) -> dict[str, Any]:
-    """The content of what :func:`signed` made; what was changed is refused."""
-    found = json.loads(text)
-    content: dict[str, Any] = found["content"]
-    if sha256(json.dumps(content, sort_keys=True).encode()) != found["sha256"]:
-        raise RunError("it was changed or damaged, its SHA-256 differs")
-    return content
-
-
 def _read(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint:
     state_path, manifest_path = _paths(folder, round)
     manifest = read_signed(manifest_path)
@@ -108,10 +103,10 @@ def _read(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint
             raise RunError(f"it belongs to another {what}")
     state = state_path.read_bytes()
     if sha256(state) != manifest["state_sha256"]:
-        raise RunError(f"{state_path.name} is damaged, its SHA-256 differs")
+        raise RunError(f"{state_path.name} is damaged: its SHA-256 differs")
     length, digest = manifest["metrics_bytes"], manifest["metrics_sha256"]
     if sha256((folder / "metrics.jsonl").read_bytes()[:length]) != digest:
-        raise RunError("metrics.jsonl is damaged, its SHA-256 differs")
+        raise RunError("metrics.jsonl is damaged: its SHA-256 differs")
     server: dict[str, Any] = {}
     clients: dict[int, dict[str, Any]] = {}
     for name, tensor in load(state).items():

@@ -3,7 +3,8 @@
 ::
 
     config.toml                     the configuration with every default written out
-    run.json                        format version, what agents are scored by, engines, software
+    run.json                        format version, what agents are scored by, engines, software;
+                                    written last: without it no run was begun
     splits/seed-0.safetensors       who holds which rows, with its SHA-256
     splits/seed-0.json              the same as counts of classes per agent, of the first 1000
     methods/NAME/seed-0/
@@ -28,6 +29,7 @@ import json
 import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ from nufed.data import Samples, Split
 from nufed.errors import InputError, RunError
 from nufed.evaluate import Measure
 from nufed.runs.config import Config, load_config
-from nufed.runs.durable import write_durably
+from nufed.runs.durable import cannot_write, is_full, read_signed, signed, write_durably
 
 FORMAT = 2
 LISTED = 1000  # agents of a split whose counts are written down
@@ -82,12 +84,16 @@ class RunDirectory:
     def existing(self) -> Path:
         """The path, if a run was begun there."""
         if not (self.path / "run.json").is_file():
-            raise RunError(f"{self.path} is not a run directory: it has no run.json")
+            raise RunError(
+                f"{self.path} is not a run directory, it has no run.json: give another, or, if the "
+                "run was ended while it began, remove the directory and start it again"
+            )
         return self.path
 
     def write_start(
         self, config: Config, measure: Measure, engines: Mapping[str, str], samples: Samples
     ) -> None:
+        """Write down how the run begins; its splits are there already."""
         self.write_config(config)
         about = {
             "format": FORMAT,
@@ -103,7 +109,7 @@ class RunDirectory:
                 **{package: version(package) for package in ("nufed", "torch", "numpy")},
             },
         }
-        write_json(self.path / "run.json", about)
+        write_durably(self.path / "run.json", signed(about))
 
     def write_config(self, config: Config) -> None:
         write_durably(self.path / "config.toml", config.to_toml().encode())
@@ -122,12 +128,15 @@ class RunDirectory:
 
     def engines(self) -> dict[str, Any]:
         """The engines that the run began with."""
-        engines: dict[str, Any] = self._about()["engines"]
+        engines: dict[str, Any] = self.about()["engines"]
         return engines
 
-    def check_same(self, config: Config, data_sha256: str, splits: Mapping[int, str]) -> None:
-        """Refuse to go on if the configuration, the data or a split is not that of the start."""
-        about = self._about()
+    def check_same(self, config: Config, data_sha256: str, splits: Mapping[int, Split]) -> None:
+        """Refuse to go on if the configuration, the data or a split is not that of the start.
+
+        A split's file must have the very bytes that the split would be written as.
+        """
+        about = self.about()
         now, then = _settings(config), about["config"]
         different = [
             f"{key} was {before!r} and is {after!r}"
@@ -144,33 +153,43 @@ class RunDirectory:
                 f"the data is not that of {self.path} (SHA-256 {data_sha256[:12]} instead of "
                 f"{about['data_sha256'][:12]}): give the same data, or start a new run"
             )
-        for seed, fingerprint in splits.items():
-            path = self.path / "splits" / f"seed-{seed}.json"
-            try:
-                saved = json.loads(path.read_text("utf-8"))["sha256"]
-            except (OSError, ValueError, KeyError) as error:
-                raise RunError(f"{path} can't be read: {error}") from error
-            if saved != fingerprint:
+        for seed, split in splits.items():
+            then, fingerprint = self.read_split(seed)["sha256"], split.fingerprint
+            if then != fingerprint:
                 raise RunError(
                     f"the split of seed {seed} is not that of {self.path} (SHA-256 "
-                    f"{fingerprint[:12]} instead of {saved[:12]}): start a new run"
+                    f"{fingerprint[:12]} instead of {then[:12]}): start a new run"
+                )
+            path = self.path / "splits" / f"seed-{seed}.safetensors"
+            if not path.exists():
+                write_durably(path, split.to_bytes())
+            elif path.read_bytes() != split.to_bytes():
+                raise RunError(
+                    f"{path} is damaged: remove it and continue with `nufed run --resume`, which "
+                    "writes it again"
                 )
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
+        """What run.json says."""
+        path = self.path / "run.json"
+        about = read_about(path)
         try:
-            about: dict[str, Any] = json.loads((self.path / "run.json").read_text("utf-8"))
             if about["format"] != FORMAT:
                 raise RunError(
-                    f"it has format {about['format']} and this nufed reads {FORMAT}: use the "
+                    f"{path} has format {about['format']} and this nufed reads {FORMAT}: use the "
                     f"version that wrote it, {about['software']['nufed']}"
                 )
-            return about
-        except (OSError, ValueError, KeyError, TypeError, RunError) as error:
-            raise RunError(f"{self.path} can't be read as a run directory: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise RunError(f"{path} can't be read: {error}") from error
+        return about
+
+    def read_split(self, seed: int) -> dict[str, Any]:
+        """What is written down about the split of a seed."""
+        return read_about(self.path / "splits" / f"seed-{seed}.json")
 
     def write_split(self, split: Split, samples: Samples, seed: int) -> None:
         folder = _make(self.path / "splits", exist_ok=True)
-        split.save(folder / f"seed-{seed}.safetensors")
+        write_durably(folder / f"seed-{seed}.safetensors", split.to_bytes())
         about = {
             "sha256": split.fingerprint,
             "classes": samples.classes,
@@ -187,7 +206,7 @@ class RunDirectory:
                 for agent, name in enumerate(split.names[:LISTED])
             ],
         }
-        write_json(folder / f"seed-{seed}.json", about)
+        write_durably(folder / f"seed-{seed}.json", signed(about))
 
     def write_model(self, name: str, seed: int, server: State, round: int) -> None:
         """The server's state after ``round`` rounds."""
@@ -197,11 +216,26 @@ class RunDirectory:
 
     def write_failure(self, name: str, seed: int, reason: str) -> None:
         """Why a method could not be trained; what it had until then stays beside it."""
-        write_json(self.part("methods", name, seed) / "failure.json", {"reason": reason})
+        path = self.part("methods", name, seed) / "failure.json"
+        write_durably(path, signed({"reason": reason}))
 
     def write_timing(self, **values: Any) -> None:
-        with (self.path / "timing.jsonl").open("a", encoding="utf-8") as file:
-            write_line(file, values)
+        path = self.path / "timing.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(finite(values), allow_nan=False) + "\n")
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    def timing(self) -> list[dict[str, Any]]:
+        """Wall-clock values, but for a line that a full disk cut."""
+        path = self.path / "timing.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        found = []
+        for line in lines:
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return found
 
 
 def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:
@@ -221,11 +255,6 @@ def write_json(path: Path, value: Any) -> None:
     write_durably(path, text.encode())
 
 
-def write_line(file: Any, record: Mapping[str, Any]) -> None:
-    """One line of JSON; values that are not finite become null."""
-    file.write(json.dumps(finite(record), allow_nan=False) + "\n")
-
-
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         for line in path.read_text("utf-8").splitlines():
@@ -243,6 +272,21 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(v) for v in value]
     return value
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What stands in run.json, a split's or a failure's file.
+
+    They are signed; those of before that, whose own keys stand outermost, are taken as they are.
+    """
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict) and found.keys() & {"format", "number", "reason"}:
+            return found
+    try:
+        return read_signed(path)
+    except RunError as error:
+        raise RunError(f"{error}: put back a copy of it, or start a new run") from error
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -288,6 +332,8 @@ def _make(path: Path, exist_ok: bool = False) -> Path:
 
 
 def _cannot_make(path: Path, error: OSError) -> RunError:
+    if is_full(error):
+        return cannot_write(path, error)
     return RunError(
         f"{path} can't be created ({error.strerror}): choose a writable place with --out"
     )

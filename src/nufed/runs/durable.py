@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from nufed.errors import RunError
+
+TEMPORARY = ".tmp"
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -18,7 +22,7 @@ def write_durably(path: Path, content: bytes) -> None:
     The content goes to a temporary name in the same directory, is synced, and then gets its name;
     the directory is synced too.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -27,8 +31,18 @@ def write_durably(path: Path, content: bytes) -> None:
         temporary.replace(path)
         sync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise cannot_write(path, error) from error
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what a kill in the middle of :func:`write_durably` left."""
+    for path in folder.glob(f".*{TEMPORARY}"):
+        try:
+            path.unlink()
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
 
 def sync_directory(folder: Path) -> None:
@@ -42,9 +56,14 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_full(error: OSError) -> bool:
+    """Whether there is no space left."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def cannot_write(path: Path, error: OSError) -> RunError:
     """What to say when a file of a run can't be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(error):
         return RunError(
             f"{path} can't be written, the disk is full: free some space there and continue with "
             f"`nufed run --resume`; what was saved before is kept"
@@ -59,6 +78,33 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def signed(content: Mapping[str, Any]) -> bytes:
+    """JSON with its own SHA-256, so that a flipped bit shows."""
+    text = json.dumps(content, sort_keys=True)
+    return json.dumps({"content": content, "sha256": sha256(text.encode())}, indent=1).encode()
+
+
+def read_signed(path: Path) -> dict[str, Any]:
+    """What :func:`signed` made; a file with any other byte is refused."""
+    try:
+        return verified(path.read_bytes())
+    except OSError as error:
+        raise RunError(f"{path} can't be read: {error.strerror}") from error
+    except RunError as error:
+        raise RunError(f"{path} {error}") from None
+
+
+def verified(text: bytes) -> dict[str, Any]:
+    """The content of what :func:`signed` made; any other byte is refused."""
+    try:
+        content: dict[str, Any] = json.loads(text)["content"]
+        if text == signed(content):
+            return content
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise RunError("is damaged or was changed: it does not match its SHA-256")
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other runs out of a directory; the system ends the lock with the process."""
@@ -67,7 +113,11 @@ def locked(folder: Path) -> Iterator[None]:
     except ImportError:  # not on this system
         yield
         return
-    with (folder / "lock").open("w") as file:
+    try:
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise cannot_write(folder / "lock", error) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,13 +22,12 @@ from nufed.evaluate import AgentScores
 from nufed.runs.checkpoint import (
     Checkpoint,
     load_checkpoint,
-    read_signed,
     remove_checkpoint,
     save_checkpoint,
-    signed,
+    tidy,
 )
 from nufed.runs.directory import finite
-from nufed.runs.durable import cannot_write, sha256, write_durably
+from nufed.runs.durable import cannot_write, read_signed, sha256, signed, write_durably
 
 DONE = "done.json"
 
@@ -52,20 +52,22 @@ class PartFiles:
         about = check_done(self.folder)
         return bool(about["rounds"] == rounds and about["belongs_to"] == dict(self._belongs_to))
 
-    def begin(self, eval_every: int) -> Checkpoint | None:
+    def begin(self, rounds: int, eval_every: int) -> Checkpoint | None:
         """Open the metrics where the newest good checkpoint left them, and return it.
 
-        A part that was done, and now goes on for more rounds, was evaluated after its last round:
-        if that was not its turn, training goes on from an earlier checkpoint.
+        A part that now goes on for more rounds was evaluated after its last round: if that was not
+        its turn, training goes on from an earlier checkpoint.
         """
-        if (self.folder / DONE).exists():
-            ended = check_done(self.folder)["rounds"]
-            if ended % eval_every:
-                remove_checkpoint(self.folder, ended)
         checkpoint, problems = load_checkpoint(self.folder, self._belongs_to)
         for problem in problems:
             warnings.warn(f"{problem}; an earlier one is used", NumericalWarning, stacklevel=2)
+        tidy(self.folder, checkpoint.round if checkpoint else -1)
         path, length = self.folder / "metrics.jsonl", checkpoint.metrics_bytes if checkpoint else 0
+        if checkpoint and checkpoint.round < rounds and checkpoint.round % eval_every:
+            *_, last = path.read_bytes()[:length].splitlines()
+            if "evaluation" in json.loads(last):
+                remove_checkpoint(self.folder, checkpoint.round)
+                return self.begin(rounds, eval_every)
         kept = path.read_bytes()[:length] if path.exists() else b""
         self._hash, self._length = hashlib.sha256(kept), len(kept)
         try:
@@ -123,8 +125,10 @@ class PartFiles:
         write_durably(self.folder / DONE, signed(about))
 
     def close(self) -> None:
+        """Close the metrics; what is not synced yet need not be there."""
         if self._metrics is not None:
-            self._metrics.close()
+            with suppress(OSError):  # of a full disk, which was told when it mattered
+                self._metrics.close()
             self._metrics = None
 
     def _sync(self) -> None:
@@ -148,7 +152,7 @@ def check_done(folder: Path) -> dict[str, Any]:
         files: dict[str, str] = about["files"]
         for name, digest in files.items():
             if sha256((folder / name).read_bytes()) != digest:
-                raise RunError(f"{name} is damaged, its SHA-256 differs")
+                raise RunError(f"{name}: its SHA-256 differs")
     except (OSError, ValueError, KeyError, TypeError, RunError) as error:
         raise RunError(
             f"{folder} is damaged ({error}): remove that directory and continue with "

@@ -14,7 +14,7 @@ import numpy as np
 from nufed.errors import InputError, RunError
 from nufed.evaluate import AgentScores, Measure, Summary, summarise
 from nufed.runs.config import Config, load_config
-from nufed.runs.directory import FORMAT, finite, read_lines
+from nufed.runs.directory import RunDirectory, finite, read_about, read_lines
 from nufed.runs.part import DONE, check_done
 
 GROUPS = ("seen", "unseen")
@@ -238,23 +238,15 @@ class Run:
 def load_run(path: Path) -> Run:
     """Read a run directory back."""
     try:
-        about = json.loads((path / "run.json").read_text("utf-8"))
+        directory = RunDirectory(path)
+        about = directory.about()
         config = load_config(path / "config.toml")
-        splits = {
-            seed: json.loads((path / "splits" / f"seed-{seed}.json").read_text("utf-8"))
-            for seed in config.seeds
-        }
-        if about["format"] != FORMAT:
-            raise RunError(
-                f"{path} has format {about['format']} and this nufed reads {FORMAT}: use the "
-                f"version that wrote it, {about['software']['nufed']}"
-            )
+        splits = {seed: directory.read_split(seed) for seed in config.seeds}
         measure, engines = about["measure"], about["engines"]
         data_sha256, inputs = about["data_sha256"], about.get("inputs", {})
-    except (OSError, ValueError, KeyError, TypeError, InputError) as error:
+    except (KeyError, InputError, RunError) as error:
         raise RunError(f"{path} can't be read as a run directory: {error}") from error
     methods = {n: _parts(path / "methods" / n, config.seeds) for n in config.algorithms()}
-    timing = path / "timing.jsonl"
     return Run(
         path=path,
         config=config,
@@ -271,7 +263,7 @@ def load_run(path: Path) -> Run:
             for name in BASELINES
             if (path / "baselines" / name).is_dir()
         },
-        timing=list(read_lines(timing)) if timing.exists() else [],
+        timing=directory.timing(),
         failures=_failures(path, config),
     )
 
@@ -293,9 +285,7 @@ def _failures(path: Path, config: Config) -> list[str]:
         for seed in config.seeds:
             file = path / "methods" / name / f"seed-{seed}" / "failure.json"
             if file.exists():
-                found.append(
-                    f"{name}, seed {seed}: {json.loads(file.read_text('utf-8'))['reason']}"
-                )
+                found.append(f"{name}, seed {seed}: {read_about(file)['reason']}")
     return found
 
 

@@ -90,7 +90,7 @@ class Workers:
                 place = busy[ready]
                 try:
                     kind, content = ready.recv()
-                except (EOFError, ConnectionResetError):
+                except (EOFError, OSError):  # also in the middle of a message
                     what = describe(questions[place], last_notes.get(place))
                     raise self._death(ready, what) from None
                 if kind == "note":
