@@ -1,13 +1,11 @@
 """A run that was stopped, killed or damaged goes on to the very bits of one that was not."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -228,35 +226,3 @@ def wait_for(path, seconds=60.0):
     while not path.exists():
         assert time.monotonic() < end, f"{path} never came"
         time.sleep(0.01)
-
-
-def killed_at_random_moments(tmp_path, workers, kills, seed):
-    """Kill a run and its continuations at random moments, let it end, and compare."""
-    file = settings(tmp_path / "run.toml", workers)
-    nufed.run(str(file), out=tmp_path / "whole")
-    rng = np.random.default_rng(seed)
-    arguments = (file, "--out", "run")
-    for _ in range(kills):
-        with command(*arguments, cwd=tmp_path, start_new_session=True) as process:
-            wait_for(Path(tmp_path / "run" / "run.json"))
-            try:
-                process.wait(rng.uniform(0, 4))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-        arguments = ("--resume", "run")
-    with command("--resume", "run", cwd=tmp_path) as process:
-        _, said = process.communicate(timeout=200)
-    assert process.returncode == 0, said
-    assert file_hashes(tmp_path / "run") == file_hashes(tmp_path / "whole")
-
-
-def test_kills_at_random_moments(tmp_path):
-    killed_at_random_moments(tmp_path, workers=2, kills=1, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("seed", range(10))
-def test_many_kills_at_random_moments(tmp_path, workers, seed):
-    killed_at_random_moments(tmp_path, workers, kills=5, seed=100 + seed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+import reprlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, Protocol, TypeAlias, get_args
 
 import torch
@@ -17,6 +19,7 @@ Averaging: TypeAlias = Literal["uniform", "samples"]
 AVERAGING: tuple[str, ...] = get_args(Averaging)
 NOT_FINITE = "is not finite"
 MOST_SAMPLES = 10**9  # that an agent may say it has
+MOST_AGENTS = 10**9
 
 
 def screen(
@@ -39,7 +42,13 @@ def screen(
     """
     accepted: list[ClientUpdate] = []
     rejected: list[UpdateError] = []
-    for update in sorted(updates, key=lambda u: u.agent):
+    named: list[ClientUpdate] = []
+    for update in updates:
+        if _is_number(update.agent) and 0 <= update.agent < MOST_AGENTS:
+            named.append(update)
+        else:
+            rejected.append(UpdateError(-1, round, "its sender is not the number of an agent"))
+    for update in sorted(named, key=lambda u: u.agent):
         reason = _fault(update, expected, round)
         if reason is None and cohort is not None and update.agent not in cohort:
             reason = "it was not asked in this round"
@@ -59,7 +68,7 @@ def screen(
 def _within(
     updates: list[ClientUpdate], name: str, before: Tensor, round: int, max_norm: float
 ) -> tuple[list[ClientUpdate], list[UpdateError]]:
-    lengths = torch.stack([(u.vectors[name] - before).double().norm() for u in updates])
+    lengths = torch.stack([(u.vectors[name].double() - before).norm() for u in updates])
     most = max_norm * float(lengths.median())
     of = "" if name == "model" else f" of {name!r}"
     kept, left_out = [], []
@@ -73,22 +82,54 @@ def _within(
 
 
 def _fault(update: ClientUpdate, expected: State, round: int) -> str | None:
-    if update.round != round:
-        return f"the update is of round {update.round}"
-    if not 0 < update.samples <= MOST_SAMPLES:
-        return f"its number of samples is {update.samples}, not in 1 … {MOST_SAMPLES}"
-    if set(update.vectors) != set(expected):
-        return f"it sent {sorted(update.vectors)} instead of {sorted(expected)}"
+    """What is wrong with an update, of which any field may be anything."""
+    if not _is_number(update.round) or update.round != round:
+        return f"the update is of round {_shown(update.round)}"
+    if not _is_number(update.samples) or not 0 < update.samples <= MOST_SAMPLES:
+        return f"its number of samples is {_shown(update.samples)}, not in 1 … {MOST_SAMPLES}"
+    if not isinstance(update.vectors, Mapping):
+        return f"it sent {_shown(update.vectors)} instead of vectors with names"
+    if update.vectors.keys() != expected.keys():
+        names = (n if isinstance(n, str) else _shown(n) for n in islice(update.vectors, 6))
+        return f"it sent {reprlib.repr(sorted(names))} instead of {sorted(expected)}"
     for name, right in expected.items():
-        vector = update.vectors[name]
-        if vector.shape != right.shape:
-            return f"{name!r} has shape {tuple(vector.shape)} instead of {tuple(right.shape)}"
-        if vector.dtype != right.dtype:
-            return f"{name!r} has dtype {vector.dtype} instead of {right.dtype}"
-        # a sum is not finite if a number isn't, and looked at more closely in case it is too large
-        if not math.isfinite(vector.sum()) and not torch.isfinite(vector).all():
-            return f"{name!r} {NOT_FINITE}"
+        reason = _fault_of_vector(update.vectors[name], right)
+        if reason is not None:
+            return f"{name!r} {reason}"
     return None
+
+
+def _fault_of_vector(vector: Tensor, right: Tensor) -> str | None:
+    """Why a vector can't stand where ``right`` does; it is not copied for that."""
+    if not isinstance(vector, Tensor):
+        return f"is {_shown(vector)}, not a tensor"
+    if vector.shape != right.shape:
+        return f"has shape {reprlib.repr(tuple(vector.shape))} instead of {tuple(right.shape)}"
+    for what in ("dtype", "layout", "device"):
+        found, wanted = getattr(vector, what), getattr(right, what)
+        if found != wanted:
+            return f"has {what} {found} instead of {wanted}"
+    if vector.numel() == 0:
+        return None
+    least, most = (float(end) for end in torch.aminmax(vector.detach()))
+    if not (math.isfinite(least) and math.isfinite(most)):
+        return NOT_FINITE
+    # so small that no sum over MOST_AGENTS agents with MOST_SAMPLES samples each overflows
+    limit = torch.finfo(torch.promote_types(vector.dtype, torch.float32)).max ** 0.5
+    if max(-least, most) > limit:
+        return f"has numbers up to {max(-least, most):.2g}, above {limit:.2g}: it diverges"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    """Something that may be anything, in few letters."""
+    if isinstance(value, int | float) and not abs(value) > 1e20:
+        return str(value)
+    return f"a {type(value).__name__}"
 
 
 class Aggregation(Protocol):

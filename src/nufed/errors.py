@@ -14,6 +14,12 @@ Every message says what was given, what is allowed, and what to do.
 
 from __future__ import annotations
 
+import reprlib
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 200
+_short.maxlist = _short.maxtuple = _short.maxdict = 20
+
 
 class NufedError(Exception):
     """Base of every error that nufed raises on purpose."""
@@ -53,4 +59,16 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
     nufed.errors.InputError: adapt_steps = -1: must be a whole number, 0 or more
     """
     if not ok:
-        raise InputError(f"{name} = {value!r}: {allowed}")
+        raise InputError(f"{name} = {shown(value)}: {allowed}")
+
+
+def shown(value: object) -> str:
+    """A value as it would be written in Python, in one line that is not too long.
+
+    >>> shown(["a", 10**9])
+    "['a', 1000000000]"
+    """
+    try:
+        return _short.repr(value)
+    except ValueError:  # Python does not write down whole numbers of more than 4300 digits
+        return f"a very long {type(value).__name__}"

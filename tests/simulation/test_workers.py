@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from nufed.gram import first_layer
 from nufed.models import fcnn
 from nufed.runs.durable import read_signed
 from nufed.simulation import BatchedEngine, DirectEngine, GramEngine, WorkerEngine, can_fork, train
+from processes import alive, children, descendants, wait_for
 from support import Scaffold, file_hashes, uneven_federation
 from test_experiment import SMALL
 
@@ -56,40 +56,6 @@ def spread():
     for engine in made:
         engine.close()
     assert children(os.getpid()) == before
-
-
-def children(pid):
-    """The processes started by this one that have not ended, from Linux's /proc."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        state, parent = state_and_parent(stat)
-        if parent == pid and state != "Z":
-            found.add(int(stat.parent.name))
-    return found
-
-
-def descendants(pid):
-    below = children(pid)
-    return below.union(*map(descendants, below))
-
-
-def alive(pids):
-    return {pid for pid in pids if state_and_parent(Path(f"/proc/{pid}/stat"))[0] != "Z"}
-
-
-def state_and_parent(stat):
-    try:
-        state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-    except OSError:  # it has ended, and has been waited for
-        return "Z", 0
-    return state, int(parent)
-
-
-def wait_for(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def everything(algorithm, engine):

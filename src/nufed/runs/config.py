@@ -21,12 +21,13 @@ from nufed.aggregate import Aggregation, Averaging, ClippedMean, Mean, Median, T
 from nufed.algorithm import Algorithm
 from nufed.algorithms import ALGORITHMS
 from nufed.data import Reuse, ScoredOn, SmallAgents
-from nufed.errors import InputError
+from nufed.errors import InputError, shown
 from nufed.metagrad import Curvature, Exact, FirstOrder, HessianFree
 from nufed.runs.durable import sha256
 from nufed.runs.messages import sentence, suggest
 
 OWN = "given in Python"  # stands in a configuration for what was passed as an object
+DEEPEST = 20  # parts of a dotted key
 T = TypeVar("T")
 Name = Annotated[str, Field(pattern=r"^[\w][\w.-]*$", max_length=80)]
 Count = Annotated[int, Field(ge=1)]
@@ -109,7 +110,7 @@ class MethodConfig(_Table):
         """The settings that the algorithm takes."""
         if self.algorithm not in ALGORITHMS:
             raise InputError(
-                f"algorithm = {self.algorithm!r}: must be one of {', '.join(ALGORITHMS)}"
+                f"algorithm = {shown(self.algorithm)}: must be one of {', '.join(ALGORITHMS)}"
                 + suggest(self.algorithm, ALGORITHMS)
             )
         return set(inspect.signature(ALGORITHMS[self.algorithm]).parameters)
@@ -232,8 +233,8 @@ class Config(_Table):
             used = key in ("algorithm", "eval_steps", *taken) or _PART_OF.get(key) in taken
             if not used:
                 raise InputError(
-                    f"{where}.{key} = {given[key]!r}: {merged.algorithm} has no such setting, it "
-                    f"takes {', '.join(sorted(taken))}; remove it or use another algorithm"
+                    f"{where}.{key} = {shown(given[key])}: {merged.algorithm} has no such setting, "
+                    f"it takes {', '.join(sorted(taken))}; remove it or use another algorithm"
                 )
         return _naming(where, merged.build)
 
@@ -259,7 +260,12 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     """
     tables = dict(source) if isinstance(source, Mapping) else _read(source)
     for override in overrides:
-        tables = _with_override(tables, override)
+        key, equals, text = override.partition("=")
+        if not (key.strip() and equals):
+            raise InputError(
+                f"{shown(override)} is not an override: write key=value, for example rounds=50"
+            )
+        tables = _with(tables, key.strip().split("."), _value(text), override)
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
@@ -267,7 +273,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
             sentence(error, _keys_with_methods(tables), dict(known_fields()))
         ) from None
     if len(set(config.seeds)) < len(config.seeds):
-        raise InputError(f"seeds = {config.seeds}: each seed may stand there once")
+        raise InputError(f"seeds = {shown(config.seeds)}: each seed may stand there once")
     config.algorithms()
     return config
 
@@ -299,17 +305,24 @@ def _read(source: str | Path) -> dict[str, Any]:
     path = Path(source)
     if str(source) in presets():
         text = (files("nufed.runs") / "presets" / f"{source}.toml").read_text("utf-8")
-    elif path.is_file():
+    elif _is_file(path):
         text = _text(path)
     else:
         raise InputError(
-            f"{str(source)!r} is neither a preset ({', '.join(presets())}) nor a TOML file"
+            f"{shown(str(source))} is neither a preset ({', '.join(presets())}) nor a TOML file"
             + suggest(str(source), presets())
         )
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of numbers and tables without end
         raise InputError(f"{source} is not valid TOML: {error}") from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no name that a file could have
+        return False
 
 
 def _text(path: Path) -> str:
@@ -319,22 +332,26 @@ def _text(path: Path) -> str:
         raise InputError(f"{path} can't be read as text: {error}") from None
 
 
-def _with_override(tables: Mapping[str, Any], override: str) -> dict[str, Any]:
-    """A copy of ``tables`` with one ``key=value`` set."""
-    key, equals, text = override.partition("=")
-    if not (key and equals):
-        raise InputError(f"{override!r} is not an override: write key=value, for example rounds=50")
+def _value(text: str) -> Any:
+    """What stands after the = of an override: TOML, or a string."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    first, *rest = key.strip().split(".")
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return found["value"] if len(found) == 1 else text
+
+
+def _with(tables: Mapping[str, Any], key: list[str], value: Any, override: str) -> dict[str, Any]:
+    """A copy of ``tables`` with one value set."""
+    first, *rest = key
     if not rest:
         return {**tables, first: value}
     inner = tables.get(first, {})
     if not isinstance(inner, Mapping):
-        raise InputError(f"{override!r} can't be set: {first} is a value, not a table")
-    return {**tables, first: _with_override(inner, f"{'.'.join(rest)}={text}")}
+        raise InputError(f"{shown(override)} can't be set: {first} is a value, not a table")
+    if len(rest) > DEEPEST:
+        raise InputError(f"{shown(override)} can't be set: its key has too many parts")
+    return {**tables, first: _with(inner, rest, value, override)}
 
 
 def _naming(where: str, make: Callable[[], T]) -> T:

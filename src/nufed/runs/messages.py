@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from nufed.errors import shown
+
 _BOUNDS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
 
 
@@ -20,12 +22,15 @@ def sentence(error: ValidationError, known: Iterable[str], fields: Mapping[str, 
     errors = [(_key(e), e) for e in error.errors(include_url=False)]
     key, first = errors[0]
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key!r}" + (suggest(key, known) or "; `nufed list` shows all keys")
+        return f"unknown key {shown(key)}" + (
+            suggest(key, known) or "; `nufed list` shows all keys"
+        )
     if first["type"] == "missing":
         return f"the key {key!r} is missing"
     # a union reports once per member: what is allowed is any of them
     reasons = [_reason(e, fields.get(key)) for k, e in errors if k == key]
-    return f"{key} = {first['input']!r}: must be {' or '.join(dict.fromkeys(reasons))}"
+    name = key if key.isprintable() and len(key) < 200 else shown(key)
+    return f"{name} = {shown(first['input'])}: must be {' or '.join(dict.fromkeys(reasons))}"
 
 
 def suggest(given: str, known: Iterable[str]) -> str:
@@ -41,9 +46,11 @@ def suggest(given: str, known: Iterable[str]) -> str:
 
 def _key(error: Any) -> str:
     """The dotted key of an error, without the member of a union that pydantic appends."""
-    parts = [str(p) for p in error["loc"]]
-    members = ("float", "int", "constrained-int")
-    return ".".join(p for p in parts if p not in members and "[" not in p)
+    *outer, last = (str(p) for p in error["loc"])
+    members = ("float", "int", "constrained-int", "[key]")
+    is_key = error["type"] in ("extra_forbidden", "invalid_key") or outer == ["methods"]
+    member = last in members or last.startswith("literal[")
+    return ".".join(outer if member and not is_key else [*outer, last])
 
 
 def _reason(error: Any, field: FieldInfo | None) -> str:

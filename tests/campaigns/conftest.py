@@ -1,0 +1,21 @@
+"""Campaigns: the same thing many times, in as many different ways.
+
+Each has a short version in the default run and a full one marked slow. What it did is one line,
+shown by `pytest -s` and added to the file that NUFED_CAMPAIGNS names.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def tell():
+    def say(line):
+        print(line)
+        if path := os.environ.get("NUFED_CAMPAIGNS"):
+            with Path(path).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    return say
