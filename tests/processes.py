@@ -11,6 +11,12 @@ from pathlib import Path
 from nufed.errors import NufedError, NumericalWarning
 
 
+def fork():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which is used
+        return os.fork()
+
+
 class Child:
     """A process forked from this one that calls ``work()``, in a process group of its own.
 
@@ -19,9 +25,7 @@ class Child:
 
     def __init__(self, work, errors):
         self._errors = errors / f"error-{time.monotonic_ns()}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which is used
-            self.pid = os.fork()
+        self.pid = fork()
         if self.pid == 0:
             os.setsid()
             os._exit(self._run(work))

@@ -124,20 +124,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, whole):
     assert file_hashes(path) == file_hashes(whole)
 
 
-def test_damage_after_the_end_is_named(tmp_path, whole):
-    run = shutil.copytree(whole, tmp_path / "run")
-    for name in ("metrics.jsonl", "agents.jsonl", "model.safetensors", "done.json"):
-        path = run / "methods" / "hf" / "seed-0" / name
-        good = path.read_bytes()
-        content = bytearray(good)
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-        with pytest.raises(RunError, match=r"methods.hf.seed-0 is damaged"):
-            nufed.runs.load_run(run)
-        path.write_bytes(good)
-    nufed.runs.load_run(run)
-
-
 def test_only_rounds_may_grow(tmp_path):
     path = begun(tmp_path / "run", 5)
     for overrides in (["rounds=3"], ["method.adapt_lr=0.2"], ["seeds=[0]"]):

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -49,23 +48,6 @@ def test_the_last_two_are_kept_and_the_newest_is_read(folder):
     found, problems = load_checkpoint(folder, BELONGS)
     same(found, checkpoint(30))
     assert problems == []
-
-
-@pytest.mark.parametrize("file", ["checkpoint-000030.json", "checkpoint-000030.safetensors"])
-def test_any_flipped_bit_or_truncation_is_seen_and_the_one_before_is_used(folder, file):
-    path = folder / file
-    good = path.read_bytes()
-    rng = np.random.default_rng(0)
-    damaged = [good[:n] for n in (0, 1, len(good) // 2, len(good) - 1)]
-    for place in rng.integers(0, len(good) * 8, 300):
-        content = bytearray(good)
-        content[place // 8] ^= 1 << (place % 8)
-        damaged.append(bytes(content))
-    for content in damaged:
-        path.write_bytes(content)
-        found, problems = load_checkpoint(folder, BELONGS)
-        same(found, checkpoint(20))
-        assert len(problems) == 1 and "checkpoint-000030" in problems[0]
 
 
 def test_damaged_metrics_are_seen(folder):

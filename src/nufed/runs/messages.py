@@ -25,6 +25,8 @@ def sentence(error: ValidationError, known: Iterable[str], fields: Mapping[str, 
         return f"unknown key {shown(key)}" + (
             suggest(key, known) or "; `nufed list` shows all keys"
         )
+    if first["type"] in ("invalid_key", "string_unicode"):
+        return f"{shown(first['input'])} in {shown(key) if key else 'the settings'} is not text"
     if first["type"] == "missing":
         return f"the key {key!r} is missing"
     # a union reports once per member: what is allowed is any of them
@@ -46,7 +48,7 @@ def suggest(given: str, known: Iterable[str]) -> str:
 
 def _key(error: Any) -> str:
     """The dotted key of an error, without the member of a union that pydantic appends."""
-    *outer, last = (str(p) for p in error["loc"])
+    *outer, last = (str(p) for p in error["loc"] or ("",))
     members = ("float", "int", "constrained-int", "[key]")
     is_key = error["type"] in ("extra_forbidden", "invalid_key") or outer == ["methods"]
     member = last in members or last.startswith("literal[")
