@@ -225,6 +225,8 @@ def _print_results(runs: list[Run]) -> None:
         )
     for line in (line for run in runs for line in run.failures):
         console.print(f"[red]could not be trained[/red], left out above: {line}", highlight=False)
+    for line in (line for run in runs for line in run.unanswered()):
+        console.print(f"[yellow]agents did not answer[/yellow], {line}", highlight=False)
     rejected = [line for run in runs for line in run.rejected()]
     if rejected:
         console.print(

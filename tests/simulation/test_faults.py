@@ -135,4 +135,7 @@ def test_a_run_with_faults_names_them(tmp_path):
     reasons = {r["reason"].split(",")[0] for line in lines for r in line["rejected"]}
     assert "it answered too late" in reasons
     assert any("its change has length" in reason for reason in reasons)
-    assert "Updates left out" in (run.path / "report.html").read_text("utf-8")
+    page = (run.path / "report.html").read_text("utf-8")
+    assert "Updates left out" in page
+    (line,) = run.unanswered()
+    assert line in page and "Agents that did not answer" in page

@@ -55,6 +55,7 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         methods=methods_table(runs),
         costs=costs_table(runs),
         failures=[line for run in runs for line in run.failures],
+        unanswered=[line for run in runs for line in run.unanswered()],
         rejected=[line for run in runs for line in run.rejected()],
         script=_javascript(),
     )

@@ -211,6 +211,17 @@ class Run:
             for r in line.get("rejected", ())
         ]
 
+    def unanswered(self) -> list[str]:
+        """How many requests agents did not answer, method by method, in words."""
+        found = []
+        for name, part in self.methods.items():
+            lines = [line for trained in part.values() for line in trained.metrics]
+            lost = sum(len(line.get("dropped", ())) for line in lines)
+            asked = sum(len(line["cohort"]) for line in lines)
+            if lost:
+                found.append(f"{name}: {lost:,} of {asked:,} requests ({lost / asked:.0%})")
+        return found
+
     def bounds(self) -> dict[str, Any] | None:
         """What ``nufed bounds`` found for this run, if it was asked."""
         path = self.path / "bounds.json"
