@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from rich.progress import (
 from nufed.data.download import OnProgress
 from nufed.experiment import Event
 from nufed.runs import Config
+
+SHOWN = 5  # warnings of a run that are shown; the others are counted
 
 
 class Display:
@@ -83,14 +86,41 @@ class Display:
         )
 
 
+class _FirstWarnings(logging.Handler):
+    """Prints the first warnings of a run above its progress, and counts the others."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console, self._number = console, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._number += 1
+        if self._number <= SHOWN:
+            self._say(f"warning: {record.getMessage()}")
+
+    def say_the_rest(self) -> None:
+        if self._number > SHOWN:
+            more = self._number - SHOWN
+            self._say(f"{more} more such warnings; metrics.jsonl and the report name the updates")
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"nufed: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def show_progress(console: Console) -> Iterator[Display]:
-    """A display that leaves the terminal as it was, whatever happens."""
-    display = Display(console)
+    """A display that leaves the terminal as it was, whatever happens.
+
+    It also shows the first few warnings of the log, as of updates left out, and counts the others.
+    """
+    display, log, warned = Display(console), logging.getLogger("nufed"), _FirstWarnings(console)
+    log.addHandler(warned)
     try:
         yield display
     finally:
         display.stop()
+        log.removeHandler(warned)
+        warned.say_the_rest()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from nufed.aggregate import screen
 from nufed.algorithm import Algorithm, ClientUpdate, State
 from nufed.errors import TrainingError, UpdateError, require
 from nufed.seeding import stream
+
+LOG = logging.getLogger("nufed")
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,23 @@ def close_round(
     round: int,
     *,
     cohort: Collection[int] | None = None,
+    late: Iterable[int] = (),
     rules: Rules = Rules(),
+    label: str = "",
 ) -> tuple[State, list[UpdateError]]:
     """The server's next state from the updates of a round, and the updates it left out.
+
+    What is left out is also logged (logger "nufed", level WARNING), each under ``label``.
+
+    Args:
+        algorithm: what combines the updates.
+        server: the server's state before the round.
+        updates: what came in.
+        round: the number of the round.
+        cohort: the agents that were asked; None: anyone may answer.
+        late: agents whose answer came too late to be looked at.
+        rules: when the server takes a round.
+        label: what is being trained, for the log.
 
     Raises:
         TooFewError: too few updates can be used.
@@ -85,6 +102,9 @@ def close_round(
     accepted, rejected = screen(
         updates, expected, round, cohort=cohort, max_norm=rules.max_update_norm
     )
+    rejected += [UpdateError(agent, round, "it answered too late") for agent in late]
+    for error in rejected:
+        LOG.warning("update left out: %s%s", label and f"{label}, ", error)
     if len(accepted) < rules.min_updates:
         raise TooFewError(round, rejected, rules)
     return algorithm.server_update(server, accepted), rejected

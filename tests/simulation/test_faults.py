@@ -1,13 +1,17 @@
 """Faults of agents: drawn on their own, named, and equal to what they are said to be."""
 
+import re
+
 import numpy as np
 import pytest
+import tomli_w
 import torch
 
 import nufed
 from nufed import Federation, GMeta, InputError, Objective
 from nufed.algorithm import ClientUpdate
 from nufed.errors import TrainingError
+from nufed.runs import load_run
 from nufed.server import Rules, choose_cohort, close_round
 from nufed.simulation import DirectEngine, Faults, train
 from support import federation, mlp
@@ -116,26 +120,64 @@ def test_bad_rates_are_refused(bad):
         nufed.runs.load_config({"faults": bad})
 
 
-def test_a_run_with_faults_names_them(tmp_path):
-    config = {
-        "rounds": 6,
-        "seeds": [0],
-        "participation": 0.5,
-        "min_updates": 1,
-        "max_update_norm": 4.0,
-        "data": {"agents": 12, "samples_per_agent": 24, "dirichlet": 0.5, "test": 0.25},
-        "model": {"args": {"hidden": [8]}},
-        "method": {"adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
-        "faults": {"dropout": 0.3, "stragglers": 0.2, "corruption": 0.25, "attack": "scale"},
-        "baselines": [],
-    }
-    run = nufed.run(config, out=tmp_path / "run")
+def test_updates_left_out_in_earlier_attempts_are_kept_on_record(caplog):
+    rules = Rules(min_updates=4, attempts=50)
+    rounds = trained(Faults(stragglers=0.4), rules)[1:]
+    for progress in rounds:
+        fates = [
+            Faults(stragglers=0.4).fates(
+                choose_cohort(range(10), 0.5, 2, progress.round, attempt),
+                2,
+                progress.round,
+                attempt,
+            )
+            for attempt in range(progress.attempts)
+        ]
+        assert [r.agent for r in progress.rejected] == [a for f in fates for a in f.late]
+    assert max(progress.attempts for progress in rounds) > 1
+    logged = [f"update left out: {error}" for p in rounds for error in p.rejected]
+    assert caplog.messages == logged
+
+
+CONFIG = {
+    "rounds": 6,
+    "seeds": [0, 1],
+    "participation": 0.5,
+    "min_updates": 1,
+    "max_update_norm": 4.0,
+    "data": {"agents": 12, "samples_per_agent": 24, "dirichlet": 0.5, "test": 0.25},
+    "model": {"args": {"hidden": [8]}},
+    "method": {"adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
+    "faults": {"dropout": 0.3, "stragglers": 0.2, "corruption": 0.25, "attack": "scale"},
+    "baselines": [],
+}
+
+
+@pytest.mark.parametrize("workers", [1, 4])  # 4: two parts at a time, with two processes each
+def test_a_run_with_faults_names_them_in_metrics_report_and_log(tmp_path, caplog, workers):
+    run = nufed.run(CONFIG | {"workers": workers}, out=tmp_path / "run")
     lines = run.methods["gmeta"][0].metrics
     assert sum(len(line.get("dropped", ())) for line in lines) > 0
     reasons = {r["reason"].split(",")[0] for line in lines for r in line["rejected"]}
     assert "it answered too late" in reasons
     assert any("its change has length" in reason for reason in reasons)
+    named = run.rejected()
+    assert all(re.match(r"gmeta, seed [01], agent \d+, round \d: it", line) for line in named)
+    records = [r for r in caplog.records if r.name == "nufed"]
+    assert {r.levelname for r in records} == {"WARNING"}
+    assert sorted(r.getMessage() for r in records) == sorted(f"update left out: {n}" for n in named)
     page = (run.path / "report.html").read_text("utf-8")
-    assert "Updates left out" in page
     (line,) = run.unanswered()
     assert line in page and "Agents that did not answer" in page
+    assert f"Updates left out:</b> {len(named)}" in page
+    assert all((f"<li>{line}</li>" in page) == (i < 20) for i, line in enumerate(named))
+    assert (f"and {len(named) - 20} more" in page) == (len(named) > 20)
+
+
+def test_the_command_line_shows_the_first_and_counts_the_rest(tmp_path, nufed):
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(CONFIG))
+    said = nufed("run", "config.toml", cwd=tmp_path).stderr
+    shown = [line for line in said.splitlines() if "update left out" in line]
+    assert len(shown) == 5 and all(line.startswith("nufed: warning: update") for line in shown)
+    run = load_run(next((tmp_path / "runs").iterdir()))
+    assert f"\nnufed: {len(run.rejected()) - 5} more such warnings" in said

@@ -117,6 +117,7 @@ def _run_method(
             start=start,
             rules=setup.rules,
             faults=setup.faults,
+            label=f"{name}, seed {seed}",
         ):
             saved_before, last = progress is start, progress.round == config.rounds
             if saved_before and not last:

@@ -204,7 +204,7 @@ class Run:
     def rejected(self) -> list[str]:
         """Every update that was left out, in words."""
         return [
-            f"{name}, seed {seed}, round {line['round']}, agent {r['agent']}: {r['reason']}"
+            f"{name}, seed {seed}, agent {r['agent']}, round {line['round']}: {r['reason']}"
             for name, part in self.methods.items()
             for seed, trained in part.items()
             for line in trained.metrics

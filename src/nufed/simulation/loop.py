@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ class Progress:
     """Where training stands after ``round`` rounds, and what the last of them took.
 
     ``server`` and ``clients`` are all that the next round needs; the rest is for records.
+    ``rejected`` are the updates of all ``attempts``, ``cohort`` and the others of the last.
     """
 
     round: int
@@ -51,15 +52,17 @@ def train(
     start: Progress | None = None,
     rules: Rules = Rules(),
     faults: Faults = Faults(),
+    label: str = "",
 ) -> Iterator[Progress]:
     """Train from the model w, yielding where it stands before the first and after every round.
 
-    Or go on from ``start``, where training stood once: it gives the same bits.
+    Or go on from ``start``, where training stood once: it gives the same bits. ``label`` says in
+    the log what is being trained.
     """
     progress = start or Progress(0, algorithm.server_init(engine.objective, w))
     yield progress
     while progress.round < rounds:
-        progress = run_round(algorithm, engine, progress, participation, rules, faults)
+        progress = run_round(algorithm, engine, progress, participation, rules, faults, label)
         yield progress
 
 
@@ -70,18 +73,21 @@ def run_round(
     participation: float,
     rules: Rules = Rules(),
     faults: Faults = Faults(),
+    label: str = "",
 ) -> Progress:
     """One round: choose agents, let them work, and take in what they send.
 
     A round with too few usable updates is tried again with another cohort.
     """
-    k = progress.round + 1
+    k, rejected = progress.round + 1, list[UpdateError]()
     for attempt in range(rules.attempts):
         agents = engine.federation.split.seen
         cohort = choose_cohort(agents, participation, engine.seed, k, attempt)
         try:
-            return _attempt(algorithm, engine, progress, cohort, attempt, rules, faults)
+            after = _attempt(algorithm, engine, progress, cohort, attempt, rules, faults, label)
+            return replace(after, rejected=(*rejected, *after.rejected))
         except TooFewError as error:
+            rejected += error.rejected
             if attempt + 1 == rules.attempts:
                 tried = f", in {rules.attempts} attempts" if rules.attempts > 1 else ""
                 explained = _explained(error.rejected, algorithm, engine, progress)
@@ -97,6 +103,7 @@ def _attempt(
     attempt: int,
     rules: Rules,
     faults: Faults,
+    label: str,
 ) -> Progress:
     k, federation, seed = progress.round + 1, engine.federation, engine.seed
     fates = faults.fates(cohort, seed, k, attempt)
@@ -119,11 +126,17 @@ def _attempt(
         if agent not in fates.late
     ]
     server, rejected = close_round(
-        algorithm, progress.server, updates, k, cohort=cohort, rules=rules
+        algorithm,
+        progress.server,
+        updates,
+        k,
+        cohort=cohort,
+        late=fates.late,
+        rules=rules,
+        label=label,
     )
     if not corrupt:  # of those the cause is known
         rejected = _explained(rejected, algorithm, engine, progress)
-    rejected += [UpdateError(agent, k, "it answered too late") for agent in fates.late]
     left_out = {update.agent for update in rejected}
     kept = {a: r.state for a, r in results.items() if r.state and a not in left_out}
     return Progress(

@@ -8,6 +8,7 @@ pools do not survive a fork. Questions and answers are small; vectors go through
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import Any, TypeAlias
 from nufed.errors import NufedError, TrainingError, UpdateError
 
 Note: TypeAlias = Callable[[Any], None]
+LOG = logging.getLogger("nufed")
 
 
 def can_fork() -> bool:
@@ -38,7 +40,8 @@ def usable_cores() -> int:
 class Workers:
     """``count`` processes that call ``answer(question, note)``.
 
-    What a child gives to ``note`` reaches the parent while the question is still being answered.
+    What a child gives to ``note`` reaches the parent while the question is still being answered,
+    and so does what it logs with the logger "nufed".
     Children end when asked to, and by themselves when the parent is gone.
     """
 
@@ -98,6 +101,8 @@ class Workers:
                     on_note(content)
                 elif kind == "warning":
                     warnings.warn(content, stacklevel=2)
+                elif kind == "log":
+                    LOG.handle(logging.makeLogRecord(content))
                 elif kind == "error":
                     raise content
                 else:
@@ -139,6 +144,7 @@ def _serve(link: Connection, others: list[Connection], answer: Callable[[Any, No
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     for other in others:  # so that a child that waits sees the end of the parent
         other.close()
+    LOG.handlers, LOG.propagate = [_Forward(link)], False
     try:
         while True:
             question = link.recv()
@@ -155,6 +161,19 @@ def _serve(link: Connection, others: list[Connection], answer: Callable[[Any, No
             link.send((kind, content))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+
+
+class _Forward(logging.Handler):
+    """Gives log records to the parent, which has the handlers that the user set."""
+
+    def __init__(self, link: Connection) -> None:
+        super().__init__()
+        self._link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # as text: what the message is made of need not be sendable
+        about = {"name": record.name, "levelno": record.levelno, "levelname": record.levelname}
+        self._link.send(("log", {**about, "msg": record.getMessage()}))
 
 
 def _end_with_parent() -> None:
