@@ -70,7 +70,7 @@ def load_checkpoint(
     for round in reversed(_rounds(folder)):
         try:
             return _read(folder, round, belongs_to), problems
-        except (OSError, ValueError, KeyError, TypeError, RunError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RunError) as error:
             problems.append(f"the checkpoint of round {round} in {folder} can't be used: {error}")
     return None, problems
 
@@ -98,6 +98,8 @@ def remove_checkpoint(folder: Path, round: int) -> None:
 def _read(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint:
     state_path, manifest_path = _paths(folder, round)
     manifest = read_signed(manifest_path)
+    if manifest["round"] != round:
+        raise RunError(f"it is about round {manifest['round']!r}")
     for what, value in belongs_to.items():
         if manifest["belongs_to"].get(what) != value:
             raise RunError(f"it belongs to another {what}")
@@ -105,7 +107,8 @@ def _read(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint
     if sha256(state) != manifest["state_sha256"]:
         raise RunError(f"{state_path.name} is damaged: its SHA-256 differs")
     length, digest = manifest["metrics_bytes"], manifest["metrics_sha256"]
-    if sha256((folder / "metrics.jsonl").read_bytes()[:length]) != digest:
+    metrics = (folder / "metrics.jsonl").read_bytes()[:length]
+    if len(metrics) != length or sha256(metrics) != digest:
         raise RunError("metrics.jsonl is damaged: its SHA-256 differs")
     server: dict[str, Any] = {}
     clients: dict[int, dict[str, Any]] = {}
@@ -113,7 +116,7 @@ def _read(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint
         owner, _, vector = name.partition("/")
         own = server if owner == "server" else clients.setdefault(int(owner), {})
         own[vector] = tensor
-    return Checkpoint(manifest["round"], server, clients, length, digest)
+    return Checkpoint(round, server, clients, length, digest)
 
 
 def _named(checkpoint: Checkpoint) -> State:

@@ -29,6 +29,7 @@ from nufed.runs.messages import sentence, suggest
 OWN = "given in Python"  # stands in a configuration for what was passed as an object
 DEEPEST = 20  # parts of a dotted key
 T = TypeVar("T")
+# becomes the name of a directory: neither separators nor a dot in front
 Name = Annotated[str, Field(pattern=r"^[\w][\w.-]*$", max_length=80)]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -58,7 +59,8 @@ class DataConfig(_Table):
     )
     small_agents: SmallAgents = "refuse"
     split_file: str | None = Field(
-        default=None, description="a saved split to use as it is; {seed} stands for the seed"
+        default=None,
+        description="a saved split to use as it is, any path, only read; {seed} is the seed",
     )
 
 

@@ -82,12 +82,13 @@ class RunDirectory:
         return _make(self.path / kind / name / f"seed-{seed}", exist_ok=True)
 
     def existing(self) -> Path:
-        """The path, if a run was begun there."""
+        """The path, if a run was begun there and all of it lies there."""
         if not (self.path / "run.json").is_file():
             raise RunError(
                 f"{self.path} is not a run directory, it has no run.json: give another, or, if the "
                 "run was ended while it began, remove the directory and start it again"
             )
+        refuse_links(self.path)
         return self.path
 
     def write_start(
@@ -236,6 +237,19 @@ class RunDirectory:
             with suppress(ValueError):
                 found.append(json.loads(line))
         return found
+
+
+def refuse_links(path: Path) -> None:
+    """Refuse a run directory with symbolic links inside, which lead reading and writing elsewhere.
+
+    Nufed makes none. The path itself may be one: the user has given it.
+    """
+    link = next((entry for entry in path.rglob("*") if entry.is_symlink()), None)
+    if link is not None:
+        raise RunError(
+            f"{link} is a symbolic link, and files of a run must lie in its directory: if you "
+            f"trust where it leads, copy the run with `cp -RL {path} COPY` and use the copy"
+        )
 
 
 def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:

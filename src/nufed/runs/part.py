@@ -30,6 +30,7 @@ from nufed.runs.directory import finite
 from nufed.runs.durable import cannot_write, read_signed, sha256, signed, write_durably
 
 DONE = "done.json"
+FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # that it may name
 
 
 class PartFiles:
@@ -150,10 +151,14 @@ def check_done(folder: Path) -> dict[str, Any]:
     try:
         about = read_signed(folder / DONE)
         files: dict[str, str] = about["files"]
+        if not isinstance(about["rounds"], int):
+            raise RunError(f"rounds is {about['rounds']!r}")
         for name, digest in files.items():
+            if name not in FILES:
+                raise RunError(f"it names {name!r}, which is no file of a part")
             if sha256((folder / name).read_bytes()) != digest:
                 raise RunError(f"{name}: its SHA-256 differs")
-    except (OSError, ValueError, KeyError, TypeError, RunError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RunError) as error:
         raise RunError(
             f"{folder} is damaged ({error}): remove that directory and continue with "
             "`nufed run --resume`, which trains it again"

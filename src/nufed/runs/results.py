@@ -14,7 +14,7 @@ import numpy as np
 from nufed.errors import InputError, RunError
 from nufed.evaluate import AgentScores, Measure, Summary, summarise
 from nufed.runs.config import Config, load_config
-from nufed.runs.directory import RunDirectory, finite, read_about, read_lines
+from nufed.runs.directory import RunDirectory, finite, read_about, read_lines, refuse_links
 from nufed.runs.part import DONE, check_done
 
 GROUPS = ("seen", "unseen")
@@ -248,6 +248,7 @@ class Run:
 
 def load_run(path: Path) -> Run:
     """Read a run directory back."""
+    refuse_links(path)
     try:
         directory = RunDirectory(path)
         about = directory.about()
