@@ -143,6 +143,12 @@ def test_robust_rules_against_closed_forms():
     assert torch.equal(same, torch.tensor([1.0, 2.0, 3.0]))  # no change at all
 
 
+def test_the_share_is_trimmed_as_it_is_written():
+    rows = [update(agent, torch.full((3,), 1e6 * (agent < 29))) for agent in range(100)]
+    assert int(0.29 * 100) == 28  # in binary
+    assert not TrimmedMean(0.29).combine(rows, "model", torch.zeros(3)).any()
+
+
 @pytest.mark.parametrize("rule", [Median(), TrimmedMean(0.25), ClippedMean()])
 def test_robust_rules_hold_below_their_breakdown_point_where_the_mean_does_not(rule):
     generator = torch.Generator().manual_seed(0)

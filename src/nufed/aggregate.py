@@ -6,6 +6,7 @@ import math
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import islice
 from typing import Literal, Protocol, TypeAlias, get_args
 
@@ -205,7 +206,7 @@ class TrimmedMean:
 
     def combine(self, updates: Sequence[ClientUpdate], name: str, before: Tensor) -> Tensor:
         ranked = _stack(updates, name).sort(dim=0).values
-        cut = int(self.share * len(ranked))
+        cut = int(Decimal(repr(self.share)) * len(ranked))  # 0.29 of 100 is 29, not 28.999…
         return ranked[cut : len(ranked) - cut].mean(dim=0).to(before.dtype)
 
 
