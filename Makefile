@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-slow bench paper format clean
+.PHONY: run test test-slow test-offline bench attacks paper format clean
 
 run: $(READY)            ## train the quickstart and print the path of its report
 	$(BIN)/nufed run quickstart
@@ -19,8 +19,14 @@ test: $(READY)           ## everything that must hold: format, lint, types, impo
 test-slow: $(READY)      ## the longer campaigns, with hypothesis searching
 	NUFED_HYPOTHESIS=search $(BIN)/pytest -q -m "slow or not slow" --timeout 3600
 
+test-offline: $(READY)   ## the tests where no network is but this machine itself (Linux)
+	unshare --map-root-user --net sh -c 'ip link set lo up && $(BIN)/pytest -q'
+
 bench: $(READY)          ## cost of rounds, side by side with a plain loop and a floor
 	$(BIN)/python benchmarks/bench.py
+
+attacks: $(READY)        ## every attack against every rule of aggregation: about half an hour
+	$(BIN)/python benchmarks/attacks.py
 
 paper: $(READY)          ## the paper's experiments and beyond, in stages: about three hours
 	$(BIN)/python -m paper
