@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
         "docs/performance.md",
         "docs/data.md",
         "docs/tutorial.md",
+        "docs/reliability.md",
         "CONTRIBUTING.md",
         "README.md",
     ],

@@ -115,6 +115,32 @@ def test_training_longer_gives_the_bits_of_a_longer_run(tmp_path, whole, rounds)
     assert different == {"run.json"} and grown.keys() == long.keys()  # how it began
 
 
+def undo_the_end(part):
+    """A part as a kill between its last checkpoint and its end leaves it, with other leftovers."""
+    for name in ("done.json", "agents.jsonl", "model.safetensors"):
+        (part / name).unlink()
+    (part / ".agents.jsonl.tmp").write_bytes(b"{")
+    (part / "checkpoint-000001.safetensors").write_bytes(b"")
+
+
+def test_a_part_killed_between_its_last_checkpoint_and_its_end_is_ended(tmp_path, whole):
+    path = shutil.copytree(whole, tmp_path / "run")
+    undo_the_end(path / "methods" / "fo" / "seed-1")
+    nufed.resume(path)
+    assert file_hashes(path) == file_hashes(whole)
+
+
+def test_such_a_part_can_be_trained_longer(tmp_path, whole):
+    path = tmp_path / "run"
+    nufed.run({**CONFIG, "rounds": 7}, out=path)
+    undo_the_end(path / "methods" / "fo" / "seed-1")
+    nufed.resume(path, ["rounds=9"])
+    grown, long = file_hashes(path), file_hashes(whole)
+    assert {name for name in grown.keys() | long.keys() if grown.get(name) != long.get(name)} == {
+        "run.json"
+    }
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, whole):
     path = begun(tmp_path / "run", 18)
     (newest,) = sorted(path.glob("methods/*/seed-*/checkpoint-*.safetensors"))[-1:]
