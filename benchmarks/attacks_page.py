@@ -12,7 +12,7 @@ from typing import Any
 from nufed.runs.results import Estimate
 
 RESULTS = Path("docs/results/attacks.json")
-PAGE = Path("docs/reliability-attacks.md")
+PAGE = Path("docs/reliability.md")
 BEGIN, END = "<!-- made by `make attacks`: begin -->", "<!-- made by `make attacks`: end -->"
 
 STEPS = 3
@@ -93,8 +93,7 @@ def sign(found: Estimate | None) -> int:
 
 def write() -> Path:
     """Put the section between its markers, the rest of the page as it was."""
-    text = PAGE.read_text("utf-8") if PAGE.exists() else f"{BEGIN}\n{END}\n"
-    head, rest = text.split(BEGIN)
+    head, rest = PAGE.read_text("utf-8").split(BEGIN)
     about = json.loads(RESULTS.read_text("utf-8"))
     PAGE.write_text(f"{head}{BEGIN}\n{section(about)}\n{END}{rest.split(END)[1]}", "utf-8")
     return PAGE
