@@ -19,6 +19,7 @@ from nufed import __version__, cli_bundle
 from nufed.advise import advise
 from nufed.algorithms import ALGORITHMS
 from nufed.bounds import bounds_of_numbers, bounds_of_run
+from nufed.bundle.of_run import can_be_bundled
 from nufed.cli_data import AsJson, Overrides, data_app
 from nufed.data import PARTITIONS, SOURCES
 from nufed.doctor import examine
@@ -88,6 +89,8 @@ def run(
         print(json.dumps({"directory": str(finished.path), **finished.to_json()}))
         return
     _print_results([finished])
+    if can_be_bundled(finished):
+        print(f"models to adapt: {finished.path / 'bundles'} (see `nufed adapt --help`)")
     print(f"report: {finished.path / 'report.html'}")
     if finished.failures:
         raise typer.Exit(1)
