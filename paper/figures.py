@@ -120,20 +120,22 @@ def compute_figure(runs: Iterable[tuple[str, Summary, str]]) -> Any:
 
 
 def alpha_figure(runs: dict[float, Summary]) -> Any:
-    """Accuracy over α_d, on agents seen in training and on others."""
+    """Accuracy above the majority class over α_d, on agents seen in training and on others."""
     panels = []
     order = [_alpha(alpha) for alpha in ALPHAS if alpha in runs]
     for group in ("seen", "unseen"):
         rows, dashed = [], []
         for alpha, run in runs.items():
+            majority = run.agents("majority", 0, group=group).mean(axis=1)
             for method in FOUR:
-                values = run.agents(method, 3, group=group).mean(axis=1)
+                values = run.agents(method, 3, group=group).mean(axis=1) - majority
                 rows.append(_point(NAMES[method], 0, values) | {"x": _alpha(alpha)})
             for label, level in _levels(run, "score", group).items():
-                dashed.append({"method": label, "x": _alpha(alpha), "mean": level})
+                above = level - float(majority.mean())
+                dashed.append({"method": label, "x": _alpha(alpha), "mean": above})
         x = alt.X("x:O", sort=order, title="α_d (heterogeneity falls to the right)")
         x = x.axis(labelAngle=0)
-        title = f"test accuracy, agents {group} in training"
+        title = f"accuracy above majority class, agents {group}"
         panels.append(_layers(rows, dashed, x, title))
     return _side_by_side(panels)
 
