@@ -2,9 +2,9 @@
 
 Trains with a fifth of the agents corrupt, and writes docs/results/attacks.json and the section
 about it (attacks_page.py). The setting is that of the preset quickstart with first-order updates,
-half of the agents a round, and more rounds: chosen before any attack was tried, from curves of the
-plain mean without attacks, with other seeds. A run that is done is not run again, one that was
-stopped goes on; to run one again, remove its directory. About half an hour.
+half of the agents a round, and more rounds: how many was chosen from curves of the plain mean
+without attacks, with other seeds, and by what they cost. A run that is done is not run again, one
+that was stopped goes on; to run one again, remove its directory. About half an hour.
 """
 
 import json
@@ -143,16 +143,16 @@ def crowded(found: Run) -> float:
 
 
 def costs() -> dict[str, float]:
-    """The time that each rule takes, in that of the mean: medians over turns."""
+    """The processor time that each rule takes, in that of the mean: medians over turns."""
     number, size = COST_OF
     updates = [ClientUpdate(a, 1, 1, {"model": torch.randn(size)}) for a in range(number)]
     rules = dict(zip(RULES, (Mean(), ClippedMean(), Median(), TrimmedMean(CORRUPT)), strict=True))
     times: dict[str, list[float]] = {rule: [] for rule in rules}
     for _ in range(7):
         for rule, combine in rules.items():
-            start = time.perf_counter()
+            start = time.process_time()
             combine.combine(updates, "model", torch.zeros(size))
-            times[rule].append(time.perf_counter() - start)
+            times[rule].append(time.process_time() - start)
     mean = statistics.median(times["mean"])
     return {rule: statistics.median(t) / mean for rule, t in times.items()}
 

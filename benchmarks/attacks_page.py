@@ -17,7 +17,7 @@ BEGIN, END = "<!-- made by `make attacks`: begin -->", "<!-- made by `make attac
 
 STEPS = 3
 BEFORE, AFTER = "0", str(STEPS)
-WHEN = {BEFORE: "before adaptation", AFTER: f"after {STEPS} steps of it"}
+WHEN = {BEFORE: "before adaptation", AFTER: "after adaptation"}
 SPLITS: dict[str, dict[str, Any]] = {
     "iid": {"partition": "iid"},
     "dirichlet": {"partition": "dirichlet", "dirichlet": 0.1},
@@ -113,8 +113,8 @@ def section(about: dict[str, Any]) -> str:
             "### What they save under attack",
             *(part for split in SPLITS for part in under_attack(results, split)),
             "### What adaptation repairs",
-            f"The accuracy that an attack took from a rule, in points, before adaptation → after "
-            f"{STEPS} steps. Bold: the interval of the difference of the two lies above 0.",
+            "The accuracy that an attack took from a rule, in points: before adaptation → after "
+            "it. Bold: the interval of the first less the second lies above 0.",
             *(part for split in SPLITS for part in repairs(results, split)),
         ]
     )
@@ -135,15 +135,16 @@ def introduction(about: dict[str, Any]) -> Iterator[str]:
     most = max(late, key=lambda cell: abs(late[cell]))
     yield (
         f"`make attacks` trains on the shipped digits: {setting['agents']} agents with 50 samples "
-        f"each, of which {setting['corrupt']:.0%} are corrupt; {cohort} agents a round, "
+        f"each, of which {share(setting['corrupt'])} are corrupt; {cohort} agents a round, "
         f"{setting['rounds']} rounds, first-order updates, ν = {STEPS}, α = {method['adapt_lr']}, "
         f"β = {method['meta_lr']}, τ = {method['local_steps']}, D = {method['batch_size']}; "
         f"{seeds} seeds. The setting is that of the preset `quickstart`, with more agents a round "
-        "and more rounds; it was chosen from runs of the plain mean without an attack, with other "
-        "seeds. Scored are honest agents on their own test data, with right labels; without an "
-        "attack, too, the agents are left out that are corrupt in the other rows. ± are 95 % "
-        "intervals over seeds; differences are taken between the same seeds. Of twenty such "
-        "intervals one misses by chance."
+        "and more rounds; how many was chosen from runs of the plain mean without an attack, with "
+        "other seeds, and by what they cost. Scored are honest agents on their own test data, with "
+        "right labels; without an attack, too, the agents are left out that are corrupt in the "
+        f"other rows. Adaptation is {STEPS} steps. ± are 95 % intervals over seeds; differences "
+        "are taken between the same seeds, and bold where the interval excludes 0. Of twenty such "
+        "intervals one misses by chance, on average."
     )
     yield (
         f"In the last third of the rounds accuracy after adaptation moved by at most "
@@ -158,8 +159,8 @@ def introduction(about: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Times are of {updates} updates of {size:,} numbers on one core. All but the mean hold a "
         "copy of all updates in double precision. A breakdown point is a share of the cohort, not "
-        f"of the federation: in {about['crowded']:.0%} of these rounds more than {left_out} of the "
-        f"{cohort} agents were corrupt, which is more than the trimmed mean leaves out."
+        f"of the federation: in {share(about['crowded'])} of these rounds more than {left_out} of "
+        f"the {cohort} agents were corrupt, which is more than the trimmed mean leaves out."
     )
 
 
@@ -179,7 +180,7 @@ def accuracy(results: Results, split: str) -> Iterator[str]:
         f"data alone {local}."
     )
     useless = [
-        f"{label(attack)} with {rule}"
+        f"{rule} under {label(attack)}"
         for attack in ATTACKS
         for rule in RULES
         if sign(
@@ -207,20 +208,20 @@ def differences(of: Callable[[str, str, str], Estimate | None], heading: str) ->
 def without_attack(results: Results, split: str) -> Iterator[str]:
     for when in (BEFORE, AFTER):
         found = {rule: results.over_mean(split, "none", rule, when) for rule in others()}
-        said = by_sign(found, "worse than the mean", "better", "no difference is shown for")
-        yield f"{SPLIT_WORDS[split]}, no attack, {WHEN[when]}: {said}."
+        names = {f"{rule} ({points(e, bold=False)})": e for rule, e in found.items()}
+        yield f"{SPLIT_WORDS[split]}, no attack, {WHEN[when]}: {by_sign(names)}."
 
 
 def under_attack(results: Results, split: str) -> Iterator[str]:
-    rows, said = [], []
+    rows, names = [], {}
     for attack in ATTACKS[1:]:
         found = {rule: results.over_mean(split, attack, rule, AFTER) for rule in others()}
         rows.append([label(attack), *map(points, found.values())])
-        words = by_sign(found, "worse than the mean", "better", "no difference is shown for")
-        said.append(f"{label(attack)}: {words}")
+        names |= {f"{rule} under {label(attack)}": e for rule, e in found.items()}
     heading = f"{SPLIT_WORDS[split]}, {WHEN[AFTER]}, rule − mean, points"
     yield table([heading, *others()], rows)
-    yield f"{SPLIT_WORDS[split]}, {WHEN[AFTER]}. " + ". ".join(said) + "."
+    said = by_sign({name: e for name, e in names.items() if sign(e)}) or "nothing is shown"
+    yield f"{SPLIT_WORDS[split]}, {WHEN[AFTER]}: {said}. For the others no difference is shown."
 
 
 def repairs(results: Results, split: str) -> Iterator[str]:
@@ -232,7 +233,7 @@ def repairs(results: Results, split: str) -> Iterator[str]:
             repaired = sign(results.repaired(split, attack, rule)) > 0
             cell = f"{points(before, bold=False)} → {points(after, bold=False)}"
             cells.append(f"**{cell}**" if repaired else cell)
-            name = f"{label(attack)} with {rule}"
+            name = f"{rule} under {label(attack)}"
             if sign(before) > 0 and repaired:
                 (partly if sign(after) > 0 else wholly).append(name)
             if sign(after) > 0:
@@ -246,12 +247,13 @@ def repairs(results: Results, split: str) -> Iterator[str]:
     )
 
 
-def by_sign(found: dict[str, Estimate | None], below: str, above: str, neither: str) -> str:
+def by_sign(found: dict[str, Estimate | None]) -> str:
+    """Who is better or worse than the mean, as far as intervals say."""
     groups = {
-        words: [f"{rule} ({points(e, bold=False)})" for rule, e in found.items() if sign(e) == s]
-        for words, s in ((below, -1), (above, 1), (neither, 0))
+        words: [name for name, e in found.items() if sign(e) == side]
+        for words, side in (("worse than the mean", -1), ("better", 1), ("no difference shown", 0))
     }
-    return "; ".join(f"{words} {', '.join(names)}" for words, names in groups.items() if names)
+    return "; ".join(f"{words}: {', '.join(names)}" for words, names in groups.items() if names)
 
 
 def others() -> list[str]:
@@ -261,6 +263,10 @@ def others() -> list[str]:
 def label(attack: str) -> str:
     known = {"none": "no attack", "scale, screened": "`scale` with `max_update_norm = 3`"}
     return known.get(attack, f"`{attack}`")
+
+
+def share(value: float) -> str:
+    return f"{100 * value:.0f} %"
 
 
 def listed(names: Sequence[str]) -> str:
