@@ -26,10 +26,11 @@ def watch(event, arguments):
 sys.addaudithook(watch)
 """
 
+SMALL = CONFIG | {"rounds": 1, "methods": {}, "baselines": [], "workers": 2}
 USUAL = f"""
 import nufed
 from nufed import cli
-nufed.run({CONFIG | {"rounds": 1, "seeds": [0], "workers": 2}!r}, out="run")
+nufed.run({SMALL!r}, out="run")
 for command in ("report run", "doctor", "list", "data list", "data show"):
     sys.argv = ["nufed", *command.split()]
     try:

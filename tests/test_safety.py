@@ -153,6 +153,8 @@ def test_names_of_agents_become_no_paths(tmp_path):
     config = CONFIG | {
         "rounds": 1,
         "seeds": [0],
+        "methods": {},
+        "baselines": [],
         "data": {"split_file": str(tmp_path / "work" / "split.safetensors")},
     }
     run = nufed.run(config, out=tmp_path / "work" / "run")
