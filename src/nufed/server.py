@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import builtins
 import logging
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from nufed.aggregate import screen
-from nufed.algorithm import Algorithm, ClientUpdate, State
+from nufed.algorithm import Algorithm, ClientUpdate, Cost, State
 from nufed.errors import TrainingError, UpdateError, require
 from nufed.seeding import stream
 
 LOG = logging.getLogger("nufed")
+TOO_LATE = "it answered too late"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,33 @@ class Rules:
     min_updates: int = 1
     attempts: int = 3
     max_update_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands after ``round`` rounds, and what the last of them took.
+
+    ``server`` and ``clients`` are all that the next round needs (on Flower sites keep their states
+    themselves, and ``clients`` is empty); the rest is for records. ``rejected`` are the updates of
+    all ``attempts``, ``cohort`` and the others of the last.
+    """
+
+    round: int
+    server: State
+    clients: Mapping[int, State] = field(default_factory=dict)
+    cohort: tuple[int, ...] = ()
+    rejected: tuple[UpdateError, ...] = ()
+    dropped: tuple[int, ...] = ()
+    attempts: int = 1
+    cost: Cost = field(default_factory=Cost)
+
+    def client_states(self, algorithm: Algorithm, agents: Iterable[int]) -> dict[int, State]:
+        """The agents' states; an agent that never took part starts from the present model."""
+        model = self.server["model"]
+        return {
+            agent: self.clients[agent] if agent in self.clients else algorithm.client_init(model)
+            for agent in agents
+        }
 
 
 def choose_cohort(
@@ -70,6 +98,43 @@ def too_few(round: int, rejected: Sequence[UpdateError], rules: Rules) -> str:
     )
 
 
+def try_round(
+    attempt: Callable[[list[int], int], Progress],
+    round: int,
+    agents: Sequence[int],
+    *,
+    participation: float,
+    seed: int,
+    rules: Rules = Rules(),
+    explain: Callable[[list[UpdateError]], list[UpdateError]] = list,
+) -> Progress:
+    """Where training stands after a round: ``attempt(cohort, number)`` with the first cohort that
+    has enough usable updates.
+
+    Args:
+        attempt: lets a cohort work and closes the round; it may raise :class:`TooFewError`.
+        round: the number of the round.
+        agents: those that take part in training.
+        participation: the share of them that makes a cohort.
+        seed: what cohorts are drawn from.
+        rules: when the server takes a round.
+        explain: adds likely causes to the updates that are named when training stops.
+    """
+    rejected: list[UpdateError] = []
+    for number in range(rules.attempts):
+        cohort = choose_cohort(agents, participation, seed, round, number)
+        try:
+            after = attempt(cohort, number)
+            return replace(after, rejected=(*rejected, *after.rejected), attempts=number + 1)
+        except TooFewError as error:
+            rejected += error.rejected
+            if number + 1 == rules.attempts:
+                tried = f", in {rules.attempts} attempts" if rules.attempts > 1 else ""
+                reasons = too_few(round, explain(error.rejected), rules)
+                raise TrainingError(f"{reasons}{tried}") from error
+    raise AssertionError("a round is tried at least once")
+
+
 def close_round(
     algorithm: Algorithm,
     server: State,
@@ -77,7 +142,7 @@ def close_round(
     round: int,
     *,
     cohort: Collection[int] | None = None,
-    late: Iterable[int] = (),
+    failed: Iterable[UpdateError] = (),
     rules: Rules = Rules(),
     label: str = "",
 ) -> tuple[State, list[UpdateError]]:
@@ -91,7 +156,7 @@ def close_round(
         updates: what came in.
         round: the number of the round.
         cohort: the agents that were asked; None: anyone may answer.
-        late: agents whose answer came too late to be looked at.
+        failed: agents of which there is no update to look at, and why.
         rules: when the server takes a round.
         label: what is being trained, for the log.
 
@@ -102,7 +167,7 @@ def close_round(
     accepted, rejected = screen(
         updates, expected, round, cohort=cohort, max_norm=rules.max_update_norm
     )
-    rejected += [UpdateError(agent, round, "it answered too late") for agent in late]
+    rejected += failed
     for error in rejected:
         LOG.warning("update left out: %s%s", label and f"{label}, ", error)
     if len(accepted) < rules.min_updates:

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from nufed.aggregate import NOT_FINITE
-from nufed.algorithm import Algorithm, ClientUpdate, Cost, State
-from nufed.errors import TrainingError, UpdateError
-from nufed.server import Rules, TooFewError, choose_cohort, close_round, to_send, too_few
+from nufed.algorithm import Algorithm, ClientUpdate, Cost
+from nufed.errors import UpdateError
+from nufed.server import TOO_LATE, Progress, Rules, close_round, to_send, try_round
 from nufed.simulation.diagnose import diagnose
 from nufed.simulation.engine import Engine
 from nufed.simulation.faults import Faults
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where training stands after ``round`` rounds, and what the last of them took.
-
-    ``server`` and ``clients`` are all that the next round needs; the rest is for records.
-    ``rejected`` are the updates of all ``attempts``, ``cohort`` and the others of the last.
-    """
-
-    round: int
-    server: State
-    clients: Mapping[int, State] = field(default_factory=dict)
-    cohort: tuple[int, ...] = ()
-    rejected: tuple[UpdateError, ...] = ()
-    dropped: tuple[int, ...] = ()
-    attempts: int = 1
-    cost: Cost = field(default_factory=Cost)
-
-    def client_states(self, algorithm: Algorithm, agents: Iterable[int]) -> dict[int, State]:
-        """The agents' states; an agent that never took part starts from the present model."""
-        model = self.server["model"]
-        return {
-            agent: self.clients[agent] if agent in self.clients else algorithm.client_init(model)
-            for agent in agents
-        }
 
 
 def train(
@@ -79,20 +52,19 @@ def run_round(
 
     A round with too few usable updates is tried again with another cohort.
     """
-    k, rejected = progress.round + 1, list[UpdateError]()
-    for attempt in range(rules.attempts):
-        agents = engine.federation.split.seen
-        cohort = choose_cohort(agents, participation, engine.seed, k, attempt)
-        try:
-            after = _attempt(algorithm, engine, progress, cohort, attempt, rules, faults, label)
-            return replace(after, rejected=(*rejected, *after.rejected))
-        except TooFewError as error:
-            rejected += error.rejected
-            if attempt + 1 == rules.attempts:
-                tried = f", in {rules.attempts} attempts" if rules.attempts > 1 else ""
-                explained = _explained(error.rejected, algorithm, engine, progress)
-                raise TrainingError(f"{too_few(k, explained, rules)}{tried}") from error
-    raise AssertionError("a round is tried at least once")
+
+    def attempt(cohort: list[int], number: int) -> Progress:
+        return _attempt(algorithm, engine, progress, cohort, number, rules, faults, label)
+
+    return try_round(
+        attempt,
+        progress.round + 1,
+        engine.federation.split.seen,
+        participation=participation,
+        seed=engine.seed,
+        rules=rules,
+        explain=lambda rejected: _explained(rejected, algorithm, engine, progress),
+    )
 
 
 def _attempt(
@@ -131,7 +103,7 @@ def _attempt(
         updates,
         k,
         cohort=cohort,
-        late=fates.late,
+        failed=[UpdateError(agent, k, TOO_LATE) for agent in fates.late],
         rules=rules,
         label=label,
     )
@@ -146,7 +118,6 @@ def _attempt(
         cohort=tuple(cohort),
         rejected=tuple(rejected),
         dropped=tuple(fates.dropped),
-        attempts=attempt + 1,
         cost=sum((result.cost for result in results.values()), Cost()),
     )
 
