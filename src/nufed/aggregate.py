@@ -23,6 +23,13 @@ MOST_SAMPLES = 10**9  # that an agent may say it has
 MOST_AGENTS = 10**9
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands in an update for a vector that could not be read, and says why."""
+
+    reason: str
+
+
 def screen(
     updates: Iterable[ClientUpdate],
     expected: State,
@@ -100,8 +107,10 @@ def _fault(update: ClientUpdate, expected: State, round: int) -> str | None:
     return None
 
 
-def _fault_of_vector(vector: Tensor, right: Tensor) -> str | None:
+def _fault_of_vector(vector: object, right: Tensor) -> str | None:
     """Why a vector can't stand where ``right`` does; it is not copied for that."""
+    if isinstance(vector, Unreadable):
+        return vector.reason
     if not isinstance(vector, Tensor):
         return f"is {_shown(vector)}, not a tensor"
     if vector.shape != right.shape:

@@ -4,7 +4,7 @@ from nufed.data.federation import AgentBatches, Federation, Picked, ScoredOn, Sm
 from nufed.data.partition import DirichletReusing, Reuse, dirichlet, given, iid, shards
 from nufed.data.samples import Samples, as_samples
 from nufed.data.sources import SOURCES
-from nufed.data.split import Split, choose_unseen, lazy_split, make_split, part_sizes
+from nufed.data.split import Split, choose_unseen, lazy_split, make_split, part_sizes, site_split
 
 PARTITIONS: dict[str, str] = {
     "auto": "given if the data has owners, else dirichlet",
@@ -35,4 +35,5 @@ __all__ = [
     "make_split",
     "part_sizes",
     "shards",
+    "site_split",
 ]

@@ -157,14 +157,40 @@ def make_split(
 ) -> Split:
     """Cut every agent's rows into disjoint parts, and pick the agents held out from training."""
     names = names or tuple(str(agent) for agent in range(len(rows)))
-    parts = []
-    for agent, own in enumerate(rows):
-        sizes = part_sizes(len(own), validation, test, names[agent])
-        shuffled = stream(seed, "parts", agent=agent).permutation(own)
-        parts.append(np.split(shuffled, np.cumsum(sizes)[:-1]))
+    parts = [
+        _cut(own, agent, seed, part_sizes(len(own), validation, test, names[agent]))
+        for agent, own in enumerate(rows)
+    ]
     unseen = choose_unseen(len(rows), unseen_agents, seed)
     rows_of = [[own[part] for own in parts] for part in range(len(PARTS))]
     return Split(rows_of[0], rows_of[1], rows_of[2], names, unseen)
+
+
+def site_split(
+    samples: int, agent: int, seed: int, *, validation: float, test: float, name: str
+) -> Split:
+    """One agent's samples 0 … ``samples`` − 1, cut as :func:`make_split` cuts them among others.
+
+    Other agents are elsewhere: asking for them is an error.
+    """
+    rows = np.arange(samples)
+    parts = _cut(rows, agent, seed, part_sizes(samples, validation, test, name))
+
+    def only(own: T) -> Sequence[T]:
+        def item(asked: int) -> T:
+            if asked != agent:
+                raise InputError(f"agent {asked} is elsewhere: this site is agent {agent}")
+            return own
+
+        return _Lazy(agent + 1, item)
+
+    return Split(only(parts[0]), only(parts[1]), only(parts[2]), only(name))
+
+
+def _cut(own: Rows, agent: int, seed: int, sizes: list[int]) -> list[Rows]:
+    """An agent's rows, shuffled, in parts of these sizes."""
+    shuffled = stream(seed, "parts", agent=agent).permutation(own)
+    return np.split(shuffled, np.cumsum(sizes)[:-1])
 
 
 def lazy_split(recipe: DirichletReusing, unseen: tuple[int, ...]) -> Split:

@@ -1,0 +1,142 @@
+"""Asking sites over a Grid: whose answer is whose, who is late, and which node is which agent."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+import httpx
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from nufed.errors import TrainingError, shown
+from nufed.flower.payload import PayloadError, read_who
+from nufed.flower.plan import Plan
+from nufed.server import TOO_LATE
+
+LOG = logging.getLogger("nufed")
+NOT_SENT = "the message to it could not be sent"
+PAUSE = 0.5  # seconds between looks for answers
+LONGER = 60.0  # seconds that Flower keeps a message beyond the deadline: clocks differ
+
+
+def ask(
+    grid: Grid, kind: str, contents: Mapping[int, RecordDict], seconds: float
+) -> dict[int, RecordDict | str]:
+    """What every node answered, or why there is no answer.
+
+    Whose an answer is follows from the message that it replies to: what Flower says of the sender
+    is wrong where a node is gone. Answers are pulled one by one, since one that can't be read would
+    lose the others.
+    """
+    ttl = seconds + LONGER
+    messages = [Message(content, node, kind, ttl=ttl) for node, content in contents.items()]
+    numbers = list(grid.push_messages(messages)) if messages else []
+    waiting = {n: node for n, node in zip(numbers, contents, strict=False) if n is not None}
+    answers: dict[int, RecordDict | str] = dict.fromkeys(
+        contents, "the message to it could not be sent"
+    )
+    answers |= dict.fromkeys(waiting.values(), TOO_LATE)
+    end = time.monotonic() + seconds
+    while waiting:
+        for number, node in list(waiting.items()):
+            answer = _pull(grid, number)
+            if answer is not None:
+                answers[node] = answer
+                del waiting[number]
+        if not waiting or time.monotonic() > end:
+            break
+        time.sleep(PAUSE)
+    return answers
+
+
+def _pull(grid: Grid, number: str) -> RecordDict | str | None:
+    """The answer to a message, why it can't be used, or None if it is not there yet."""
+    try:
+        replies = list(grid.pull_messages([number]))
+    except (httpx.HTTPError, OSError):  # it is the SuperLink that can't be reached
+        raise
+    except Exception as error:
+        return f"its answer can't be read ({type(error).__name__})"
+    for reply in replies:
+        if reply.metadata.reply_to_message_id != number:
+            LOG.warning("an answer to no question of this run was thrown away")
+        elif reply.has_error():
+            return f"it failed: {shown(reply.error.reason)}"
+        else:
+            return reply.content
+    return None
+
+
+class Roster:
+    """Which node is which agent.
+
+    Flower's node ids are random, so a site tells its own number. Where several nodes claim one, the
+    one that has it keeps it while it is there; if none has it, it goes to none of them.
+    """
+
+    def __init__(self, grid: Grid, plan: Plan) -> None:
+        self._grid, self._plan = grid, plan
+        self._claims: dict[int, tuple[int, str] | None] = {}  # None: no usable answer
+        self.nodes: dict[int, int] = {}
+        self.names: dict[int, str] = {}
+
+    def refresh(self) -> None:
+        """Ask the nodes that are new who they are."""
+        online = set(self._grid.get_node_ids())
+        self._claims = {node: claim for node, claim in self._claims.items() if node in online}
+        new = sorted(online - self._claims.keys())
+        questions = {node: RecordDict() for node in new}
+        for node, answer in ask(
+            self._grid, MessageType.QUERY, questions, self._plan.deadline
+        ).items():
+            self._claims[node] = self._claim(node, answer)
+        self._assign(new)
+
+    def _claim(self, node: int, answer: RecordDict | str) -> tuple[int, str] | None:
+        try:
+            if isinstance(answer, str):
+                raise PayloadError(answer)
+            return read_who(answer, self._plan.agents)
+        except PayloadError as error:
+            LOG.warning("node %d takes no part: %s", node, error)
+            return None
+
+    def _assign(self, new: list[int]) -> None:
+        claims = {node: claim[0] for node, claim in self._claims.items() if claim is not None}
+        held = {agent: node for agent, node in self.nodes.items() if node in claims}
+        number = Counter(claims.values())
+        for node, agent in claims.items():
+            if number[agent] == 1:
+                held[agent] = node
+            elif node in new:
+                LOG.warning(
+                    "node %d takes no part: it says that it is agent %d, and so does another",
+                    node,
+                    agent,
+                )
+        self.nodes = dict(sorted(held.items()))
+        for agent, node in self.nodes.items():
+            claim = self._claims[node]
+            assert claim is not None
+            self.names[agent] = claim[1]
+
+    def gather(self) -> None:
+        """Wait for all agents, at most as long as the plan says; some must come."""
+        plan, end = self._plan, time.monotonic() + self._plan.wait
+        self.refresh()
+        while len(self.nodes) < plan.agents and time.monotonic() < end:
+            time.sleep(PAUSE)
+            self.refresh()
+        missing = [agent for agent in range(plan.agents) if agent not in self.nodes]
+        there = [agent for agent in plan.seen if agent in self.nodes]
+        if len(there) < max(1, plan.rules.min_updates):
+            raise TrainingError(
+                f"of {plan.agents} sites only agents {list(self.nodes)} came within "
+                f"{plan.wait:g} s, and a round needs {max(1, plan.rules.min_updates)} that train: "
+                "start the sites, each with a number of its own, or wait longer"
+            )
+        if missing:
+            LOG.warning("training begins without agents %s", missing)

@@ -1,0 +1,205 @@
+"""What travels: vectors as arrays, and plain numbers. All of it is checked before it is used.
+
+An array is read only if it has the dtype, the shape and the very bytes of numpy's own file format
+for them, so that nothing is parsed, unpickled or allocated at a stranger's word.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from torch import Tensor
+
+from nufed.aggregate import MOST_SAMPLES, Unreadable
+from nufed.algorithm import ClientUpdate, Cost, State
+from nufed.errors import InputError, shown
+from nufed.evaluate import AgentScores
+
+ARRAYS, ABOUT, SCORES = "arrays", "about", "scores"
+STORED_AS = "numpy.ndarray"
+DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
+MOST_WORK = 10**15  # gradients that a site may say it computed
+MOST_LETTERS = 100  # of a site's name
+
+
+class PayloadError(Exception):
+    """Something that was sent can't be used: it says why."""
+
+
+def content(vectors: State | None = None, **about: int | str) -> RecordDict:
+    """Vectors, and numbers about them, as the content of a message."""
+    records = RecordDict({ABOUT: ConfigRecord(dict(about))})
+    if vectors is not None:
+        records[ARRAYS] = to_arrays(vectors)
+    return records
+
+
+def to_arrays(vectors: State) -> ArrayRecord:
+    """Vectors as they are sent and stored."""
+    for name, vector in vectors.items():
+        if vector.dtype not in DTYPES:
+            raise InputError(
+                f"{name!r} has dtype {vector.dtype}, which can't be sent: use a model in one of "
+                f"{', '.join(DTYPES.values())}"
+            )
+    return ArrayRecord({n: Array(v.detach().cpu().numpy()) for n, v in vectors.items()})
+
+
+def read_array(array: object, like: Tensor) -> Tensor | Unreadable:
+    """The vector of an array that must be like another one, or why it can't be read."""
+    if not isinstance(array, Array):
+        return Unreadable("is not an array")
+    if array.stype != STORED_AS:
+        return Unreadable(f"is stored as {shown(array.stype)}; only {STORED_AS!r} is read")
+    for what, wanted in (("dtype", DTYPES[like.dtype]), ("shape", tuple(like.shape))):
+        if getattr(array, what) != wanted:
+            return Unreadable(f"has {what} {shown(getattr(array, what))} instead of {wanted}")
+    dtype = np.dtype(DTYPES[like.dtype])
+    head = _head(dtype, tuple(like.shape))
+    if len(array.data) != len(head) + like.numel() * dtype.itemsize:
+        return Unreadable(f"has {len(array.data)} bytes, which does not fit its shape")
+    if not array.data.startswith(head):
+        return Unreadable("does not begin as an array of its dtype and shape does")
+    numbers = np.frombuffer(array.data, dtype, offset=len(head)).reshape(tuple(like.shape))
+    return torch.from_numpy(numbers.copy()).to(like.device)
+
+
+def _head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """How numpy's file of such an array begins."""
+    file = io.BytesIO()
+    header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, cast(Any, header))
+    return file.getvalue()
+
+
+def read_vectors(records: Mapping[str, object], like: State, key: str = ARRAYS) -> State:
+    """Vectors that must have the names and shapes of ``like``."""
+    arrays = _record(records, key, ArrayRecord)
+    if arrays.keys() != like.keys():
+        raise PayloadError(f"it holds {shown(sorted(arrays))} instead of {sorted(like)}")
+    vectors = {}
+    for name, right in like.items():
+        vector = read_array(arrays[name], right)
+        if isinstance(vector, Unreadable):
+            raise PayloadError(f"{name!r} {vector.reason}")
+        vectors[name] = vector
+    return vectors
+
+
+def read_about(records: Mapping[str, object], *keys: str) -> list[Any]:
+    """What a message says of itself, all of ``keys`` and nothing else, of any type."""
+    about = _record(records, ABOUT, ConfigRecord)
+    if about.keys() != set(keys):
+        raise PayloadError(f"it says {shown(sorted(about))} of itself instead of {sorted(keys)}")
+    return [about[key] for key in keys]
+
+
+def read_update(
+    records: Mapping[str, object], agent: int, expected: State
+) -> tuple[ClientUpdate, Cost]:
+    """An agent's update, for :func:`nufed.aggregate.screen` to judge, and what it cost."""
+    _only(records, ARRAYS, ABOUT)
+    says, round, samples, gradients, hvps = read_about(
+        records, "agent", "round", "samples", "gradients", "hvps"
+    )
+    _same_agent(says, agent)
+    arrays = _record(records, ARRAYS, ArrayRecord)
+    vectors = {
+        name: read_array(array, expected[name]) if name in expected else Unreadable("is not asked")
+        for name, array in arrays.items()
+    }
+    cost = Cost(*(whole(value, "gradients", MOST_WORK) for value in (gradients, hvps)))
+    return ClientUpdate(agent, round, samples, cast(State, vectors)), cost
+
+
+def scores_content(scores: AgentScores, round: int) -> RecordDict:
+    """An agent's scores as plain numbers."""
+    records = content(
+        agent=scores.agent,
+        round=round,
+        train_samples=scores.train_samples,
+        test_samples=scores.test_samples,
+        minority_samples=scores.minority_samples,
+    )
+    lists = {name: list(getattr(scores, name)) for name in ("loss", "score")}
+    if scores.balanced:
+        lists |= {"balanced": list(scores.balanced), "minority": list(scores.minority)}
+    records[SCORES] = MetricRecord(cast(Any, lists))
+    return records
+
+
+def read_scores(
+    records: Mapping[str, object], agent: int, round: int, *, name: str, seen: bool, steps: int
+) -> AgentScores:
+    """An agent's scores, every number of them checked."""
+    _only(records, ABOUT, SCORES)
+    says, of, train, test, minority = read_about(
+        records, "agent", "round", "train_samples", "test_samples", "minority_samples"
+    )
+    _same_agent(says, agent)
+    if whole(of, "round", 10**9) != round:
+        raise PayloadError(f"it is of round {of}")
+    lists = _record(records, SCORES, MetricRecord)
+    if lists.keys() not in ({"loss", "score"}, {"loss", "score", "balanced", "minority"}):
+        raise PayloadError(f"it holds {shown(sorted(lists))} instead of scores")
+    minority_samples = whole(minority, "minority_samples", MOST_SAMPLES)
+    return AgentScores(
+        agent=agent,
+        name=name,
+        seen=seen,
+        train_samples=whole(train, "train_samples", MOST_SAMPLES),
+        test_samples=whole(test, "test_samples", MOST_SAMPLES),
+        minority_samples=minority_samples,
+        **{
+            # without minority samples there is no accuracy on them: it is not a number
+            key: _numbers(values, key, steps + 1, key != "minority" or minority_samples > 0)
+            for key, values in lists.items()
+        },
+    )
+
+
+def read_who(records: Mapping[str, object], agents: int) -> tuple[int, str]:
+    """A site's number and name."""
+    _only(records, ABOUT)
+    agent, name = read_about(records, "agent", "name")
+    if not isinstance(name, str) or not name.isprintable() or len(name) > MOST_LETTERS:
+        raise PayloadError(f"its name {shown(name)} is not one line of text")
+    return whole(agent, "its number", agents - 1), name
+
+
+def whole(value: object, name: str, most: int) -> int:
+    """A whole number from 0 to ``most``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise PayloadError(f"{name} is {shown(value)}, not a whole number in 0 … {most}")
+    return value
+
+
+def _numbers(values: object, name: str, length: int, finite: bool) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != length:
+        raise PayloadError(f"{name!r} is not a list of {length} numbers")
+    if not all(isinstance(v, float) and (math.isfinite(v) or not finite) for v in values):
+        raise PayloadError(f"{name!r} is {shown(values)}: every number must be finite")
+    return tuple(values)
+
+
+def _same_agent(says: object, agent: int) -> None:
+    if says != agent or isinstance(says, bool):
+        raise PayloadError(f"it says that it is agent {shown(says)}")
+
+
+def _only(records: Mapping[str, object], *keys: str) -> None:
+    if records.keys() != set(keys):
+        raise PayloadError(f"it sent the records {shown(sorted(records))} instead of {keys}")
+
+
+def _record(records: Mapping[str, object], key: str, kind: type[Any]) -> Any:
+    record = records.get(key)
+    if not isinstance(record, kind):
+        raise PayloadError(f"it sent no {kind.__name__} called {key!r}")
+    return record

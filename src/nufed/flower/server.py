@@ -1,0 +1,169 @@
+"""The server's half: rounds over sites, with the simulator's cohorts, checks and aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from flwr.app import Context, MessageType, RecordDict
+from flwr.serverapp import Grid, ServerApp
+
+from nufed.algorithm import ClientUpdate, Cost, State
+from nufed.errors import UpdateError
+from nufed.evaluate import AgentScores
+from nufed.flower.asking import LOG, Roster, ask
+from nufed.flower.payload import PayloadError, content, read_scores, read_update
+from nufed.flower.plan import Plan
+from nufed.server import Progress, close_round, to_send, try_round
+from nufed.threads import torch_threads
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a federation leaves: its last progress, and every site's scores of its model.
+
+    ``missing`` are the sites without scores that can be used, and why.
+    """
+
+    progress: Progress
+    scores: tuple[AgentScores, ...]
+    missing: tuple[UpdateError, ...]
+
+
+def server_app(
+    plan: Callable[[Context], Plan],
+    on_end: Callable[[Outcome], None],
+    on_round: Callable[[Progress], None] = lambda progress: None,
+) -> ServerApp:
+    """The app that runs at the server.
+
+    Args:
+        plan: makes the plan, the same as at the sites.
+        on_end: is given what training led to.
+        on_round: is given where training stands, before the first and after every round.
+    """
+    app = ServerApp()
+
+    def main(grid: Grid, context: Context) -> None:
+        made = plan(context)
+        with torch_threads(made.threads):
+            server = Server(made, grid)
+            for progress in server.train():
+                on_round(progress)
+            on_end(server.evaluate(progress))
+
+    app.main()(main)
+    return app
+
+
+class Server:
+    """Runs a plan over the sites that a Grid reaches."""
+
+    def __init__(self, plan: Plan, grid: Grid) -> None:
+        self._plan, self._grid = plan, grid
+        self._roster = Roster(grid, plan)
+        self._taken: dict[int, int] = {}  # the last round of which an agent's update was taken
+
+    def train(self) -> Iterator[Progress]:
+        """Where training stands before the first and after every round."""
+        progress = Progress(0, self._plan.start())
+        yield progress
+        self._roster.gather()
+        while progress.round < self._plan.rounds:
+            progress = self._round(progress)
+            yield progress
+
+    def _round(self, before: Progress) -> Progress:
+        plan = self._plan
+        return try_round(
+            lambda cohort, number: self._attempt(before, cohort),
+            before.round + 1,
+            plan.seen,
+            participation=plan.participation,
+            seed=plan.seed,
+            rules=plan.rules,
+        )
+
+    def _attempt(self, before: Progress, cohort: list[int]) -> Progress:
+        plan, k = self._plan, before.round + 1
+        answers, dropped = self._ask(MessageType.TRAIN, before.server, k, cohort)
+        expected = {name: before.server[name] for name in plan.algorithm.sends}
+        updates: list[ClientUpdate] = []
+        failed: list[UpdateError] = []
+        cost = Cost()
+        for agent, answer in answers.items():
+            try:
+                update, spent = read_update(_usable(answer), agent, expected)
+                updates.append(update)
+                cost += spent
+            except PayloadError as error:
+                failed.append(UpdateError(agent, k, str(error)))
+        server, rejected = close_round(
+            plan.algorithm,
+            before.server,
+            updates,
+            k,
+            cohort=cohort,
+            failed=failed,
+            rules=plan.rules,
+        )
+        if plan.keeps_state:
+            left_out = {error.agent for error in rejected}
+            self._taken |= {u.agent: k for u in updates if u.agent not in left_out}
+        return Progress(
+            round=k,
+            server=server,
+            cohort=tuple(cohort),
+            rejected=tuple(rejected),
+            dropped=tuple(dropped),
+            cost=cost,
+        )
+
+    def evaluate(self, progress: Progress) -> Outcome:
+        """What the sites score after personalising the server's model, each on its own data."""
+        plan, k = self._plan, progress.round
+        agents = range(plan.agents)
+        answers, away = self._ask(MessageType.EVALUATE, progress.server, k, agents)
+        missing = [UpdateError(agent, k, "its site is not there") for agent in away]
+        scores = []
+        for agent, answer in answers.items():
+            try:
+                scores.append(
+                    read_scores(
+                        _usable(answer),
+                        agent,
+                        k,
+                        name=self._roster.names[agent],
+                        seen=agent in plan.seen,
+                        steps=plan.eval_steps,
+                    )
+                )
+            except PayloadError as error:
+                missing.append(UpdateError(agent, k, str(error)))
+        for each in missing:
+            LOG.warning("scores left out: %s", each)
+        return Outcome(progress, tuple(scores), tuple(missing))
+
+    def _ask(
+        self, kind: str, server: State, round: int, agents: Iterable[int]
+    ) -> tuple[dict[int, RecordDict | str], list[int]]:
+        """What these agents answer, in their order, and those that have no site now."""
+        self._roster.refresh()
+        nodes = {agent: self._roster.nodes.get(agent) for agent in agents}
+        away = [agent for agent, node in nodes.items() if node is None]
+        if away:
+            LOG.warning("round %d: agents %s have no site that is there", round, away)
+        sent = to_send(self._plan.algorithm, server)
+        there = {agent: node for agent, node in nodes.items() if node is not None}
+        contents = {
+            node: content(sent, agent=agent, round=round, taken=self._taken.get(agent, 0))
+            for agent, node in there.items()
+        }
+        answers = ask(self._grid, kind, contents, self._plan.deadline)
+        return {agent: answers[node] for agent, node in there.items()}, away
+
+
+def _usable(answer: RecordDict | str) -> RecordDict:
+    if isinstance(answer, str):
+        raise PayloadError(answer)
+    return answer

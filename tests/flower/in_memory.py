@@ -1,0 +1,100 @@
+"""A Grid without a network: it hands messages to the real ClientApp, as a SuperNode does."""
+
+import random
+from itertools import count
+
+import numpy as np
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from nufed import Federation, Objective
+from nufed.data import as_samples, make_split
+from nufed.flower import Plan, client_app, server_app
+from support import mlp
+
+TEST = 0.25
+
+
+class MemoryGrid:
+    """Nodes with random ids, each with a Context of its own.
+
+    ``tamper(agent, message, reply)`` may return another reply, None for one that never comes, or
+    raise what pulling it shall raise.
+    """
+
+    def __init__(self, app, numbers, tamper=lambda agent, message, reply: reply):
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # as Flower does
+        self.app, self.tamper = app, tamper
+        self.contexts, self.asked, self._replies, self._ids = {}, [], {}, count(1)
+        for number in numbers:
+            self.add(number)
+
+    def add(self, number, **config):
+        node = random.getrandbits(62)
+        config = {"partition-id": number, **config}
+        self.contexts[node] = Context(1, node, config, RecordDict(), {})
+        return node
+
+    def node_of(self, number):
+        return next(n for n, c in self.contexts.items() if c.node_config["partition-id"] == number)
+
+    def get_node_ids(self):
+        return list(self.contexts)
+
+    def push_messages(self, messages):
+        numbers = []
+        for message in messages:
+            number = str(next(self._ids))
+            message.metadata.__dict__["_message_id"] = number
+            context = self.contexts[message.metadata.dst_node_id]
+            agent = context.node_config["partition-id"]
+            self.asked.append((message.metadata.message_type, agent))
+            try:
+                reply = self.app(message, context)
+            except Exception as error:
+                reply = Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
+            self._replies[number] = (agent, message, reply)
+            numbers.append(number)
+        return numbers
+
+    def pull_messages(self, numbers):
+        replies = [self.tamper(*self._replies[number]) for number in numbers]
+        return [reply for reply in replies if reply is not None]
+
+
+def agents_data(agents, seed=0, samples=24):
+    """Every agent's inputs and classes."""
+    rng = np.random.default_rng(seed)
+    rule = rng.normal(size=(5, 3))
+    inputs = [rng.normal(size=(samples + 4 * agent, 5)) for agent in range(agents)]
+    return [(x, (x @ rule).argmax(axis=1)) for x in inputs]
+
+
+def federation_of(data, seed, unseen):
+    """The same data in one place, as the simulator takes it."""
+    sizes = [len(y) for _, y in data]
+    rows = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    split = make_split(rows, seed, validation=0.0, test=TEST, unseen_agents=unseen)
+    inputs, targets = (np.concatenate(part) for part in zip(*data, strict=True))
+    return Federation(as_samples((inputs, targets)), split)
+
+
+def plan_of(algorithm, agents=4, rounds=3, **more):
+    torch.manual_seed(3)
+    settings = {"seed": 7, "test": TEST, "eval_steps": 2, "wait": 0.01, "deadline": 0.01}
+    return Plan(algorithm, Objective(mlp()), agents, rounds, **{**settings, **more})
+
+
+def federate(plan, data, tamper=lambda agent, message, reply: reply, prepare=lambda grid: None):
+    """The progress of every round and the outcome, from the real ServerApp and ClientApp."""
+    site = client_app(
+        lambda context: plan, lambda context: data[context.node_config["partition-id"]]
+    )
+    grid = MemoryGrid(site, range(plan.agents), tamper)
+    prepare(grid)
+    rounds, outcomes = [], []
+    server_app(lambda context: plan, outcomes.append, rounds.append)(
+        grid, Context(1, 0, {}, RecordDict(), {})
+    )
+    return rounds, outcomes[0], grid
