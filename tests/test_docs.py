@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
         "docs/data.md",
         "docs/tutorial.md",
         "docs/reliability.md",
+        "docs/deployment.md",
         "CONTRIBUTING.md",
         "README.md",
     ],

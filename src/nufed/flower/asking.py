@@ -80,6 +80,7 @@ class Roster:
     def __init__(self, grid: Grid, plan: Plan) -> None:
         self._grid, self._plan = grid, plan
         self._claims: dict[int, tuple[int, str] | None] = {}  # None: no usable answer
+        self._late: set[int] = set()
         self.nodes: dict[int, int] = {}
         self.names: dict[int, str] = {}
 
@@ -93,6 +94,8 @@ class Roster:
             self._grid, MessageType.QUERY, questions, self._plan.deadline
         ).items():
             self._claims[node] = self._claim(node, answer)
+            if answer == TOO_LATE:
+                self._late.add(node)
         self._assign(new)
 
     def _claim(self, node: int, answer: RecordDict | str) -> tuple[int, str] | None:
@@ -129,6 +132,9 @@ class Roster:
         self.refresh()
         while len(self.nodes) < plan.agents and time.monotonic() < end:
             time.sleep(PAUSE)
+            for node in self._late:  # they are asked again now, and not in rounds
+                self._claims.pop(node, None)
+            self._late.clear()
             self.refresh()
         missing = [agent for agent in range(plan.agents) if agent not in self.nodes]
         there = [agent for agent in plan.seen if agent in self.nodes]

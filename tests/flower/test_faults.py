@@ -1,0 +1,228 @@
+"""Whatever a site sends or does, it is named and left out, and the run goes on."""
+
+import io
+import logging
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from nufed import FirstOrder, GMeta, InputError, Objective
+from nufed.errors import TrainingError
+from nufed.server import Rules
+from nufed.simulation import DirectEngine, train
+from support import Scaffold, mlp
+
+pytest.importorskip("flwr", reason="pip install 'nufed[flower]' to test federations on Flower")
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from flower.in_memory import agents_data, federate, federation_of, plan_of
+from flower.test_parity import same
+
+FEDAVG = GMeta(0, 0.2, 0.3, 1, 6, FirstOrder())
+BAD, BAD_ROUND, AGENTS = 2, 2, 4
+DATA = agents_data(AGENTS)
+SIZE = 5 * 7 + 7 + 7 * 3 + 3
+
+
+def sent(values=None, **about):
+    """A bad agent's reply in the bad round, with some things in it other than they should be."""
+
+    def change(message, reply):
+        arrays = reply.content["arrays"] if values is None else ArrayRecord(values)
+        said = ConfigRecord({**reply.content["about"], **about})
+        return Message(RecordDict({"arrays": arrays, "about": said}), reply_to=message)
+
+    return change
+
+
+def raw(dtype="float64", shape=(SIZE,), stype="numpy.ndarray", data=None):
+    if data is None:
+        file = io.BytesIO()
+        np.save(file, np.zeros(SIZE))
+        data = file.getvalue()
+    return {"model": Array(dtype=dtype, shape=shape, stype=stype, data=data)}
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def empty(message, reply):
+    return Message(RecordDict(), reply_to=message)
+
+
+def unreadable(message, reply):
+    raise ValueError("not an array")
+
+
+FAULTS = {
+    "not a number": (sent({"model": Array(np.full(SIZE, np.nan))}), "'model' is not finite"),
+    "another shape": (sent({"model": Array(np.zeros(3))}), "has shape (3,) instead of (66,)"),
+    "a shape that lies": (sent(raw(shape=(10**12,))), "has shape (1000000000000,) instead"),
+    "another dtype": (sent({"model": Array(np.zeros(SIZE, "f4"))}), "dtype 'float32' instead"),
+    "a pickle": (sent(raw(stype="pickle")), "is stored as 'pickle'; only 'numpy.ndarray' is read"),
+    "too few bytes": (sent(raw(data=b"")), "has 0 bytes, which does not fit its shape"),
+    "other bytes": (sent(raw(data=npy(np.zeros(SIZE, "i8")))), "does not begin as an array"),
+    "extra vectors": (sent({**raw(), "more": Array(np.zeros(2))}), "it sent ['model', 'more']"),
+    "no vectors": (sent({}), "it sent [] instead of ['model']"),
+    "another round": (sent(round=1), "the update is of round 1"),
+    "another agent": (sent(agent=0), "it says that it is agent 0"),
+    "absurd samples": (sent(samples=10**12), "its number of samples is 1000000000000"),
+    "samples in words": (sent(samples="many"), "its number of samples is a str"),
+    "more said than asked": (sent(secret=1), "'secret'"),
+    "nothing": (empty, "it sent the records []"),
+    "what can't be read": (unreadable, "its answer can't be read (ValueError)"),
+    "no answer": (lambda message, reply: None, "it answered too late"),
+}
+
+
+def in_bad_round(change):
+    def tamper(agent, message, reply):
+        about = message.content.get("about", {})
+        bad = agent == BAD and message.metadata.message_type == "train"
+        return change(message, reply) if bad and about["round"] == BAD_ROUND else reply
+
+    return tamper
+
+
+@dataclass(frozen=True)
+class Breaking(DirectEngine):
+    """The simulator's engine where the same agent sends a bad update in the same round."""
+
+    def client_updates(self, algorithm, received, states, round):
+        results = super().client_updates(algorithm, received, states, round)
+        if round == BAD_ROUND and BAD in results:
+            bad = {name: v * float("nan") for name, v in results[BAD].vectors.items()}
+            results[BAD] = replace(results[BAD], vectors=bad)
+        return results
+
+
+def broken_simulation(plan):
+    engine = Breaking(plan.objective, federation_of(DATA, plan.seed, 0), plan.seed)
+    settings = {"participation": plan.participation, "rules": plan.rules}
+    w = plan.objective.initial()
+    return list(train(plan.algorithm, engine, w, rounds=plan.rounds, **settings))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_update_is_named_and_leaves_no_trace(fault):
+    change, reason = FAULTS[fault]
+    plan = plan_of(FEDAVG)
+    rounds, outcome, _ = federate(plan, DATA, in_bad_round(change))
+    assert [(p.round, r.agent, r.round) for p in rounds for r in p.rejected] == [
+        (BAD_ROUND, BAD, BAD_ROUND)
+    ]
+    assert reason in rounds[BAD_ROUND].rejected[0].reason
+    assert same(rounds[-1].server, broken_simulation(plan)[-1].server)
+    assert len(outcome.scores) == AGENTS
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules(min_updates=3, attempts=9)])
+def test_a_site_goes_on_from_the_state_of_its_last_update_that_was_taken(rules):
+    plan = plan_of(Scaffold(), rounds=5, participation=0.75, rules=rules)
+    right = broken_simulation(plan)
+    rounds, _, _ = federate(plan, DATA, in_bad_round(FAULTS["no answer"][0]))
+    assert [p.attempts for p in rounds] == [p.attempts for p in right]
+    assert BAD in rounds[BAD_ROUND - 1].cohort
+    assert {r.agent for r in rounds[BAD_ROUND].rejected} == {BAD}
+    assert any(BAD in p.cohort for p in rounds[BAD_ROUND + 1 :])
+    assert all(same(a.server, b.server) for a, b in zip(rounds, right, strict=True))
+
+
+def test_a_site_that_lost_its_state_is_named():
+    def forget(agent, message, reply):
+        if agent == BAD and message.metadata.message_type == "train":
+            grids[0].contexts[grids[0].node_of(BAD)].state.clear()
+        return reply
+
+    grids = []
+    plan = plan_of(Scaffold())
+    rounds, _, _ = federate(plan, DATA, forget, grids.append)
+    assert [r.agent for p in rounds for r in p.rejected] == [BAD, BAD]
+    assert "lost its state of round 1" in rounds[2].rejected[0].reason
+
+
+def test_a_site_that_raises_is_named_and_its_words_stay_at_home(caplog):
+    data = [*DATA[:BAD], (DATA[BAD][0][:, :4], DATA[BAD][1]), *DATA[BAD + 1 :]]
+    rounds, outcome, _ = federate(plan_of(FEDAVG), data)
+    assert all([r.agent for r in p.rejected] == [BAD] for p in rounds[1:])
+    assert "RuntimeError; the site's own log says more" in rounds[1].rejected[0].reason
+    assert "mat1" not in str(rounds[1].rejected[0]) and "mat1" in caplog.text
+    assert [error.agent for error in outcome.missing] == [BAD] and len(outcome.scores) == 3
+
+
+def test_a_site_that_goes_away_and_comes_back_as_another_node_is_the_same_agent():
+    def leave_and_return(agent, message, reply):
+        grid, kind = grids[0], message.metadata.message_type
+        round = message.content["about"]["round"] if kind == "train" else 0
+        if agent == 0 and round == 1:
+            del grid.contexts[grid.node_of(BAD)]
+        if agent == 0 and round == 2:
+            grid.add(BAD)
+        return reply
+
+    grids = []
+    rounds, outcome, _ = federate(plan_of(FEDAVG), DATA, leave_and_return, grids.append)
+    assert [p.dropped for p in rounds] == [(), (), (BAD,), ()]
+    assert len(outcome.scores) == AGENTS
+
+
+def test_of_two_sites_with_one_number_neither_takes_part(caplog):
+    rounds, outcome, grid = federate(plan_of(FEDAVG), DATA, prepare=lambda grid: grid.add(BAD))
+    assert all(p.dropped == (BAD,) for p in rounds[1:])
+    assert caplog.text.count("so does another") == 2
+    assert ("train", BAD) not in grid.asked
+    assert [error.agent for error in outcome.missing] == [BAD]
+
+
+def test_a_site_with_a_number_that_is_none_of_the_federations_takes_no_part(caplog):
+    rounds, _, _ = federate(
+        plan_of(FEDAVG), [*DATA, DATA[0]], prepare=lambda grid: grid.add(AGENTS)
+    )
+    assert not any(p.rejected or p.dropped for p in rounds)
+    assert "must be the site's own number" in caplog.text
+
+
+def test_without_sites_the_run_ends_with_what_to_do():
+    with pytest.raises(TrainingError, match=r"only agents \[\] came within .* start the sites"):
+        federate(plan_of(FEDAVG), DATA, prepare=lambda grid: grid.contexts.clear())
+
+
+def scored(**changes):
+    def tamper(agent, message, reply):
+        if agent != BAD or message.metadata.message_type != "evaluate":
+            return reply
+        lists = MetricRecord({**reply.content["scores"], **changes})
+        records = {"about": reply.content["about"], "scores": lists}
+        return Message(RecordDict(records), reply_to=message)
+
+    return tamper
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": [0.1, float("nan"), 0.1]},
+        {"score": [0.1, 0.2]},
+        {"score": 0.5},
+        {"score": [1, 2, 3]},
+        {"more": [0.1, 0.2, 0.3]},
+    ],
+    ids=str,
+)
+def test_scores_that_are_not_what_they_should_be_are_named_and_left_out(changes, caplog):
+    caplog.set_level(logging.WARNING)
+    _, outcome, _ = federate(plan_of(FEDAVG, rounds=1), DATA, scored(**changes))
+    assert [error.agent for error in outcome.missing] == [BAD]
+    assert [s.agent for s in outcome.scores] == [0, 1, 3]
+    assert "scores left out: agent 2" in caplog.text
+
+
+def test_a_model_whose_numbers_can_not_be_sent_is_refused():
+    plan = replace(plan_of(FEDAVG), objective=Objective(mlp(torch.bfloat16)))
+    with pytest.raises(InputError, match="bfloat16, which can't be sent"):
+        federate(plan, DATA)
