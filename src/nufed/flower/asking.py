@@ -90,9 +90,8 @@ class Roster:
         self._claims = {node: claim for node, claim in self._claims.items() if node in online}
         new = sorted(online - self._claims.keys())
         questions = {node: RecordDict() for node in new}
-        for node, answer in ask(
-            self._grid, MessageType.QUERY, questions, self._plan.deadline
-        ).items():
+        answers = ask(self._grid, MessageType.QUERY, questions, self._plan.wait)
+        for node, answer in answers.items():
             self._claims[node] = self._claim(node, answer)
             if answer == TOO_LATE:
                 self._late.add(node)

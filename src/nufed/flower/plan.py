@@ -32,8 +32,9 @@ class Plan:
         measure: what sites are scored by.
         rules: when the server takes a round.
         threads: torch's threads at server and sites; bits depend on it.
-        deadline: seconds that sites have for an answer.
-        wait: seconds that the server waits at the start for all sites to come.
+        deadline: seconds that sites have for their work of a round.
+        wait: seconds that the server waits at the start for all sites to come, and a new site has
+            to say who it is.
     """
 
     algorithm: Algorithm
