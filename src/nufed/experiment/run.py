@@ -118,7 +118,7 @@ def _train(
     finished = load_run(directory.path)
     if not finished.methods:
         raise TrainingError(f"no method could be trained: {finished.failures[0]}")
-    _write_bundles(setup, finished)
+    _write_bundles(setup, finished, directory.bundles())
     write_json(directory.path / "results.json", finished.to_json())
     from nufed.report import build_report  # charts take a moment to import
 
@@ -126,10 +126,8 @@ def _train(
     return finished
 
 
-def _write_bundles(setup: Setup, run: Run) -> None:
+def _write_bundles(setup: Setup, run: Run, folder: Path) -> None:
     """The meta-model of every method, of its first seed, ready to be adapted by anyone."""
-    folder = run.path / "bundles"
-    folder.mkdir(exist_ok=True)
     for method, seeds in run.methods.items():
         if isinstance(setup.algorithms[method], GMeta) and can_be_bundled(run):
             seed = next(iter(seeds))

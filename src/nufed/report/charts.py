@@ -290,7 +290,9 @@ def _score(runs: Sequence[Run]) -> str:
 
 
 def _steps(runs: Sequence[Run]) -> str:
-    return " or ".join(str(s) for s in sorted({line.steps for _, _, line in _lines(runs)}))
+    return " or ".join(
+        str(s) for s in sorted({line.steps for _, _, line in _lines(runs, "method")})
+    )
 
 
 def _score_axis(runs: Sequence[Run], channel: Any, field: str = "score") -> Any:

@@ -81,6 +81,10 @@ class RunDirectory:
         """The directory of one method or baseline and seed (``kind`` is methods or baselines)."""
         return _make(self.path / kind / name / f"seed-{seed}", exist_ok=True)
 
+    def bundles(self) -> Path:
+        """The directory of the meta-models that can be adapted."""
+        return _make(self.path / "bundles", exist_ok=True)
+
     def existing(self) -> Path:
         """The path, if a run was begun there and all of it lies there."""
         if not (self.path / "run.json").is_file():
