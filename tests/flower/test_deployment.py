@@ -4,9 +4,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
-
-pytest.importorskip("flwr", reason="pip install 'nufed[flower]' to test federations on Flower")
 from flwr.app import Context, RecordDict
 
 from flower.in_memory import MemoryGrid

@@ -7,18 +7,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from flower.in_memory import agents_data, federate, federation_of, plan_of
+from flower.test_parity import same
 from nufed import FirstOrder, GMeta, InputError, Objective
 from nufed.errors import TrainingError
 from nufed.server import Rules
 from nufed.simulation import DirectEngine, train
 from support import Scaffold, mlp
-
-pytest.importorskip("flwr", reason="pip install 'nufed[flower]' to test federations on Flower")
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-
-from flower.in_memory import agents_data, federate, federation_of, plan_of
-from flower.test_parity import same
 
 FEDAVG = GMeta(0, 0.2, 0.3, 1, 6, FirstOrder())
 BAD, BAD_ROUND, AGENTS = 2, 2, 4

@@ -13,13 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nufed import FirstOrder, GMeta
-from processes import wait_for
-
-pytest.importorskip("flwr", reason="pip install 'nufed[flower]' to test federations on Flower")
 from flower.in_memory import agents_data, plan_of
 from flower.test_parity import simulated
+from nufed import FirstOrder, GMeta
 from nufed.flower import SETTINGS
+from processes import wait_for
 
 ALGORITHM = GMeta(1, 0.2, 0.3, 2, 6, FirstOrder())
 BIN = Path(sys.executable).parent

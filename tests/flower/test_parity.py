@@ -3,12 +3,10 @@
 import pytest
 import torch
 
+from flower.in_memory import agents_data, federate, federation_of, plan_of
 from nufed import Exact, FirstOrder, GMeta, HessianFree
 from nufed.simulation import DirectEngine, train
 from support import Scaffold
-
-pytest.importorskip("flwr", reason="pip install 'nufed[flower]' to test federations on Flower")
-from flower.in_memory import agents_data, federate, federation_of, plan_of
 
 METHODS = {
     "FedAvg": GMeta(0, 0.2, 0.3, 2, 6, FirstOrder()),
