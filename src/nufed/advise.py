@@ -28,7 +28,7 @@ from nufed.runs.build import (
     build_objective,
     build_samples,
 )
-from nufed.runs.config import OWN
+from nufed.runs.schema import OWN
 from nufed.seeding import stream
 from nufed.threads import torch_threads
 

@@ -2,6 +2,7 @@
 
 import random
 from itertools import count
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -10,10 +11,13 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from nufed import Federation, Objective
 from nufed.data import as_samples, make_split
-from nufed.flower import Plan, client_app, server_app
+from nufed.flower.plan import Plan
+from nufed.flower.server import Server
+from nufed.flower.site import client_app
 from support import mlp
 
 TEST = 0.25
+RUN = "0123456789abcdef" * 2
 
 
 class MemoryGrid:
@@ -23,16 +27,16 @@ class MemoryGrid:
     raise what pulling it shall raise.
     """
 
-    def __init__(self, app, numbers, tamper=lambda agent, message, reply: reply):
+    def __init__(self, app, numbers, folder, tamper=lambda agent, message, reply: reply):
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # as Flower does
-        self.app, self.tamper = app, tamper
+        self.app, self.folder, self.tamper = app, folder, tamper
         self.contexts, self.asked, self._replies, self._ids = {}, [], {}, count(1)
         for number in numbers:
             self.add(number)
 
     def add(self, number, **config):
         node = random.getrandbits(62)
-        config = {"partition-id": number, **config}
+        config = {"partition-id": number, "folder": str(self.folder), **config}
         self.contexts[node] = Context(1, node, config, RecordDict(), {})
         return node
 
@@ -87,14 +91,11 @@ def plan_of(algorithm, agents=4, rounds=3, **more):
 
 
 def federate(plan, data, tamper=lambda agent, message, reply: reply, prepare=lambda grid: None):
-    """The progress of every round and the outcome, from the real ServerApp and ClientApp."""
-    site = client_app(
-        lambda context: plan, lambda context: data[context.node_config["partition-id"]]
-    )
-    grid = MemoryGrid(site, range(plan.agents), tamper)
-    prepare(grid)
-    rounds, outcomes = [], []
-    server_app(lambda context: plan, outcomes.append, rounds.append)(
-        grid, Context(1, 0, {}, RecordDict(), {})
-    )
-    return rounds, outcomes[0], grid
+    """The progress of every round and the outcome, from the real server and ClientApp."""
+    site = client_app(lambda: plan, lambda config: data[config["partition-id"]])
+    with TemporaryDirectory() as folder:
+        grid = MemoryGrid(site, range(plan.agents), folder, tamper)
+        prepare(grid)
+        server = Server(plan, grid, RUN)
+        rounds = list(server.train())
+        return rounds, server.evaluate(rounds[-1]), grid

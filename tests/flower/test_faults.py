@@ -3,6 +3,7 @@
 import io
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,17 +131,34 @@ def test_a_site_goes_on_from_the_state_of_its_last_update_that_was_taken(rules):
     assert all(same(a.server, b.server) for a, b in zip(rounds, right, strict=True))
 
 
-def test_a_site_that_lost_its_state_is_named():
+@pytest.mark.parametrize("how", ["removed", "damaged"])
+def test_a_site_that_lost_its_state_is_named_and_starts_anew(how, caplog):
     def forget(agent, message, reply):
-        if agent == BAD and message.metadata.message_type == "train":
-            grids[0].contexts[grids[0].node_of(BAD)].state.clear()
+        about = message.content.get("about", {})
+        if agent == BAD and about.get("round") == 1:
+            (file,) = Path(grids[0].folder).glob(f"*/agent-{BAD}")
+            content = file.read_bytes()
+            file.unlink()
+            if how == "damaged":
+                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         return reply
 
     grids = []
     plan = plan_of(Scaffold())
-    rounds, _, _ = federate(plan, DATA, forget, grids.append)
-    assert [r.agent for p in rounds for r in p.rejected] == [BAD, BAD]
-    assert "lost its state of round 1" in rounds[2].rejected[0].reason
+    rounds, outcome, _ = federate(plan, DATA, forget, grids.append)
+    assert not any(p.rejected for p in rounds) and len(outcome.scores) == AGENTS
+    assert caplog.text.count(f"agent {BAD} lost its state and started anew") == 1
+    assert "round 2" in caplog.text
+    right = broken_simulation(replace(plan, rounds=1))
+    assert same(rounds[1].server, right[1].server)
+
+
+def test_data_that_can_not_be_loaded_is_named_and_its_words_stay_at_home(caplog):
+    data = [*DATA[:BAD], "the secret of a patient", *DATA[BAD + 1 :]]
+    rounds, _, _ = federate(plan_of(FEDAVG), data)
+    reasons = {(r.agent, r.reason) for p in rounds for r in p.rejected}
+    named = "it failed: its data can't be loaded (InputError); the site's own log says more"
+    assert reasons == {(BAD, named)} and all(p.rejected for p in rounds[1:])
 
 
 def test_a_site_that_raises_is_named_and_its_words_stay_at_home(caplog):

@@ -27,7 +27,7 @@ from nufed.runs.build import (
     build_objective,
     build_samples,
 )
-from nufed.runs.config import OWN
+from nufed.runs.schema import OWN
 from nufed.server import choose_cohort
 from nufed.theory import BatchSizes, ProblemConstants, Training
 

@@ -18,7 +18,7 @@ from nufed.models import MODELS
 from nufed.objective import Loss, Objective
 from nufed.runs import Estimate, Run
 from nufed.runs.build import LOSSES, call_named, find_named, loss_name
-from nufed.runs.config import OWN
+from nufed.runs.schema import OWN
 
 
 def make_bundle(

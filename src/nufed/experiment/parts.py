@@ -6,19 +6,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from nufed.algorithm import Algorithm, BatchSource, Combining, State
 from nufed.algorithms import GMeta
 from nufed.errors import TrainingError
-from nufed.evaluate import AgentScores, majority_class, summarise
+from nufed.evaluate import AgentScores, majority_class
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.metagrad import FirstOrder
 from nufed.objective import AnyObjective
 from nufed.runs import RunDirectory
+from nufed.runs.lines import by_group, round_line
 from nufed.runs.part import PartFiles
 from nufed.simulation import Engine, EngineName, Progress, WorkerEngine, train
 
@@ -122,10 +123,10 @@ def _run_method(
             saved_before, last = progress is start, progress.round == config.rounds
             if saved_before and not last:
                 continue
-            line = _record(algorithm, progress)
+            line = round_line(algorithm, progress)
             if progress.round % config.eval_every == 0 or last:
                 scores = _evaluate(setup, engine, algorithm, progress)
-                line["evaluation"] = _by_group(scores, setup)
+                line["evaluation"] = by_group(scores, config.steps_evaluated, setup.measure)
                 score = line["evaluation"]["seen"]["score"][config.steps_of(name)[0]]
             if not saved_before:
                 files.add(line)
@@ -159,28 +160,6 @@ def _run_baselines(
         files[name].finish_baseline(rounds, scores)
 
 
-def _record(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
-    """What one round took and did."""
-    agents = len(progress.cohort)
-    faults: dict[str, Any] = {"dropped": progress.dropped} if progress.dropped else {}
-    if progress.attempts > 1:
-        faults["attempts"] = progress.attempts
-    return {
-        "round": progress.round,
-        "cohort": progress.cohort,
-        "rejected": [{"agent": r.agent, "reason": r.reason} for r in progress.rejected],
-        "gradients": progress.cost.gradients,
-        "hvps": progress.cost.hvps,
-        "bytes_down": agents * _bytes(progress.server, algorithm.receives),
-        "bytes_up": (agents - len(progress.dropped)) * _bytes(progress.server, algorithm.sends),
-        **faults,
-    }
-
-
-def _bytes(server: State, names: Sequence[str]) -> int:
-    return sum(server[name].nbytes for name in names)
-
-
 def _evaluate(
     setup: Setup, engine: Engine, algorithm: Algorithm, progress: Progress
 ) -> list[AgentScores]:
@@ -192,21 +171,6 @@ def _evaluate(
         steps=setup.config.steps_evaluated,
         measure=setup.measure,
     )
-
-
-def _by_group(scores: Sequence[AgentScores], setup: Setup) -> dict[str, dict[str, list[float]]]:
-    """Means after 0, 1, … fine-tuning steps, over agents seen in training and over the others."""
-    groups = {}
-    for group in ("seen", "unseen"):
-        chosen = [s for s in scores if s.seen == (group == "seen")]
-        if chosen:
-            steps = range(setup.config.steps_evaluated + 1)
-            means = [summarise(chosen, step, setup.measure) for step in steps]
-            groups[group] = {"score": [m.mean for m in means], "loss": [m.loss for m in means]}
-            if chosen[0].balanced:
-                groups[group]["balanced"] = [m.balanced for m in means]
-                groups[group]["minority"] = [m.minority for m in means]
-    return groups
 
 
 def _baselines(

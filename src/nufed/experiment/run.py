@@ -8,16 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from nufed.algorithms import GMeta
-from nufed.bundle.of_run import bundle_of, can_be_bundled
-from nufed.errors import TrainingError
 from nufed.evaluate import Metric
+from nufed.experiment.finish import finish
 from nufed.experiment.parts import BASELINES, Event, Listener, Part, parts_of, run_part
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.objective import Loss
-from nufed.runs import Config, Run, RunDirectory, load_config, load_run
-from nufed.runs.directory import write_json
+from nufed.runs import Config, Run, RunDirectory, load_config
 from nufed.runs.durable import locked
 from nufed.simulation import Workers
 from nufed.threads import torch_threads
@@ -62,7 +59,13 @@ def run(
         with locked(directory.path):
             for seed, federation in setup.federations.items():
                 directory.write_split(federation.split, setup.samples, seed)
-            directory.write_start(setup.config, setup.measure, setup.engine_names, setup.samples)
+            directory.write_start(
+                setup.config,
+                setup.measure,
+                setup.engine_names,
+                setup.samples,
+                setup.samples.fingerprint,
+            )
             return _train(setup, directory, on_start, on_progress, on_stop)
 
 
@@ -115,24 +118,7 @@ def _train(
         _run_parts(setup, directory, on_progress or (lambda event: None), stop)
     if stop():
         raise KeyboardInterrupt
-    finished = load_run(directory.path)
-    if not finished.methods:
-        raise TrainingError(f"no method could be trained: {finished.failures[0]}")
-    _write_bundles(setup, finished, directory.bundles())
-    write_json(directory.path / "results.json", finished.to_json())
-    from nufed.report import build_report  # charts take a moment to import
-
-    build_report([finished], directory.path)
-    return finished
-
-
-def _write_bundles(setup: Setup, run: Run, folder: Path) -> None:
-    """The meta-model of every method, of its first seed, ready to be adapted by anyone."""
-    for method, seeds in run.methods.items():
-        if isinstance(setup.algorithms[method], GMeta) and can_be_bundled(run):
-            seed = next(iter(seeds))
-            bundle = bundle_of(run, method, seed, setup.objectives[seed])
-            bundle.save(folder / f"{method}.nufed")
+    return finish(directory, setup.objectives)
 
 
 def _run_parts(setup: Setup, directory: RunDirectory, listener: Listener, stop: Stop) -> None:

@@ -22,7 +22,7 @@ from nufed.runs.build import (
     build_objective,
     build_samples,
 )
-from nufed.runs.config import OWN
+from nufed.runs.schema import OWN
 from nufed.seeding import stream
 from nufed.server import Rules, to_send
 from nufed.simulation import DirectEngine, EngineName, Engines, Faults, can_fork, usable_cores

@@ -28,8 +28,6 @@ SETTINGS = {
 }
 os.environ.update(SETTINGS)  # before flwr is imported: it reads them then
 
-from nufed.flower.plan import Plan
-from nufed.flower.server import Outcome, server_app
-from nufed.flower.site import client_app
+from nufed.flower.app import App
 
-__all__ = ["SETTINGS", "Outcome", "Plan", "client_app", "server_app"]
+__all__ = ["SETTINGS", "App"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import httpx
 from flwr.app import Message, MessageType, RecordDict
@@ -18,6 +19,7 @@ from nufed.server import TOO_LATE
 
 LOG = logging.getLogger("nufed")
 NOT_SENT = "the message to it could not be sent"
+MOST_SAID = 500  # letters of a site's error
 PAUSE = 0.5  # seconds between looks for answers
 LONGER = 60.0  # seconds that Flower keeps a message beyond the deadline: clocks differ
 
@@ -35,9 +37,7 @@ def ask(
     messages = [Message(content, node, kind, ttl=ttl) for node, content in contents.items()]
     numbers = list(grid.push_messages(messages)) if messages else []
     waiting = {n: node for n, node in zip(numbers, contents, strict=False) if n is not None}
-    answers: dict[int, RecordDict | str] = dict.fromkeys(
-        contents, "the message to it could not be sent"
-    )
+    answers: dict[int, RecordDict | str] = dict.fromkeys(contents, NOT_SENT)
     answers |= dict.fromkeys(waiting.values(), TOO_LATE)
     end = time.monotonic() + seconds
     while waiting:
@@ -64,10 +64,16 @@ def _pull(grid: Grid, number: str) -> RecordDict | str | None:
         if reply.metadata.reply_to_message_id != number:
             LOG.warning("an answer to no question of this run was thrown away")
         elif reply.has_error():
-            return f"it failed: {shown(reply.error.reason)}"
+            return f"it failed: {_plain(str(reply.error.reason))}"
         else:
             return reply.content
     return None
+
+
+def _plain(reason: str) -> str:
+    """Flower's words about an exception, without those around the exception's own."""
+    raised = re.fullmatch(r"<class '[\w.]+'>:<'(.*)'>", reason, re.DOTALL)
+    return raised[1][:MOST_SAID] if raised else shown(reason)
 
 
 class Roster:
@@ -125,16 +131,21 @@ class Roster:
             assert claim is not None
             self.names[agent] = claim[1]
 
-    def gather(self) -> None:
-        """Wait for all agents, at most as long as the plan says; some must come."""
-        plan, end = self._plan, time.monotonic() + self._plan.wait
+    def wait_for(self, agents: Collection[int], least: int) -> None:
+        """Wait until so many of these agents are there, at most as long as the plan says."""
+        end = time.monotonic() + self._plan.wait
         self.refresh()
-        while len(self.nodes) < plan.agents and time.monotonic() < end:
+        while len(self.nodes.keys() & set(agents)) < least and time.monotonic() < end:
             time.sleep(PAUSE)
-            for node in self._late:  # they are asked again now, and not in rounds
+            for node in self._late:  # they are asked again while there is time to wait for them
                 self._claims.pop(node, None)
             self._late.clear()
             self.refresh()
+
+    def gather(self) -> None:
+        """Wait for all agents; some must come."""
+        plan = self._plan
+        self.wait_for(range(plan.agents), plan.agents)
         missing = [agent for agent in range(plan.agents) if agent not in self.nodes]
         there = [agent for agent in plan.seen if agent in self.nodes]
         if len(there) < max(1, plan.rules.min_updates):

@@ -1,56 +1,86 @@
-"""A site's own state between rounds, for algorithms that keep one.
+"""What a site keeps from round to round, in one file of its own.
 
 A site can't know whether the server took its last update: it may have been too late, left out, or
-of a round that was tried again. So it keeps two states: the one its last work set out from, and the
-one it led to. The server says which round's update of this site it took last, and the site goes on
-from the state of that round.
+of a round that was tried again or redone after a crash. So it keeps two states: the one its last
+work set out from, and the one it led to. The server says which round's update of this site it took
+last, and the site goes on from the state of that round.
 """
 
 from __future__ import annotations
 
-from flwr.app import ConfigRecord, RecordDict
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from nufed.algorithm import State
-from nufed.errors import TrainingError
-from nufed.flower.payload import read_vectors, to_arrays
+from nufed.errors import RunError
+from nufed.runs.durable import sha256, write_durably
 
-BEFORE, AFTER, ROUNDS = "nufed.before", "nufed.after", "nufed.rounds"
+DIGEST = 64  # letters of a SHA-256
 
 
-def recall(records: RecordDict, taken: int, fresh: State) -> State:
-    """The state after round ``taken``, or ``fresh`` if the server never took an update (0).
+@dataclass(frozen=True)
+class Memory:
+    """The states that the last work set out from and led to, and the rounds that they are of."""
 
-    ``fresh`` is also what tells names and shapes; where it is empty nothing is kept.
+    rounds: tuple[int, int] = (0, 0)
+    before: State = field(default_factory=dict)
+    after: State = field(default_factory=dict)
+
+    def state(self, taken: int) -> State | None:
+        """The state after round ``taken``; None if it is not here."""
+        return {self.rounds[0]: self.before, self.rounds[1]: self.after}.get(taken) or None
+
+    def with_work(self, taken: int, before: State, round: int, after: State) -> Memory:
+        """What to remember after a round's work."""
+        return replace(self, rounds=(taken, round), before=before, after=after)
+
+
+def load_memory(path: Path, like: State) -> Memory:
+    """What the file holds, as far as it has the names and shapes of ``like``.
+
+    A file that is not there, is damaged or is of another model holds nothing.
     """
-    if not fresh or taken == 0:
-        return fresh
-    place = _place(records, taken)
-    if place is None:
-        kept = sorted(_rounds(records).values())
-        raise TrainingError(
-            f"this site has lost its state of round {taken} (it has those of {kept}), as happens "
-            "where a SuperNode was started again; without it it can't take part"
-        )
-    return read_vectors(records, fresh, place)
+    try:
+        content = path.read_bytes()
+        digest, packed = content[:DIGEST], content[DIGEST:]
+        if sha256(packed).encode() != digest:
+            return Memory()
+        about_length = int.from_bytes(packed[:8], "big")
+        about: dict[str, Any] = json.loads(packed[8 : 8 + about_length])
+        tensors = load(packed[8 + about_length :])
+    except (OSError, ValueError, SafetensorError):
+        return Memory()
+    parts: dict[str, State] = {"before": {}, "after": {}}
+    for key, tensor in tensors.items():
+        part, _, name = key.partition("/")
+        parts[part] = {**parts[part], name: tensor}
+    fits = {part: state if _alike(state, like) else {} for part, state in parts.items()}
+    return Memory(tuple(about["rounds"]), **fits)
 
 
-def keep(records: RecordDict, taken: int, round: int, state: State) -> None:
-    """Remember the state that ``round`` led to, and the one it set out from."""
-    if not state:
-        return
-    if _place(records, taken) == AFTER:
-        records[BEFORE] = records[AFTER]
-    records[AFTER] = to_arrays(state)
-    records[ROUNDS] = ConfigRecord({BEFORE: taken, AFTER: round})
+def save_memory(path: Path, memory: Memory) -> None:
+    """Write the file, whole or not at all."""
+    parts = {"before": memory.before, "after": memory.after}
+    tensors = {
+        f"{part}/{name}": tensor.detach().cpu().contiguous()
+        for part, state in parts.items()
+        for name, tensor in state.items()
+    }
+    about = json.dumps({"rounds": memory.rounds}).encode()
+    packed = len(about).to_bytes(8, "big") + about + save(tensors)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{path.parent} can't be made: {error.strerror}") from error
+    write_durably(path, sha256(packed).encode() + packed)
 
 
-def _place(records: RecordDict, round: int) -> str | None:
-    return next((place for place, of in _rounds(records).items() if of == round), None)
-
-
-def _rounds(records: RecordDict) -> dict[str, int]:
-    """Which round each kept state is of."""
-    record = records.get(ROUNDS)
-    if not isinstance(record, ConfigRecord):
-        return {}
-    return {place: of for place, of in record.items() if isinstance(of, int)}
+def _alike(state: State, like: State) -> bool:
+    return state.keys() == like.keys() and all(
+        (state[k].shape, state[k].dtype) == (like[k].shape, like[k].dtype) for k in like
+    )

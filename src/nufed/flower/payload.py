@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -100,13 +101,21 @@ def read_about(records: Mapping[str, object], *keys: str) -> list[Any]:
     return [about[key] for key in keys]
 
 
+def read_run(run: object) -> str:
+    """The name of a run, which becomes that of a folder."""
+    if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{32}", run):
+        raise PayloadError(f"the run {shown(run)} is not named by 32 hexadecimal digits")
+    return run
+
+
 def read_update(
     records: Mapping[str, object], agent: int, expected: State
-) -> tuple[ClientUpdate, Cost]:
-    """An agent's update, for :func:`nufed.aggregate.screen` to judge, and what it cost."""
+) -> tuple[ClientUpdate, Cost, int]:
+    """An agent's update, for :func:`nufed.aggregate.screen` to judge, what it cost, and the round
+    of the state that the agent set out from."""
     _only(records, ARRAYS, ABOUT)
-    says, round, samples, gradients, hvps = read_about(
-        records, "agent", "round", "samples", "gradients", "hvps"
+    says, round, samples, gradients, hvps, began = read_about(
+        records, "agent", "round", "samples", "gradients", "hvps", "began"
     )
     _same_agent(says, agent)
     arrays = _record(records, ARRAYS, ArrayRecord)
@@ -115,7 +124,8 @@ def read_update(
         for name, array in arrays.items()
     }
     cost = Cost(*(whole(value, "gradients", MOST_WORK) for value in (gradients, hvps)))
-    return ClientUpdate(agent, round, samples, cast(State, vectors)), cost
+    update = ClientUpdate(agent, round, samples, cast(State, vectors))
+    return update, cost, whole(began, "began", 10**9)
 
 
 def scores_content(scores: AgentScores, round: int) -> RecordDict:

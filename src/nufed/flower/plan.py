@@ -1,4 +1,4 @@
-"""What server and sites agree on."""
+"""What is trained, and with whom: the same at the server and at every site."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 from nufed.algorithm import Algorithm, State
-from nufed.data import SmallAgents, choose_unseen
-from nufed.errors import require
+from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
+from nufed.errors import InputError, require
 from nufed.evaluate import Measure
 from nufed.objective import Objective
 from nufed.server import Rules, to_send
@@ -16,7 +19,7 @@ from nufed.server import Rules, to_send
 
 @dataclass(frozen=True)
 class Plan:
-    """A training, made by the same function at the server and at every site.
+    """A training, made from the same configuration at the server and at every site.
 
     Args:
         algorithm: what is trained.
@@ -26,15 +29,17 @@ class Plan:
         participation: the share of agents that is asked in a round.
         seed: what cohorts, splits and batches are drawn from.
         unseen_agents: how many agents are kept from training, and only evaluated.
-        test: the share of a site's samples that it tests on.
+        validation, test: the shares of a site's samples that it does not train on.
+        scored_on: the part that it is scored on.
         small_agents: what a site with fewer training samples than a batch does.
         eval_steps: fine-tuning steps of the evaluation.
         measure: what sites are scored by.
         rules: when the server takes a round.
         threads: torch's threads at server and sites; bits depend on it.
         deadline: seconds that sites have for their work of a round.
-        wait: seconds that the server waits at the start for all sites to come, and a new site has
-            to say who it is.
+        wait: seconds that the server waits at the start for all sites, later for as many as a round
+            needs; and that a new site has to say who it is.
+        like: a sample like those of all sites; None: they are not compared with one.
     """
 
     algorithm: Algorithm
@@ -44,7 +49,9 @@ class Plan:
     participation: float = 1.0
     seed: int = 0
     unseen_agents: int = 0
+    validation: float = 0.0
     test: float = 0.2
+    scored_on: ScoredOn = "test"
     small_agents: SmallAgents = "refuse"
     eval_steps: int = 1
     measure: Measure = Measure("accuracy")
@@ -52,6 +59,7 @@ class Plan:
     threads: int = 1
     deadline: float = 600.0
     wait: float = 60.0
+    like: Samples | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("agents", 1), ("rounds", 0), ("eval_steps", 0), ("threads", 1)):
@@ -74,7 +82,7 @@ class Plan:
         """The server's state before the first round."""
         return self.algorithm.server_init(self.objective, self.objective.initial())
 
-    @property
+    @cached_property
     def keeps_state(self) -> bool:
         """Whether sites keep something from one round to the next."""
         return bool(self.algorithm.client_init(self.objective.initial()))
@@ -82,3 +90,31 @@ class Plan:
     def received_like(self) -> State:
         """Vectors shaped like those that a site receives."""
         return to_send(self.algorithm, self.start())
+
+    def check_data(self, samples: Samples) -> None:
+        """Refuse a site's data that is not like that of the others."""
+        if self.like is None:
+            return
+        if samples.input_shape != self.like.input_shape:
+            raise InputError(
+                f"this site's inputs have shape {samples.input_shape}: federation.input_shape is "
+                f"{list(self.like.input_shape)}"
+            )
+        if isinstance(samples.inputs, Tensor) and samples.inputs.dtype == torch.uint8:
+            raise InputError(
+                "this site's inputs are bytes: load them as the numbers that the model takes, for "
+                "example inputs / 255"
+            )
+        if bool(samples.classes) != bool(self.like.classes):
+            raise InputError(
+                "this site's targets are "
+                + ("class numbers" if samples.classes else "no class numbers")
+                + ": federation.classes says otherwise"
+            )
+        if samples.outputs > self.like.outputs or (
+            not samples.classes and samples.outputs != self.like.outputs
+        ):
+            raise InputError(
+                f"this site's targets need {samples.outputs} outputs: the federation has "
+                f"{self.like.outputs}"
+            )

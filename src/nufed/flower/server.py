@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from flwr.app import Context, MessageType, RecordDict
-from flwr.serverapp import Grid, ServerApp
+from flwr.app import MessageType, RecordDict
+from flwr.serverapp import Grid
 
 from nufed.algorithm import ClientUpdate, Cost, State
 from nufed.errors import UpdateError
@@ -15,60 +16,45 @@ from nufed.flower.asking import LOG, Roster, ask
 from nufed.flower.payload import PayloadError, content, read_scores, read_update
 from nufed.flower.plan import Plan
 from nufed.server import Progress, close_round, to_send, try_round
-from nufed.threads import torch_threads
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a federation leaves: its last progress, and every site's scores of its model.
+    """Every site's scores of a model; ``missing`` are those without usable ones, and why."""
 
-    ``missing`` are the sites without scores that can be used, and why.
-    """
-
-    progress: Progress
     scores: tuple[AgentScores, ...]
     missing: tuple[UpdateError, ...]
 
 
-def server_app(
-    plan: Callable[[Context], Plan],
-    on_end: Callable[[Outcome], None],
-    on_round: Callable[[Progress], None] = lambda progress: None,
-) -> ServerApp:
-    """The app that runs at the server.
+class Server:
+    """Runs a plan over the sites that a Grid reaches.
 
     Args:
-        plan: makes the plan, the same as at the sites.
-        on_end: is given what training led to.
-        on_round: is given where training stands, before the first and after every round.
+        plan: what is trained.
+        grid: reaches the sites.
+        run: names the run to sites, 32 hexadecimal digits; they keep their states under it.
+        notes: what :attr:`notes` was when training was interrupted.
     """
-    app = ServerApp()
 
-    def main(grid: Grid, context: Context) -> None:
-        made = plan(context)
-        with torch_threads(made.threads):
-            server = Server(made, grid)
-            for progress in server.train():
-                on_round(progress)
-            on_end(server.evaluate(progress))
-
-    app.main()(main)
-    return app
-
-
-class Server:
-    """Runs a plan over the sites that a Grid reaches."""
-
-    def __init__(self, plan: Plan, grid: Grid) -> None:
-        self._plan, self._grid = plan, grid
+    def __init__(
+        self, plan: Plan, grid: Grid, run: str, notes: Mapping[str, Any] | None = None
+    ) -> None:
+        self._plan, self._grid, self._run = plan, grid, run
         self._roster = Roster(grid, plan)
-        self._taken: dict[int, int] = {}  # the last round of which an agent's update was taken
+        taken: dict[str, int] = (notes or {}).get("taken", {})
+        # the last round of which an agent's update was taken
+        self._taken = {int(agent): round for agent, round in taken.items()}
 
-    def train(self) -> Iterator[Progress]:
-        """Where training stands before the first and after every round."""
-        progress = Progress(0, self._plan.start())
-        yield progress
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What must be known to go on, beside the progress, as plain JSON."""
+        return {"taken": {str(agent): round for agent, round in sorted(self._taken.items())}}
+
+    def train(self, start: Progress | None = None) -> Iterator[Progress]:
+        """Where training stands at the start and after every round."""
         self._roster.gather()
+        progress = start or Progress(0, self._plan.start())
+        yield progress
         while progress.round < self._plan.rounds:
             progress = self._round(progress)
             yield progress
@@ -86,6 +72,7 @@ class Server:
 
     def _attempt(self, before: Progress, cohort: list[int]) -> Progress:
         plan, k = self._plan, before.round + 1
+        self._roster.wait_for(cohort, plan.rules.min_updates)
         answers, dropped = self._ask(MessageType.TRAIN, before.server, k, cohort)
         expected = {name: before.server[name] for name in plan.algorithm.sends}
         updates: list[ClientUpdate] = []
@@ -93,7 +80,9 @@ class Server:
         cost = Cost()
         for agent, answer in answers.items():
             try:
-                update, spent = read_update(_usable(answer), agent, expected)
+                update, spent, began = read_update(_usable(answer), agent, expected)
+                if plan.keeps_state and began != self._taken.get(agent, 0):
+                    LOG.warning("round %d: agent %d lost its state and started anew", k, agent)
                 updates.append(update)
                 cost += spent
             except PayloadError as error:
@@ -142,7 +131,7 @@ class Server:
                 missing.append(UpdateError(agent, k, str(error)))
         for each in missing:
             LOG.warning("scores left out: %s", each)
-        return Outcome(progress, tuple(scores), tuple(missing))
+        return Outcome(tuple(scores), tuple(missing))
 
     def _ask(
         self, kind: str, server: State, round: int, agents: Iterable[int]
@@ -156,7 +145,9 @@ class Server:
         sent = to_send(self._plan.algorithm, server)
         there = {agent: node for agent, node in nodes.items() if node is not None}
         contents = {
-            node: content(sent, agent=agent, round=round, taken=self._taken.get(agent, 0))
+            node: content(
+                sent, run=self._run, agent=agent, round=round, taken=self._taken.get(agent, 0)
+            )
             for agent, node in there.items()
         }
         answers = ask(self._grid, kind, contents, self._plan.deadline)

@@ -16,6 +16,7 @@ from nufed.errors import InputError, RunError
 from nufed.report.bounds import bounds_notes, bounds_tables
 from nufed.report.charts import all_charts, bounds_charts
 from nufed.report.tables import (
+    agents_table,
     all_groups,
     baseline_notes,
     costs_table,
@@ -54,9 +55,11 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         settings=[(run_name(run, runs), settings_table(run)) for run in runs],
         methods=methods_table(runs),
         costs=costs_table(runs),
+        agents=[(run_name(run, runs), agents_table(run)) for run in runs],
         failures=[line for run in runs for line in run.failures],
         unanswered=[line for run in runs for line in run.unanswered()],
         rejected=[line for run in runs for line in run.rejected()],
+        unscored=[line for run in runs for line in run.unscored()],
         script=_javascript(),
     )
     try:

@@ -12,6 +12,8 @@ from nufed.metagrad import Exact, HessianFree
 from nufed.runs import Estimate, Row, Run
 from nufed.runs.results import BASELINES
 
+LISTED = 100  # agents that are shown one by one
+
 
 @dataclass(frozen=True)
 class Table:
@@ -93,6 +95,22 @@ _WIDE = ("std", "over majority")
 
 def _half_width(estimate: Estimate, show: Callable[[float], str]) -> str:
     return "–" if estimate.half_width is None else show(estimate.half_width)
+
+
+def agents_table(run: Run) -> Table:
+    """Every agent by itself, first seed: each method before and after fine-tuning."""
+    show, seed = number_format(run), run.config.seeds[0]
+    lines = [line for line in run.lines() if line.kind == "method" and seed in line.seeds]
+    headings = ["", "training samples", "test samples"]
+    rows: dict[int, list[str]] = {}
+    for number, line in enumerate(lines):
+        headings += [f"{line.label}: before", "after"]
+        for s in line.seeds[seed].scores[:LISTED]:
+            about = [s.name if s.seen else f"{s.name}, unseen"]
+            about += [f"{s.train_samples:,}", f"{s.test_samples:,}"]
+            row = rows.setdefault(s.agent, about + ["–"] * 2 * len(lines))
+            row[3 + 2 * number : 5 + 2 * number] = show(s.score[0]), show(s.score[line.steps])
+    return Table(headings, [rows[agent] for agent in sorted(rows)], [False] * len(rows))
 
 
 def costs_table(runs: Sequence[Run]) -> Table:

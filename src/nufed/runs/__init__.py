@@ -1,8 +1,9 @@
 """A run on paper: its configuration, its directory, its records and results. Knows no engine."""
 
-from nufed.runs.config import Config, load_config, presets
+from nufed.runs.config import load_config, presets
 from nufed.runs.directory import RunDirectory
 from nufed.runs.results import Estimate, Row, Run, load_run
+from nufed.runs.schema import Config
 
 __all__ = [
     "Config",

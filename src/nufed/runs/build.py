@@ -33,7 +33,7 @@ from nufed.errors import InputError
 from nufed.evaluate import Measure, accuracy
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
-from nufed.runs.config import Config, DataConfig
+from nufed.runs.schema import Config, DataConfig
 from nufed.seeding import stream, torch_seed
 
 

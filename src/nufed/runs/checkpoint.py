@@ -8,7 +8,7 @@ checkpoint without a right one is no checkpoint. The last two are kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ KEPT = 2
 class Checkpoint:
     """The server's and the agents' state after ``round`` rounds.
 
-    ``metrics_bytes`` is how long the file of metrics was then, ``metrics_sha256`` its SHA-256.
+    ``metrics_bytes`` is how long the file of metrics was then, ``metrics_sha256`` its SHA-256;
+    ``notes`` is what else the engine must know to go on, as plain JSON.
     """
 
     round: int
@@ -40,6 +41,7 @@ class Checkpoint:
     clients: Mapping[int, State]
     metrics_bytes: int
     metrics_sha256: str
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, belongs_to: Mapping[str, str]) -> None:
@@ -52,6 +54,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, belongs_to: Mapping[st
         "metrics_bytes": checkpoint.metrics_bytes,
         "metrics_sha256": checkpoint.metrics_sha256,
         "belongs_to": dict(belongs_to),
+        **({"notes": dict(checkpoint.notes)} if checkpoint.notes else {}),
     }
     state_path, manifest_path = _paths(folder, checkpoint.round)
     write_durably(state_path, state)
@@ -116,7 +119,7 @@ def _read(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint
         owner, _, vector = name.partition("/")
         own = server if owner == "server" else clients.setdefault(int(owner), {})
         own[vector] = tensor
-    return Checkpoint(round, server, clients, length, digest)
+    return Checkpoint(round, server, clients, length, digest, manifest.get("notes", {}))
 
 
 def _named(checkpoint: Checkpoint) -> State:

@@ -40,9 +40,10 @@ from safetensors.torch import save
 from nufed.algorithm import State
 from nufed.data import Samples, Split
 from nufed.errors import InputError, RunError
-from nufed.evaluate import Measure
-from nufed.runs.config import Config, load_config
-from nufed.runs.durable import cannot_write, is_full, read_signed, signed, write_durably
+from nufed.evaluate import AgentScores, Measure
+from nufed.runs.config import load_config
+from nufed.runs.durable import cannot_write, is_full, read_signed, sha256, signed, write_durably
+from nufed.runs.schema import Config
 
 FORMAT = 2
 LISTED = 1000  # agents of a split whose counts are written down
@@ -96,16 +97,24 @@ class RunDirectory:
         return self.path
 
     def write_start(
-        self, config: Config, measure: Measure, engines: Mapping[str, str], samples: Samples
+        self,
+        config: Config,
+        measure: Measure,
+        engines: Mapping[str, str],
+        samples: Samples,
+        data_sha256: str,
     ) -> None:
-        """Write down how the run begins; its splits are there already."""
+        """Write down how the run begins; its splits are there already.
+
+        ``samples`` tell what one of them is; ``data_sha256`` is that of all the data.
+        """
         self.write_config(config)
         about = {
             "format": FORMAT,
             "measure": {"name": measure.name, "higher_is_better": measure.higher_is_better},
             "engines": dict(engines),
             "config": _settings(config),
-            "data_sha256": samples.fingerprint,
+            "data_sha256": data_sha256,
             "inputs": _describe(samples),
             "software": {
                 "python": platform.python_version(),
@@ -209,6 +218,25 @@ class RunDirectory:
                     "counts": class_counts(split, samples, agent),
                 }
                 for agent, name in enumerate(split.names[:LISTED])
+            ],
+        }
+        write_durably(folder / f"seed-{seed}.json", signed(about))
+
+    def write_sites(
+        self, number: int, seen: Sequence[int], scores: Sequence[AgentScores], seed: int
+    ) -> None:
+        """In the place of a split: what sites said of theirs, which stays with them."""
+        folder = _make(self.path / "splits", exist_ok=True)
+        told = {s.agent: (s.name, s.train_samples, s.test_samples) for s in scores}
+        sites = [told.get(agent, (str(agent), 0, 0)) for agent in range(number)]
+        about = {
+            "sha256": sha256(json.dumps(sites).encode()),
+            "classes": [],
+            "unseen": sorted(set(range(number)) - set(seen)),
+            "number": number,
+            "agents": [
+                {"name": name, "train": train, "validation": 0, "test": test, "counts": []}
+                for name, train, test in sites[:LISTED]
             ],
         }
         write_durably(folder / f"seed-{seed}.json", signed(about))

@@ -92,12 +92,18 @@ class PartFiles:
         self._hash.update(line)
         self._length += len(line)
 
-    def checkpoint(self, round: int, server: State, clients: Mapping[int, State]) -> None:
+    def checkpoint(
+        self,
+        round: int,
+        server: State,
+        clients: Mapping[int, State],
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
         """Save where training stands."""
         self._sync()
         save_checkpoint(
             self.folder,
-            Checkpoint(round, server, clients, self._length, self._hash.hexdigest()),
+            Checkpoint(round, server, clients, self._length, self._hash.hexdigest(), notes or {}),
             self._belongs_to,
         )
 

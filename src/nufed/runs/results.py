@@ -13,9 +13,10 @@ import numpy as np
 
 from nufed.errors import InputError, RunError
 from nufed.evaluate import AgentScores, Measure, Summary, summarise
-from nufed.runs.config import Config, load_config
+from nufed.runs.config import load_config
 from nufed.runs.directory import RunDirectory, finite, read_about, read_lines, refuse_links
 from nufed.runs.part import DONE, check_done
+from nufed.runs.schema import Config
 
 GROUPS = ("seen", "unseen")
 BASELINES = {
@@ -209,6 +210,15 @@ class Run:
             for seed, trained in part.items()
             for line in trained.metrics
             for r in line.get("rejected", ())
+        ]
+
+    def unscored(self) -> list[str]:
+        """The agents that sent no usable scores of the final model, in words."""
+        return [
+            f"{name}, seed {seed}, agent {each['agent']}: {each['reason']}"
+            for name, part in self.methods.items()
+            for seed, trained in part.items()
+            for each in (trained.metrics[-1].get("unscored", ()) if trained.metrics else ())
         ]
 
     def unanswered(self) -> list[str]:

@@ -1,0 +1,141 @@
+"""The two apps that Flower runs, from one configuration: one at the server, one at every site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from torch import nn
+
+from nufed.data import Samples
+from nufed.errors import InputError, require
+from nufed.evaluate import Measure, Metric
+from nufed.flower.plan import Plan
+from nufed.flower.site import Load, client_app
+from nufed.flower.training import train_federation
+from nufed.objective import Loss
+from nufed.runs import Config, load_config
+from nufed.runs.build import build_loss, build_measure, build_module, build_objective
+from nufed.runs.schema import OWN, FaultsConfig
+from nufed.server import Rules
+
+
+@dataclass(frozen=True)
+class App:
+    """A federation: ``server`` and ``site`` are what Flower runs.
+
+    Args:
+        config: a TOML file as ``nufed run`` takes it, with ``[federation]``.
+        load: reads a site's own data there: ``load(site)`` is given the config that the site's
+            node was started with (``site["data"]``, ``site["partition-id"]``) and returns anything
+            that ``nufed.run(data=...)`` takes.
+        model: a function that makes your own module instead of ``[model]``.
+        loss, metric: your own, as for :func:`nufed.run`.
+    """
+
+    config: str | Path
+    load: Load
+    model: Callable[[], nn.Module] | None = None
+    loss: Loss | None = None
+    metric: Metric | None = None
+
+    @cached_property
+    def server(self) -> ServerApp:
+        """Trains, and leaves a run directory where ``out`` of the run's config says."""
+        app = ServerApp()
+
+        def main(grid: Grid, context: Context) -> None:
+            out = str(context.run_config.get("out", ""))
+            train_federation(self.plan(), self.checked, grid, Path(out) if out else None)
+
+        app.main()(main)
+        return app
+
+    @cached_property
+    def site(self) -> ClientApp:
+        """Trains and tests on a site's own data."""
+        return client_app(self.plan, self.load)
+
+    @cached_property
+    def checked(self) -> Config:
+        """The configuration, if a federation can be trained with it."""
+        config = load_config(self.config)
+        require(
+            config.federation.input_shape is not None,
+            "federation.input_shape",
+            None,
+            "must be the shape of one sample's input, the same at all sites, for example [64]",
+        )
+        for key, number, what in (
+            ("seeds", len(config.seeds), "one seed"),
+            ("methods", len(config.algorithms()), "one method"),
+        ):
+            if number != 1:
+                raise InputError(
+                    f"{key} are {number}: a federation trains with {what} at a time; start it once "
+                    "for each and compare them with `nufed report RUN RUN`"
+                )
+        if config.faults != FaultsConfig():
+            raise InputError("faults are for simulation: remove the table from a federation's file")
+        own = {"loss": self.loss, "metric": self.metric}
+        data = config.data.model_copy(
+            update={"source": "at the sites", "args": {}, "partition": "given"}
+        )
+        update = {key: OWN for key, value in own.items() if value is not None}
+        model = {"name": OWN, "args": {}} if self.model else {}
+        return config.model_copy(
+            update={
+                **update,
+                "data": data,
+                "model": config.model.model_copy(update=model),
+                "baselines": [],
+            }
+        )
+
+    def plan(self) -> Plan:
+        """What server and sites both work by."""
+        config = self.checked
+        like, seed = _like(config), config.seeds[0]
+        (algorithm,) = config.algorithms().values()
+        module = build_module(config, like, seed, self.model)
+        loss = self.loss or build_loss(config, like)
+        measure = build_measure(config, like) if self.metric is None else _named(self.metric)
+        return Plan(
+            algorithm,
+            build_objective(config, module, loss),
+            agents=config.data.agents,
+            rounds=config.rounds,
+            participation=config.participation,
+            seed=seed,
+            unseen_agents=config.data.unseen_agents,
+            validation=config.data.validation,
+            test=config.data.test,
+            scored_on=config.eval_on,
+            small_agents=config.data.small_agents,
+            eval_steps=config.steps_evaluated,
+            measure=measure,
+            rules=Rules(config.min_updates, max_update_norm=config.max_update_norm),
+            threads=config.threads,
+            deadline=config.federation.deadline,
+            wait=config.federation.wait,
+            like=like,
+        )
+
+
+def _like(config: Config) -> Samples:
+    """One sample like those of all sites: models are built for it."""
+    federation = config.federation
+    assert federation.input_shape is not None
+    inputs = torch.zeros(1, *federation.input_shape, dtype=getattr(torch, config.dtype))
+    targets = torch.zeros(1).long() if federation.classes else torch.zeros(1, federation.outputs)
+    return Samples(inputs, targets, tuple(federation.classes))
+
+
+def _named(metric: Metric) -> Measure:
+    return Measure(getattr(metric, "__name__", "metric"), metric)

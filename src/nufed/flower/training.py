@@ -1,0 +1,174 @@
+"""A federation's training in a run directory, as in simulation: begun, or gone on with.
+
+Where training stands is saved after every round. Flower itself forgets a run whose server app or
+SuperLink was killed: started again with the same directory, it goes on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from nufed.errors import NufedError, RunError, TrainingError
+from nufed.evaluate import summarise
+from nufed.flower.asking import LOG
+from nufed.flower.plan import Plan
+from nufed.flower.server import Outcome, Server
+from nufed.runs import Config, RunDirectory
+from nufed.runs.durable import cannot_write, locked, read_signed, signed, write_durably
+from nufed.runs.lines import by_group, round_line
+from nufed.runs.part import PartFiles
+from nufed.server import Progress
+from nufed.threads import torch_threads
+
+NAME = "federation.json"  # how sites know the run
+
+
+def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -> Path:
+    """Train and evaluate over the sites that a grid reaches; returns the run directory.
+
+    Args:
+        plan: what is trained.
+        config: the configuration that it was made from.
+        grid: reaches the sites.
+        out: the run directory; a run that was begun there is gone on with. By default the next
+            free ``runs/NAME-001``.
+    """
+    going_on = out is not None and (out / "run.json").exists()
+    directory = RunDirectory(out) if going_on and out else RunDirectory.create(config.name, out)
+    (method,) = config.algorithms()
+    with torch_threads(plan.threads), locked(directory.path), _logged(directory.path / "log.txt"):
+        try:
+            run = _go_on(directory, config) if going_on else _begin(directory, config, plan)
+            folder = directory.part("methods", method, plan.seed)
+            files = PartFiles(folder, {"configuration": config.fingerprint})
+            if not files.is_done(plan.rounds):
+                began = time.perf_counter()
+                _train(plan, config, grid, run, directory, files)
+                seconds = time.perf_counter() - began
+                directory.write_timing(method=method, seed=plan.seed, seconds=seconds)
+            from nufed.experiment.finish import finish  # it takes a moment to import
+
+            finish(directory, {plan.seed: plan.objective})
+        except NufedError as error:
+            LOG.error("%s", error)
+            if isinstance(error, TrainingError):
+                directory.write_failure(method, plan.seed, str(error))
+            raise
+        LOG.info("done: %s", directory.path / "report.html")
+    return directory.path
+
+
+def _begin(directory: RunDirectory, config: Config, plan: Plan) -> str:
+    """Write down how the run begins; returns how sites know it."""
+    run = secrets.token_hex(16)
+    assert plan.like is not None
+    write_durably(directory.path / NAME, signed({"run": run}))
+    engines = dict.fromkeys(config.algorithms(), "flower")
+    directory.write_start(config, plan.measure, engines, plan.like, data_sha256="")
+    LOG.info("%s begins: %d sites, %d rounds", config.name, plan.agents, plan.rounds)
+    return run
+
+
+def _go_on(directory: RunDirectory, config: Config) -> str:
+    directory.existing()
+    directory.check_same(config, "", {})
+    directory.write_config(config)
+    run = read_signed(directory.path / NAME)["run"]
+    if not isinstance(run, str):
+        raise RunError(f"{directory.path / NAME} names no run: start a new one")
+    return run
+
+
+def _train(
+    plan: Plan, config: Config, grid: Grid, run: str, directory: RunDirectory, files: PartFiles
+) -> None:
+    """All rounds that are not done yet, each written down and saved before the next begins."""
+    saved = files.begin(plan.rounds, config.eval_every)
+    start = Progress(saved.round, saved.server) if saved else None
+    server = Server(plan, grid, run, saved.notes if saved else None)
+    if start:
+        LOG.info("training goes on after round %d", start.round)
+    with closing(files):
+        for progress in server.train(start):
+            again, last = progress is start, progress.round == plan.rounds
+            if again and not last:
+                continue
+            line = round_line(plan.algorithm, progress)
+            outcome = None
+            if progress.round % config.eval_every == 0 or last:
+                outcome = server.evaluate(progress)
+                line |= _evaluation(outcome, plan)
+            if not again:
+                files.add(line)
+                files.checkpoint(progress.round, progress.server, {}, server.notes)
+            _tell(plan, config, progress, outcome)
+            if last and outcome:
+                _end(plan, config, outcome, progress, directory, files)
+
+
+def _evaluation(outcome: Outcome, plan: Plan) -> dict[str, Any]:
+    """What a line of metrics says of an evaluation."""
+    groups = by_group(outcome.scores, plan.eval_steps, plan.measure)
+    unscored = [{"agent": m.agent, "reason": m.reason} for m in outcome.missing]
+    return {
+        **({"evaluation": groups} if "seen" in groups else {}),
+        **({"unscored": unscored} if unscored else {}),
+    }
+
+
+def _tell(plan: Plan, config: Config, progress: Progress, outcome: Outcome | None) -> None:
+    """One line about a round, for those who watch."""
+    asked = len(progress.cohort)
+    took = asked - len(progress.dropped) - len({r.agent for r in progress.rejected})
+    parts = [f"round {progress.round} of {plan.rounds}"]
+    if asked:
+        parts.append(f"{took} of {asked} sites")
+    if outcome and outcome.scores:
+        (method,) = config.algorithms()
+        steps = config.steps_of(method)[0]
+        before, after = (summarise(outcome.scores, s, plan.measure).mean for s in (0, steps))
+        parts.append(f"{plan.measure.name} {before:.3f}, after {steps} steps {after:.3f}")
+    LOG.info(", ".join(parts))
+
+
+def _end(
+    plan: Plan,
+    config: Config,
+    outcome: Outcome,
+    progress: Progress,
+    directory: RunDirectory,
+    files: PartFiles,
+) -> None:
+    """Write the last scores and state, and who the sites are."""
+    if not any(scores.seen for scores in outcome.scores):
+        reasons = "; ".join(str(error) for error in outcome.missing)
+        raise TrainingError(f"no site sent scores that can be used: {reasons}")
+    directory.write_sites(plan.agents, plan.seen, outcome.scores, plan.seed)
+    files.finish(plan.rounds, outcome.scores, progress.server)
+
+
+@contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    """Write what happens into a file too, for those who watch and those who come later."""
+    try:
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = LOG.level
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOG.setLevel(before)
+        LOG.removeHandler(handler)
+        handler.close()

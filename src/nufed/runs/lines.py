@@ -1,0 +1,48 @@
+"""The lines of metrics that every engine writes, one per round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nufed.algorithm import Algorithm, State
+from nufed.evaluate import AgentScores, Measure, summarise
+from nufed.server import Progress
+
+
+def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
+    """What one round took and did, as metrics.jsonl has it."""
+    agents = len(progress.cohort)
+    faults: dict[str, Any] = {"dropped": progress.dropped} if progress.dropped else {}
+    if progress.attempts > 1:
+        faults["attempts"] = progress.attempts
+    return {
+        "round": progress.round,
+        "cohort": progress.cohort,
+        "rejected": [{"agent": r.agent, "reason": r.reason} for r in progress.rejected],
+        "gradients": progress.cost.gradients,
+        "hvps": progress.cost.hvps,
+        "bytes_down": agents * _bytes(progress.server, algorithm.receives),
+        "bytes_up": (agents - len(progress.dropped)) * _bytes(progress.server, algorithm.sends),
+        **faults,
+    }
+
+
+def _bytes(server: State, names: Sequence[str]) -> int:
+    return sum(server[name].nbytes for name in names)
+
+
+def by_group(
+    scores: Sequence[AgentScores], steps: int, measure: Measure
+) -> dict[str, dict[str, list[float]]]:
+    """Means after 0, 1, … fine-tuning steps, over agents seen in training and over the others."""
+    groups = {}
+    for group in ("seen", "unseen"):
+        chosen = [s for s in scores if s.seen == (group == "seen")]
+        if chosen:
+            means = [summarise(chosen, step, measure) for step in range(steps + 1)]
+            groups[group] = {"score": [m.mean for m in means], "loss": [m.loss for m in means]}
+            if chosen[0].balanced:
+                groups[group]["balanced"] = [m.balanced for m in means]
+                groups[group]["minority"] = [m.minority for m in means]
+    return groups

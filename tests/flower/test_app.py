@@ -1,0 +1,180 @@
+"""The apps leave the run directory that simulation leaves, also after they were killed."""
+
+import html
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+
+import nufed
+from flower.in_memory import MemoryGrid, agents_data
+from nufed.errors import InputError, RunError, TrainingError
+from nufed.flower import App
+from nufed.runs import load_run
+
+AGENTS, COHORT = 4, 2
+DATA = [(x.astype("float32"), y) for x, y in agents_data(AGENTS)]
+TEXT = """
+name = "four"
+rounds = 3
+participation = 0.75
+eval_every = 2
+eval_steps = 2
+[data]
+agents = 4
+test = 0.25
+unseen_agents = 1
+[model]
+name = "fcnn"
+args = {hidden = [6]}
+[method]
+adapt_lr = 0.2
+meta_lr = 0.3
+batch_size = 6
+local_steps = 2
+[federation]
+input_shape = [5]
+classes = ["a", "b", "c"]
+wait = 0.01
+deadline = 0.01
+"""
+
+
+class Killed(BaseException):
+    pass
+
+
+def app_of(folder, text=TEXT, **own):
+    (folder / "federation.toml").write_text(text)
+    return App(folder / "federation.toml", lambda site: DATA[site["partition-id"]], **own)
+
+
+def start(app, folder, out, tamper=lambda agent, message, reply: reply, sites=AGENTS, asked=None):
+    """As Flower does when `flwr run` was called."""
+    grid = MemoryGrid(app.site, range(sites), folder / "sites", tamper)
+    grid.asked = [] if asked is None else asked
+    app.server(grid, Context(1, 0, {}, RecordDict(), {"out": str(out)}))
+    return grid
+
+
+def simulate(folder):
+    """The same configuration where all data lies in one place."""
+    settings = [line for line in TEXT.split("[federation]")[0].splitlines() if line != "agents = 4"]
+    (folder / "simulated.toml").write_text("\n".join([*settings]))
+    inputs, targets = (np.concatenate(part) for part in zip(*DATA, strict=True))
+    owners = np.repeat([f"{i}" for i in range(AGENTS)], [len(y) for _, y in DATA])
+    overrides = ["engine=direct", "data.partition=given", "baselines=[]", "workers=1"]
+    return nufed.run(
+        folder / "simulated.toml", overrides, data=(inputs, targets, owners), out=folder / "sim"
+    )
+
+
+def trains(asked):
+    return [kind for kind, _ in asked].count("train")
+
+
+def files_of(run):
+    part = run / "methods" / "gmeta" / "seed-0"
+    return {
+        name: (part / name).read_bytes()
+        for name in ("metrics.jsonl", "agents.jsonl", "model.safetensors")
+    }
+
+
+def test_a_federation_leaves_the_files_of_the_simulation_and_its_report(tmp_path):
+    simulated = simulate(tmp_path)
+    start(app_of(tmp_path), tmp_path, tmp_path / "run")
+    assert files_of(tmp_path / "run") == files_of(tmp_path / "sim")
+    run = load_run(tmp_path / "run")
+    assert [row.after for row in run.rows()] == [row.after for row in simulated.rows()]
+    page = html.unescape((tmp_path / "run" / "report.html").read_text())
+    for scores in run.methods["gmeta"][0].scores:
+        assert f"{100 * scores.score[0]:.1f} %" in page
+    bundle = nufed.load_bundle(tmp_path / "run" / "bundles" / "gmeta.nufed")
+    assert bundle.about.classes == ["a", "b", "c"]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "round 3 of 3, 2 of 2 sites" in log
+
+
+def test_killed_at_any_message_it_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)  # it takes a while
+    app = app_of(tmp_path)
+    whole = start(app, tmp_path, tmp_path / "whole")
+    messages = len(whole.asked)
+    right = files_of(tmp_path / "whole")
+    for number in range(1, messages + 1):
+        left = [number]
+
+        def kill(agent, message, reply, left=left):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            return reply
+
+        out = tmp_path / f"killed-{number}"
+        with pytest.raises(Killed):
+            start(app, tmp_path, out, kill, asked=(killed := []))
+        grid = start(app, tmp_path, out)
+        assert files_of(out) == right
+        assert (
+            trains(killed) + trains(grid.asked) <= trains(whole.asked) + COHORT
+        )  # one round is redone
+
+
+def test_a_run_goes_on_only_as_it_began(tmp_path):
+    start(app_of(tmp_path), tmp_path, tmp_path / "run")
+    with pytest.raises(RunError, match=r"method.meta_lr was 0.3 and is 0.2"):
+        start(app_of(tmp_path, TEXT.replace("0.3", "0.2")), tmp_path, tmp_path / "run")
+    assert load_run(tmp_path / "run").methods  # and what is there stays
+
+
+def test_a_run_can_go_on_for_more_rounds(tmp_path):
+    start(app_of(tmp_path), tmp_path, tmp_path / "longer")
+    longer = app_of(tmp_path, TEXT.replace("rounds = 3", "rounds = 4"))
+    start(longer, tmp_path, tmp_path / "longer")
+    start(longer, tmp_path, tmp_path / "at once")
+    assert files_of(tmp_path / "longer") == files_of(tmp_path / "at once")
+
+
+def test_a_failed_run_says_why_and_can_be_gone_on_with(tmp_path):
+    app = app_of(tmp_path, TEXT + "\n")
+    with pytest.raises(TrainingError, match="start the sites"):
+        start(app, tmp_path, tmp_path / "run", sites=0)
+    failure = tmp_path / "run" / "methods" / "gmeta" / "seed-0" / "failure.json"
+    assert "start the sites" in failure.read_text()
+    assert "start the sites" in (tmp_path / "run" / "log.txt").read_text()
+    start(app, tmp_path, tmp_path / "run")
+    assert not failure.exists() and (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_site_whose_data_is_unlike_the_others_takes_no_part(tmp_path):
+    (tmp_path / "federation.toml").write_text(TEXT)
+    odd = {0: (DATA[0][0][:, :4], DATA[0][1]), 1: (DATA[1][0], DATA[1][1] + 1)}
+    app = App(
+        tmp_path / "federation.toml",
+        lambda site: odd.get(site["partition-id"], DATA[site["partition-id"]]),
+    )
+    start(app, tmp_path, tmp_path / "run")
+    page = html.unescape((tmp_path / "run" / "report.html").read_text())
+    assert "agent 0: it failed: this site's inputs have shape (4,)" in page
+    assert "agent 1: it failed: this site's targets need 4 outputs" in page
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (TEXT.replace("input_shape = [5]", ""), "must be the shape of one sample's input"),
+        ("seeds = [0, 1]" + TEXT, "seeds are 2: a federation trains with one seed at a time"),
+        (TEXT + "[methods.a]\n[methods.b]\n", "methods are 2: a federation trains with one"),
+        (TEXT + "[faults]\ndropout = 0.1\n", "faults are for simulation"),
+        (TEXT.replace("wait = 0.01", "wait = -1"), "federation.wait"),
+        (TEXT.replace("wait = 0.01", "wiat = 1"), "did you mean"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_is_none_of_a_federation_is_refused(text, sentence, tmp_path):
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        app_of(tmp_path, text).plan()
+    assert [path.name for path in Path(tmp_path).iterdir()] == ["federation.toml"]
