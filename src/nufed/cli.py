@@ -21,6 +21,7 @@ from nufed.algorithms import ALGORITHMS
 from nufed.bounds import bounds_of_numbers, bounds_of_run
 from nufed.bundle.of_run import can_be_bundled
 from nufed.cli_data import AsJson, Overrides, data_app
+from nufed.cli_federate import federate_app
 from nufed.data import PARTITIONS, SOURCES
 from nufed.doctor import examine
 from nufed.errors import InputError, NufedError
@@ -46,6 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data")
+app.add_typer(federate_app, name="federate")
 cli_bundle.register(app)
 
 

@@ -1,0 +1,95 @@
+"""How a SuperLink is reached, and what it is asked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from nufed.errors import InputError, RunError
+from nufed.federate.processes import Flower
+
+NAME = "nufed"  # of the connection in Flower's own configuration
+
+
+@dataclass(frozen=True)
+class Link:
+    """A SuperLink's ``HOST:PORT``, and the authority of its certificate; None: no encryption."""
+
+    address: str
+    ca: Path | None
+
+    def connect(self, flower: Flower) -> None:
+        """Tell ``flwr`` where the SuperLink is."""
+        how = {"root-certificates": str(self.ca)} if self.ca else {"insecure": True}
+        text = tomli_w.dumps({"superlink": {NAME: {"address": self.address, **how}}})
+        (flower.home / "config.toml").write_text(text, "utf-8")
+
+
+def link_to(server: str, ca: Path | None, insecure: bool) -> Link:
+    """The link to ``server`` (``HOST:PORT``), checked."""
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(f"--server {server}: must be HOST:PORT, as 127.0.0.1:8000")
+    if insecure:
+        check_loopback(host, "--server")
+        if ca is not None:
+            raise InputError("--ca and --insecure exclude each other: give one of them")
+        return Link(server, None)
+    if ca is None:
+        raise InputError(
+            "give --ca ca.crt, the authority of the server's certificate (or, on this machine "
+            "alone, --insecure)"
+        )
+    return Link(server, existing(ca, "--ca"))
+
+
+def check_loopback(host: str, option: str) -> None:
+    """Refuse to go without encryption to or for other machines."""
+    try:
+        loopback = ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise InputError(
+            f"{option} {host}: --insecure has neither encryption nor authentication and is for "
+            "127.0.0.1 only; make certificates with `nufed federate keys` and leave it out"
+        )
+
+
+def existing(path: Path, option: str) -> Path:
+    """The absolute path of a file that is there."""
+    if not path.is_file():
+        raise InputError(f"{option} {path}: there is no such file")
+    return path.resolve()
+
+
+def register(flower: Flower, keys: list[Path]) -> None:
+    """Let the sites with these public keys in."""
+    for key in keys:
+        code, printed = flower.call("flwr", "supernode", "register", str(key), NAME)
+        if code:
+            raise RunError(f"the server did not take the key {key}: {last_words(printed)}")
+
+
+def ask(flower: Flower, *command: str) -> dict[str, Any]:
+    """What a command of ``flwr`` answers; an error is told in its words."""
+    _, printed = flower.call("flwr", *command, "--format", "json")
+    try:
+        answer: dict[str, Any] = json.loads(printed[printed.index("{") :])
+    except ValueError:
+        raise RunError(last_words(printed)) from None
+    if not answer.get("success"):
+        raise RunError(last_words(str(answer.get("error-message", printed))))
+    return answer
+
+
+def last_words(printed: str) -> str:
+    """The reason at the end of what a command of Flower printed, in one line."""
+    boxed = [line.strip("│ ") for line in printed.splitlines() if line.startswith("│")]
+    text = " ".join(boxed) or printed.strip().rpartition("\n\n")[2]
+    return " ".join(text.split())[:300] or "it said nothing"

@@ -1,0 +1,70 @@
+"""A SuperNode, in the foreground."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nufed.errors import InputError, RunError
+from nufed.federate.link import Link, existing
+from nufed.federate.processes import flower, free_ports
+
+
+@dataclass(frozen=True)
+class Site:
+    """Which site this is: its number, from 0, is what it is known by and stays the same."""
+
+    number: int
+    key: Path | None  # private; None without encryption
+    name: str | None = None
+    data: Path | None = None
+    folder: Path | None = None  # where it keeps its own state
+
+    def config(self) -> str:
+        """What the site's app is told, in Flower's words."""
+        texts = {
+            "name": self.name,
+            "data": self.data and self.data.absolute(),
+            "folder": self.folder and self.folder.absolute(),
+        }
+        words = [f"partition-id={self.number}"]
+        words += [f"{key}={quoted(str(value), key)}" for key, value in texts.items() if value]
+        return " ".join(words)
+
+
+def attend(site: Site, link: Link) -> None:
+    """Take part in a federation until it is interrupted."""
+    if (site.key is None) != (link.ca is None):
+        raise InputError(
+            "give --key FILE, which `nufed federate key FILE` makes, with --ca; and neither of "
+            "them with --insecure"
+        )
+    if site.key is not None:
+        existing(site.key, "--key")
+    if site.data is not None and not site.data.exists():
+        raise InputError(f"--data {site.data}: there is no such file or folder")
+    if site.folder is not None:
+        site.folder.mkdir(parents=True, exist_ok=True)
+    with flower() as commands:
+        (port,) = free_ports(1)
+        code = commands.start(*supernode_command(site, link, port)).wait()
+        raise RunError(f"the SuperNode has ended (exit code {code}); what it printed says why")
+
+
+def supernode_command(site: Site, link: Link, port: int) -> list[str]:
+    """The command; ``port`` is where the site's own processes meet, on this machine only."""
+    command = ["flower-supernode", "--superlink", link.address, "--port", str(port)]
+    command += ["--node-config", site.config()]
+    if link.ca is None:
+        return [*command, "--insecure"]
+    command += ["--root-certificates", str(link.ca)]
+    if site.key is not None:
+        command += ["--auth-supernode-private-key", str(site.key.absolute())]
+    return command
+
+
+def quoted(text: str, what: str) -> str:
+    """A text as Flower's configurations take it."""
+    if "'" in text or not text.isprintable():
+        raise InputError(f"{what} {text!r}: must be without ' and without line breaks")
+    return f"'{text}'"
