@@ -38,6 +38,15 @@ def _needs_flower() -> None:
 
 
 @federate_app.command()
+def new(folder: Annotated[Path, typer.Argument(help="Where to write it.")]) -> None:
+    """Make the directory of a federation's app, with one function to fill in."""
+    from nufed.federate.new import new_app
+
+    new_app(folder)
+    print(f"app: {folder}; fill in my_data.py and federation.toml")
+
+
+@federate_app.command()
 def keys(
     folder: Annotated[Path, typer.Argument(help="Where to write them.")],
     host: Annotated[
