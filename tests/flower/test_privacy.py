@@ -250,6 +250,9 @@ def test_an_update_sent_again_costs_nothing_and_one_made_again_is_charged():
     assert ledger.with_release(2, "first", 5).released_by(2) == 5, "two that never arrived"
     assert ledger.with_release(2, "second", 1).released_by(2) == 3, "its store was lost"
     assert ledger.released_by(2) == 2 and ledger.released_by(0) == 0
+    for nonsense in (0, -1, 2.0, "2"):
+        with pytest.raises(InputError, match="must be 1 or more"):
+            ledger.with_release(2, "first", nonsense)
 
 
 def test_a_ledger_from_a_file_has_spent_the_same():

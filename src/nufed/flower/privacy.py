@@ -160,6 +160,7 @@ class Ledger:
 
     def with_release(self, agent: int, store: str, count: int) -> Ledger:
         """After an update of which its site says that it is the ``count``-th from this store."""
+        require(is_count(count) and count > 0, "count", count, "must be 1 or more")
         stores = self.releases.get(agent, {})
         stores = {**stores, store: max(count, stores.get(store, 0))}
         return replace(self, releases={**self.releases, agent: stores})
