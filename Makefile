@@ -4,10 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-slow test-offline bench attacks paper format clean
+.PHONY: run federation test test-slow test-offline bench attacks paper format clean
 
 run: $(READY)            ## train the quickstart and print the path of its report
 	$(BIN)/nufed run quickstart
+
+federation: $(READY)     ## a server and four sites on this machine, with TLS and keys, on Flower
+	$(BIN)/nufed federate local examples/federation
 
 test: $(READY)           ## everything that must hold: format, lint, types, import rules, tests
 	$(BIN)/ruff format --check .

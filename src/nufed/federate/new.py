@@ -7,7 +7,13 @@ from pathlib import Path
 
 from nufed.errors import InputError
 
-TEMPLATE = ("federation.toml", "my_data.py", "app.py", "pyproject.toml")
+# Python files have another ending there, as tools that look at nufed's own must not import them
+TEMPLATE = {
+    "federation.toml": "federation.toml",
+    "my_data.py": "my_data.py.txt",
+    "app.py": "app.py.txt",
+    "pyproject.toml": "pyproject.toml",
+}
 
 
 def new_app(folder: Path) -> None:
@@ -16,8 +22,8 @@ def new_app(folder: Path) -> None:
         raise InputError(f"{folder} exists and is not empty: give another directory")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in TEMPLATE:
-            text = (files("nufed.federate") / "template" / name).read_text("utf-8")
+        for name, source in TEMPLATE.items():
+            text = (files("nufed.federate") / "template" / source).read_text("utf-8")
             (folder / name).write_text(text, "utf-8")
     except OSError as error:
         raise InputError(f"{folder} can't be written ({error.strerror}): give another") from error
