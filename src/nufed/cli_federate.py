@@ -122,7 +122,7 @@ def site(
     from nufed.federate.site import Site, attend
 
     with _until_interrupted():
-        attend(Site(number, key, name, data, folder), link_to(server, ca, insecure))
+        attend(Site(number, key, name, data, folder), link_to(server, ca, insecure), _say)
 
 
 @federate_app.command()

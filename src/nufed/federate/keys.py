@@ -29,7 +29,7 @@ CA, CA_KEY, CERTIFICATE, KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def make_authority(folder: Path, hosts: Sequence[str] = (), days: int = 365) -> None:
+def make_authority(folder: Path, hosts: Sequence[str] = (), days: float = 365) -> None:
     """Write a certificate authority and a server's certificate for ``hosts`` (names, addresses).
 
     Loopback is always among them. Files that are there are never overwritten.

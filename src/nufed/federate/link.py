@@ -23,6 +23,11 @@ class Link:
     address: str
     ca: Path | None
 
+    @property
+    def options(self) -> str:
+        """What names it on the command line."""
+        return f"--server {self.address} " + (f"--ca {self.ca}" if self.ca else "--insecure")
+
     def connect(self, flower: Flower) -> None:
         """Tell ``flwr`` where the SuperLink is."""
         how = {"root-certificates": str(self.ca)} if self.ca else {"insecure": True}

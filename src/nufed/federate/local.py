@@ -11,7 +11,7 @@ from nufed.federate.link import register
 from nufed.federate.processes import flower, free_ports
 from nufed.federate.run import Say, check_app, follow
 from nufed.federate.server import start_superlink
-from nufed.federate.site import Site, supernode_command
+from nufed.federate.site import Site, make_folder, supernode_command
 
 
 def run_locally(app: Path, sites: int, out: Path, *, insecure: bool, say: Say) -> Path:
@@ -26,7 +26,7 @@ def run_locally(app: Path, sites: int, out: Path, *, insecure: bool, say: Say) -
             make_authority(keys)
         folders = [beside / f"site-{number}" for number in range(sites)]
         for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         port, *ports = free_ports(1 + sites)
         _, link = start_superlink(commands, "127.0.0.1", port, keys, log=beside / "superlink.log")
         link.connect(commands)

@@ -23,7 +23,8 @@ def run_app(app: Path, out: Path, link: Link, say: Say) -> Path:
     """Run an app on a federation; the path of the report, or an error with the one reason."""
     with flower() as commands:
         link.connect(commands)
-        return follow(commands, app, out, say, f"nufed federate run {app} --resume {out}")
+        again = f"nufed federate run {app} --resume {out} {link.options}"
+        return follow(commands, app, out, say, again)
 
 
 def run_directory(app: Path, out: Path | None, resume: Path | None) -> Path:
@@ -83,11 +84,11 @@ def follow(
         commands.call("flwr", "stop", run, NAME, seconds=60)
         raise Stopped(f"stopped; go on with: {again}") from None
     log.show(say)
-    reasons = {path: why for path, why in failures(out).items() if old.get(path) != why}
+    reasons = [reason for reason in failures(out) if reason not in old]
     if status == "finished:completed" and not reasons:
         return report_of(out)
-    reason = "; ".join(why for _, why in reasons.values()) or details or f"it is {status}"
-    raise TrainingError(f"the run failed: {reason}. Go on with: {again}")
+    why = "; ".join(reason for _, _, reason in reasons) or details or f"it is {status}"
+    raise TrainingError(f"the run failed: {why}. Go on with: {again}")
 
 
 def state_of(commands: Flower, run: str) -> tuple[str, str]:
@@ -99,12 +100,12 @@ def state_of(commands: Flower, run: str) -> tuple[str, str]:
     return found["status"], found["status-details"]
 
 
-def failures(out: Path) -> dict[Path, tuple[int, str]]:
-    """Why methods of a run had to stop, and when that was written down."""
-    return {
-        path: (path.stat().st_mtime_ns, str(read_about(path).get("reason", "")))
+def failures(out: Path) -> list[tuple[Path, int, str]]:
+    """Where and when it was written down why a method had to stop, and why."""
+    return [
+        (path, path.stat().st_mtime_ns, str(read_about(path).get("reason", "")))
         for path in sorted(out.glob("methods/*/seed-*/failure.json"))
-    }
+    ]
 
 
 def report_of(out: Path) -> Path:

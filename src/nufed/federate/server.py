@@ -43,7 +43,7 @@ def serve(
             register(commands, public)
         say(f"the server is ready at {host}:{port}; Ctrl-C ends it")
         code = superlink.wait()
-        raise RunError(f"the SuperLink has ended (exit code {code}); what it printed says why")
+        raise RunError(f"the SuperLink ended (exit code {code}); its output says why")
 
 
 def start_superlink(
@@ -59,7 +59,7 @@ def start_superlink(
     superlink = commands.start(*superlink_command(host, port, keys), log=log)
     wait(lambda: listens(here, port) or superlink.poll() is not None, START)
     if superlink.poll() is not None or not listens(here, port):
-        said = f"{log} says why" if log else "what it printed says why"
+        said = f"{log} says why" if log else "its output says why"
         raise RunError(f"the SuperLink did not start at {host}:{port}; {said}")
     return superlink, Link(f"{here}:{port}", keys / CA if keys else None)
 

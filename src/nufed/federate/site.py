@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from nufed.errors import InputError, RunError
 from nufed.federate.link import Link, existing
 from nufed.federate.processes import flower, free_ports
+
+PAUSE = 5  # seconds, in which the server gets its keys
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,12 @@ class Site:
         return " ".join(words)
 
 
-def attend(site: Site, link: Link) -> None:
-    """Take part in a federation until it is interrupted."""
+def attend(site: Site, link: Link, say: Callable[[str], None] = print) -> None:
+    """Take part in a federation until it is interrupted.
+
+    A server that was started again knows none of its sites, and Flower's SuperNode then ends
+    without an error: it is started again too, also if the server does not have its key yet.
+    """
     if (site.key is None) != (link.ca is None):
         raise InputError(
             "give --key FILE, which `nufed federate key FILE` makes, with --ca; and neither of "
@@ -44,11 +52,17 @@ def attend(site: Site, link: Link) -> None:
     if site.data is not None and not site.data.exists():
         raise InputError(f"--data {site.data}: there is no such file or folder")
     if site.folder is not None:
-        site.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(site.folder)
     with flower() as commands:
-        (port,) = free_ports(1)
-        code = commands.start(*supernode_command(site, link, port)).wait()
-        raise RunError(f"the SuperNode has ended (exit code {code}); what it printed says why")
+        took_part = False
+        while True:
+            (port,) = free_ports(1)
+            code = commands.start(*supernode_command(site, link, port)).wait()
+            took_part = took_part or code == 0
+            if not took_part:
+                raise RunError(f"the SuperNode ended (exit code {code}); its output says why")
+            say(f"the server no longer knows this site; joining again in {PAUSE} seconds")
+            time.sleep(PAUSE)
 
 
 def supernode_command(site: Site, link: Link, port: int) -> list[str]:
@@ -61,6 +75,13 @@ def supernode_command(site: Site, link: Link, port: int) -> list[str]:
     if site.key is not None:
         command += ["--auth-supernode-private-key", str(site.key.absolute())]
     return command
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} can't be created ({error.strerror}): give another") from error
 
 
 def quoted(text: str, what: str) -> str:

@@ -1,0 +1,164 @@
+"""What is started, and what is refused before anything is."""
+
+from pathlib import Path
+
+import pytest
+from flwr.common.config import parse_config_args
+
+from nufed.errors import InputError
+from nufed.federate.keys import make_authority, make_site_key
+from nufed.federate.link import Link, last_words
+from nufed.federate.local import sites_of
+from nufed.federate.run import Tail, failures, report_of
+from nufed.federate.server import superlink_command
+from nufed.federate.site import Site, supernode_command
+from nufed.runs.durable import signed
+
+SECURE, OPEN = Link("fed.example.org:8000", Path("/k/ca.crt")), Link("127.0.0.1:8000", None)
+
+
+def options(command):
+    """Each option with the word after it."""
+    pairs = zip(command, [*command[1:], ""], strict=True)
+    return {word: after for word, after in pairs if word.startswith("--")}
+
+
+def test_a_server_asks_for_encryption_and_keys_unless_there_are_none():
+    secure = options(superlink_command("0.0.0.0", 8000, Path("/k")))
+    assert secure["--ssl-ca-certfile"] == "/k/ca.crt"
+    assert secure["--ssl-certfile"] == "/k/server.crt"
+    assert secure["--ssl-keyfile"] == "/k/server.key"
+    assert "--enable-supernode-auth" in secure and "--insecure" not in secure
+    plain = options(superlink_command("127.0.0.1", 9000, None))
+    assert "--insecure" in plain and "--enable-supernode-auth" not in plain
+    for command in (secure, plain):
+        assert "--disable-runtime-dependency-installation" in command
+
+
+def test_a_site_shows_its_key_to_the_server_it_knows():
+    given = options(supernode_command(Site(3, Path("/s/key")), SECURE, 9094))
+    assert given["--superlink"] == "fed.example.org:8000"
+    assert given["--root-certificates"] == "/k/ca.crt"
+    assert given["--auth-supernode-private-key"] == "/s/key"
+    assert given["--port"] == "9094" and "--insecure" not in given
+    plain = options(supernode_command(Site(3, None), OPEN, 9094))
+    assert "--insecure" in plain and "--root-certificates" not in plain
+
+
+@pytest.mark.parametrize("name", ["ward 3", "a=b c=d", 'say "x"', "back\\slash", "x.toml", "läb"])
+def test_flower_reads_what_a_site_is_told_as_it_was_said(name):
+    site = Site(3, None, name, Path("/data") / name, Path("/state") / name)
+    assert parse_config_args([site.config()]) == {
+        "partition-id": 3,
+        "name": name,
+        "data": f"/data/{name}",
+        "folder": f"/state/{name}",
+    }
+    assert parse_config_args([Site(0, None).config()]) == {"partition-id": 0}
+
+
+@pytest.mark.parametrize("name", ["it's", "two\nlines"])
+def test_a_name_that_flower_would_misread_is_refused(name):
+    with pytest.raises(InputError, match="must be without"):
+        Site(0, None, name).config()
+
+
+def test_a_log_is_shown_from_now_on_in_whole_lines(tmp_path):
+    path, shown = tmp_path / "log.txt", []
+    path.write_text("before\n")
+    tail, other = Tail(path), Tail(tmp_path / "none")
+    for text in ("one\ntw", "o\n", "", "three"):
+        with path.open("a") as file:
+            file.write(text)
+        tail.show(shown.append)
+    other.show(shown.append)
+    assert shown == ["one", "two"]
+
+
+def test_the_reasons_of_a_failure_and_the_report_are_found(tmp_path):
+    part = tmp_path / "methods" / "fo" / "seed-1"
+    part.mkdir(parents=True)
+    assert failures(tmp_path) == []
+    (part / "failure.json").write_bytes(signed({"reason": "no site came"}))
+    ((path, _, reason),) = failures(tmp_path)
+    assert path == part / "failure.json" and reason == "no site came"
+    (part / "done.json").touch()
+    assert report_of(tmp_path) == tmp_path
+    (tmp_path / "report.html").touch()
+    assert report_of(tmp_path) == tmp_path / "report.html"
+
+
+def test_flowers_reasons_are_told_without_its_frames():
+    boxed = "Using SuperLink: x\n╭─ Error ──╮\n│ [code: 23] Public key   │\n│ in use.  │\n╰────╯\n"
+    assert last_words(boxed) == "[code: 23] Public key in use."
+    assert (
+        last_words("Using SuperLink: x\n Listing …\n\nIt is\nunavailable.") == "It is unavailable."
+    )
+
+
+def test_how_many_sites_stands_in_the_apps_configuration(tmp_path):
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "federation.toml").write_text("[data]\nagents = 4\n")
+    assert sites_of(tmp_path) == 4
+    (tmp_path / "federation.toml").write_text("rounds = 4\n")
+    with pytest.raises(InputError, match="give --sites N"):
+        sites_of(tmp_path)
+
+
+@pytest.fixture
+def place(tmp_path):
+    make_authority(tmp_path / "keys")
+    make_site_key(tmp_path / "site")
+    for name in ("app", "full", "nothing"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "app" / "pyproject.toml").touch()
+    (tmp_path / "full" / "precious").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("keys keys", "never overwritten"),
+        ("keys new --host a/b", "a name or an address alone"),
+        ("key site", "never overwritten"),
+        ("server", "give --keys FOLDER"),
+        ("server --keys nothing", "has no ca.crt"),
+        ("server --keys keys --host 192.0.2.1", "does not hold for 192.0.2.1"),
+        ("server --insecure --host 0.0.0.0", "for 127.0.0.1 only"),
+        ("server --insecure --keys keys", "leave --insecure out"),
+        ("server --keys keys --site-key none.pub", "there is no such file"),
+        ("register site.pub", "give --ca"),
+        ("register none.pub --ca keys/ca.crt", "there is no such file"),
+        ("site --number 0", "give --ca"),
+        ("site --number 0 --ca keys/ca.crt", "give --key FILE"),
+        ("site --number 0 --insecure --key site", "neither of them with --insecure"),
+        ("site --number 0 --insecure --server fed.example.org:8000", "for 127.0.0.1 only"),
+        ("site --number 0 --insecure --server fed.example.org", "must be HOST:PORT"),
+        ("site --number 0 --insecure --data none", "there is no such file or folder"),
+        ("site --number 0 --ca keys/ca.crt --key none", "there is no such file"),
+        ("run app --insecure --out full", "is there and not empty"),
+        ("run app --insecure --resume nothing", "it has no run.json"),
+        ("run app --insecure --resume nothing --out new", "exclude each other"),
+        ("run nothing --insecure", "it has no pyproject.toml"),
+        ("run app --insecure --server 192.0.2.1:8000", "for 127.0.0.1 only"),
+        ("run app --insecure --ca keys/ca.crt", "exclude each other"),
+        ("local nothing", "it has no pyproject.toml"),
+        ("local app", "give --sites N"),
+        ("local app --sites 2 --out full", "is there and not empty"),
+    ],
+)
+def test_what_can_not_be_done_is_said_in_one_sentence(nufed, place, command, words):
+    before = sorted(place.rglob("*"))
+    result = nufed("federate", *command.split(), cwd=place)
+    assert result.returncode == 2 and words in result.stderr, result.stderr
+    assert result.stderr.startswith("nufed: error: ") and result.stderr.count("\n") == 1
+    assert sorted(place.rglob("*")) == before
+
+
+def test_keys_and_a_sites_key_are_made_by_commands(nufed, tmp_path):
+    result = nufed("federate", "keys", "server", "--host", "10.0.0.5", cwd=tmp_path)
+    assert result.returncode == 0 and "ca.crt" in result.stdout
+    result = nufed("federate", "key", "ward-3", cwd=tmp_path)
+    assert result.returncode == 0 and "send only ward-3.pub" in result.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"server", "ward-3", "ward-3.pub"}

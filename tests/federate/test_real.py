@@ -1,0 +1,159 @@
+"""The commands with real processes: a server, sites and runs, and how they end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from federate.fake_app import FOREVER, write_app
+from nufed.federate.keys import make_authority, make_site_key
+from nufed.federate.processes import free_ports, wait
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+LONGEST = 240  # seconds
+
+
+@contextmanager
+def nufed_federate(cwd, *arguments):
+    """The command in a process of its own; ``printed()`` is what it has printed so far."""
+    log = cwd / f"printed-{len(list(cwd.glob('printed-*')))}"
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "nufed.cli", "federate", *map(str, arguments)]
+        process = subprocess.Popen(command, cwd=cwd, stdout=file, stderr=file)
+    process.printed = log.read_text
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(LONGEST)
+
+
+def homes():
+    """The homes of Flower's processes on this machine that `nufed federate` made."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            found |= {entry for entry in path.read_bytes().split(b"\0") if b"=/tmp/nufed-" in entry}
+    return {entry for entry in found if entry.startswith(b"FLWR_HOME=")}
+
+
+def begun(process):
+    """Waits until the app is in its first round; the id of its process."""
+    assert wait(lambda: "round 1" in process.printed() or process.poll() is not None, LONGEST)
+    pid = re.search(r"round 1, process (\d+)", process.printed())
+    assert pid, process.printed()
+    return int(pid[1])
+
+
+def home_of(pid):
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(entry for entry in entries if entry.startswith(b"FLWR_HOME="))
+
+
+def find(home, name):
+    """The process of a command with this home."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            ours = home in path.read_bytes().split(b"\0")
+            if ours and name.encode() in path.with_name("cmdline").read_bytes():
+                return int(path.parent.name)
+    raise AssertionError(f"no {name} runs")
+
+
+def test_one_command_runs_an_app_on_a_federation_and_leaves_no_process(tmp_path):
+    write_app(tmp_path / "app", "finish(out, part)", sites=3)
+    with nufed_federate(tmp_path, "local", "app", "--out", "out") as process:
+        home = home_of(begun(process))
+        assert process.wait(LONGEST) == 0, process.printed()
+    assert process.printed().endswith("report: out/report.html\n")
+    assert "a server and 3 sites" in process.printed()
+    assert {path.name for path in (tmp_path / "out-federation").glob("site-?")} == {
+        *("site-0", "site-1", "site-2")
+    }
+    assert home not in homes()
+
+
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        ("fail(out, part)", "the run failed: no site came within 3 seconds."),
+        ("1 / 0", "the run failed: ServerApp failed with exception: division by zero."),
+    ],
+)
+def test_a_run_that_fails_says_why_and_how_to_go_on(tmp_path, then, words):
+    write_app(tmp_path / "app", then)
+    with nufed_federate(tmp_path, "local", "app", "--out", "out", "--insecure") as process:
+        home = home_of(begun(process))
+        assert process.wait(LONGEST) == 2
+    assert words in process.printed()
+    assert process.printed().endswith("Go on with: nufed federate local app --resume out\n")
+    assert home not in homes()
+
+
+@pytest.mark.parametrize(
+    ("killed", "words"),
+    [("flwr-serverapp", "No heartbeat"), ("flower-superlink", "has lost it or is gone")],
+)
+def test_a_run_whose_server_was_killed_ends_and_goes_on_when_asked(tmp_path, killed, words):
+    app = write_app(tmp_path / "app", FOREVER)
+    with nufed_federate(tmp_path, "local", "app", "--out", "out", "--insecure") as process:
+        home = home_of(begun(process))
+        os.kill(find(home, killed), signal.SIGKILL)
+        assert process.wait(LONGEST) == 2
+    assert words in process.printed() and "local app --resume out" in process.printed()
+    assert home not in homes()
+    source = app / "fake" / "app.py"
+    source.write_text(source.read_text().replace(FOREVER, "finish(out, part)"))
+    with nufed_federate(tmp_path, "local", "app", "--resume", "out", "--insecure") as process:
+        assert process.wait(LONGEST) == 0, process.printed()
+    assert process.printed().count("round 1") == 1  # the old lines are not shown again
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_leaves_no_process_and_says_how_to_go_on(tmp_path, number):
+    write_app(tmp_path / "app", FOREVER)
+    with nufed_federate(tmp_path, "local", "app", "--out", "out", "--insecure") as process:
+        home = home_of(begun(process))
+        process.send_signal(number)
+        assert process.wait(LONGEST) == 130
+    assert process.printed().endswith(
+        "stopped; go on with: nufed federate local app --resume out\n"
+    )
+    assert home not in homes()
+
+
+def test_a_server_a_site_that_comes_later_and_runs_with_the_servers_restart_between(tmp_path):
+    make_authority(tmp_path / "keys")
+    (tmp_path / "site").mkdir()
+    make_site_key(tmp_path / "site" / "key")
+    write_app(tmp_path / "app", "finish(out, part)")
+    (port,) = free_ports(1)
+    address, ca = f"127.0.0.1:{port}", ("--ca", "keys/ca.crt")
+    serve = ("server", "--keys", "keys", "--port", port)
+    attend = ("site", "--number", 0, "--server", address, *ca, "--key", "site/key")
+    run = ("run", "app", "--server", address, *ca)
+    with nufed_federate(tmp_path, *serve) as server:
+        assert wait(lambda: "the server is ready" in server.printed(), LONGEST), server.printed()
+        register = ("register", "site/key.pub", "--server", address, *ca)
+        with nufed_federate(tmp_path, *register) as process:
+            assert process.wait(LONGEST) == 0, process.printed()
+        with nufed_federate(tmp_path, *attend) as site:
+            with nufed_federate(tmp_path, *run, "--out", "first") as process:
+                assert process.wait(LONGEST) == 0, process.printed()
+            server.send_signal(signal.SIGINT)
+            assert server.wait(LONGEST) == 0, server.printed()
+            with nufed_federate(tmp_path, *serve, "--site-key", "site/key.pub"):
+                with nufed_federate(tmp_path, *run, "--out", "second") as process:
+                    assert process.wait(LONGEST) in (0, 2), process.printed()
+                if process.returncode:  # the server was not up yet
+                    with nufed_federate(tmp_path, *run, "--out", "third") as process:
+                        assert process.wait(LONGEST) == 0, process.printed()
+            site.send_signal(signal.SIGTERM)
+            assert site.wait(LONGEST) == 0, site.printed()
+            assert "joining again" in site.printed()

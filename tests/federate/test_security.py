@@ -1,0 +1,102 @@
+"""Who is let in: a running SuperLink with encryption and keys, and sites that are right or wrong.
+
+Every refusal is Flower's own: what `nufed federate` checks itself is passed by.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+from nufed.federate.keys import make_authority, make_site_key
+from nufed.federate.link import NAME, Link, ask, register
+from nufed.federate.processes import flower, free_ports, wait
+from nufed.federate.server import listens, start_superlink, superlink_command
+from nufed.federate.site import Site, supernode_command
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+LONGEST = 200  # seconds
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory):
+    """A SuperLink, one whose address its certificate does not name, and one with an expired one."""
+    place = tmp_path_factory.mktemp("federation")
+    for name, days in (("keys", 1), ("other", 1), ("old", 1 / 1440)):
+        make_authority(place / name, days=days)
+    for name in ("right", "taken", "unknown"):
+        make_site_key(place / name)
+    with flower() as commands:
+        port, elsewhere, expired = free_ports(3)
+        _, link = start_superlink(commands, "127.0.0.1", port, place / "keys", place / "link.log")
+        for host, at, keys in (("127.0.0.2", elsewhere, "keys"), ("127.0.0.1", expired, "old")):
+            commands.start(*superlink_command(host, at, place / keys), log=place / f"{at}.log")
+            assert wait(lambda host=host, at=at: listens(host, at), LONGEST)
+        link.connect(commands)
+        register(commands, [place / "right.pub", place / "taken.pub"])
+        links = {
+            "right": link,
+            "wrong authority": Link(link.address, place / "other" / "ca.crt"),
+            "wrong address": Link(f"127.0.0.2:{elsewhere}", place / "keys" / "ca.crt"),
+            "expired": Link(f"127.0.0.1:{expired}", place / "old" / "ca.crt"),
+            "plain": Link(link.address, None),
+        }
+
+        def start(link, key):
+            (own,) = free_ports(1)
+            log = place / f"site-{own}.log"
+            site = Site(0, key and place / key)
+            process = commands.start(*supernode_command(site, links[link], own), log=log)
+            return SimpleNamespace(process=process, log=log)
+
+        def online():
+            """How many sites the SuperLink counts as there."""
+            nodes = ask(commands, "supernode", "list", NAME)["nodes"]
+            return sum(node["status"] == "online" for node in nodes)
+
+        right = start("right", "taken")
+        assert wait(lambda: "SuperNode ID" in right.log.read_text(), LONGEST), right.log.read_text()
+        yield SimpleNamespace(start=start, online=online, log=place / "link.log", right=right)
+
+
+@pytest.mark.parametrize(
+    ("link", "key", "words"),
+    [
+        ("wrong authority", "right", "unable to get local issuer certificate"),
+        ("wrong address", "right", "certificate is not valid for '127.0.0.2'"),
+        ("expired", "right", "certificate has expired"),
+        ("right", None, "All SuperNodes must be registered"),
+        ("right", "unknown", "Failed to activate SuperNode"),
+        ("right", "taken", "Failed to activate SuperNode"),
+    ],
+    ids=["wrong authority", "wrong address", "expired", "no key", "unknown key", "key in use"],
+)
+def test_a_wrong_site_is_refused_and_ends(federation, link, key, words):
+    site = federation.start(link, key)
+    assert site.process.wait(LONGEST) == 1
+    assert words in site.log.read_text()
+    assert "SuperNode ID" not in site.log.read_text()
+    assert federation.online() == 1 and federation.right.process.poll() is None
+
+
+def test_a_site_without_encryption_gets_nowhere(federation):
+    site = federation.start("plain", None)
+    tries = "Connection attempt failed"  # it would go on for ever
+    assert wait(lambda: site.log.read_text().count(tries) >= 3, LONGEST), site.log.read_text()
+    site.process.kill()
+    assert "SuperNode ID" not in site.log.read_text()
+    assert federation.online() == 1 and federation.right.process.poll() is None
+
+
+def test_the_server_says_why_it_refused_a_key(federation):
+    before = len(federation.log.read_text())
+    federation.start("right", "unknown").process.wait(LONGEST)
+    assert "No SuperNode found with the given public key" in federation.log.read_text()[before:]
+
+
+def test_a_right_site_is_let_in_beside_another(federation):
+    site = federation.start("right", "right")
+    assert wait(lambda: "SuperNode ID" in site.log.read_text(), LONGEST), site.log.read_text()
+    assert federation.online() == 2
+    site.process.terminate()
+    assert site.process.wait(LONGEST) == 0
+    assert wait(lambda: federation.online() == 1, LONGEST)
