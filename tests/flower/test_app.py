@@ -13,6 +13,7 @@ from flower.in_memory import MemoryGrid, agents_data
 from nufed.errors import InputError, RunError, TrainingError
 from nufed.flower import App
 from nufed.runs import load_run
+from nufed.runs.build import build_samples
 
 AGENTS, COHORT = 4, 2
 DATA = [(x.astype("float32"), y) for x, y in agents_data(AGENTS)]
@@ -178,3 +179,14 @@ def test_a_configuration_that_is_none_of_a_federation_is_refused(text, sentence,
     with pytest.raises(InputError, match=re.escape(sentence)):
         app_of(tmp_path, text).plan()
     assert [path.name for path in Path(tmp_path).iterdir()] == ["federation.toml"]
+
+
+def test_what_needs_the_data_of_a_federation_says_that_it_is_elsewhere(tmp_path):
+    start(app_of(tmp_path), tmp_path, tmp_path / "run")
+    with pytest.raises(InputError, match="start it with `nufed federate run`"):
+        nufed.run(tmp_path / "federation.toml", out=tmp_path / "simulated")
+    with pytest.raises(InputError, match="start it with `nufed federate run`"):
+        nufed.resume(tmp_path / "run")
+    with pytest.raises(InputError, match="at the sites of its federation"):
+        build_samples(load_run(tmp_path / "run").config.data)
+    assert not (tmp_path / "simulated").exists()

@@ -55,10 +55,11 @@ def _built(about: About) -> str:
 def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
     groups: Mapping[str, Mapping[str, Any]] = measured["groups"]
     one = next(iter(groups.values()))
+    split = str(measured["split_sha256"])[:12]
     yield (
         f"{str(measured['measure']).capitalize()} on the {measured['scored_on']} parts of agents, "
-        f"before and after {measured['steps']} fine-tuning steps. Split: SHA-256 "
-        f"{str(measured['split_sha256'])[:12]}."
+        f"before and after {measured['steps']} fine-tuning steps. "
+        + (f"Split: SHA-256 {split}." if split else "The split is at the sites.")
     )
     yield ""
     nulls = [key for key in ("majority", "local", "untrained") if key in one]

@@ -148,7 +148,7 @@ def _trained(run: Run, method: str, seed: int, algorithm: GMeta) -> dict[str, An
         "participation": config.participation,
         "seed": seed,
         "data": config.data.source,
-        "data_sha256": run.data_sha256,
+        **({"data_sha256": run.data_sha256} if run.data_sha256 else {}),
         "configuration_sha256": config.fingerprint,
     }
 

@@ -70,6 +70,12 @@ class Setup:
         cls, config: Config, engines_then: Mapping[str, EngineName] | None = None, **own: Any
     ) -> Setup:
         """From a configuration; ``engines_then`` are those of a run that is taken up again."""
+        for table in ("federation", "privacy"):
+            if table in config.model_dump():
+                raise InputError(
+                    f"[{table}] is for sites that keep their data: start it with `nufed federate "
+                    "run`, or remove the table to simulate"
+                )
         samples = build_samples(config.data) if own["data"] is None else as_samples(own["data"])
         loss = own["loss"] or build_loss(config, samples)
         measure = build_measure(config, samples)

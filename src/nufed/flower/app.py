@@ -22,7 +22,7 @@ from nufed.flower.training import train_federation
 from nufed.objective import Loss
 from nufed.runs import Config, load_config
 from nufed.runs.build import build_loss, build_measure, build_module, build_objective
-from nufed.runs.schema import OWN, FaultsConfig
+from nufed.runs.schema import AT_SITES, OWN, FaultsConfig
 from nufed.server import Rules
 
 
@@ -84,9 +84,7 @@ class App:
         if config.faults != FaultsConfig():
             raise InputError("faults are for simulation: remove the table from a federation's file")
         own = {"loss": self.loss, "metric": self.metric}
-        data = config.data.model_copy(
-            update={"source": "at the sites", "args": {}, "partition": "given"}
-        )
+        data = config.data.model_copy(update={"source": AT_SITES, "args": {}, "partition": "given"})
         update = {key: OWN for key, value in own.items() if value is not None}
         model = {"name": OWN, "args": {}} if self.model else {}
         return config.model_copy(

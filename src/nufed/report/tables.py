@@ -201,7 +201,9 @@ def settings_table(run: Run) -> Table:
         "agents evaluated": "all" if config.eval_agents is None else _sampled(run),
         "engine": ", ".join(f"{method} {engine}" for method, engine in run.engines.items()),
         "seeds": ", ".join(map(str, config.seeds)),
-        "split SHA-256": ", ".join(f"{s}: {x['sha256'][:12]}" for s, x in run.splits.items()),
+        "split SHA-256": ", ".join(
+            f"{s}: {x['sha256'][:12] or 'at the sites'}" for s, x in run.splits.items()
+        ),
         "software": ", ".join(f"{k} {v}" for k, v in run.software.items()),
     }
     return Table(["", ""], [[k, v] for k, v in rows.items()], [False] * len(rows))

@@ -33,12 +33,17 @@ from nufed.errors import InputError
 from nufed.evaluate import Measure, accuracy
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
-from nufed.runs.schema import Config, DataConfig
+from nufed.runs.schema import AT_SITES, Config, DataConfig
 from nufed.seeding import stream, torch_seed
 
 
 def build_samples(config: DataConfig) -> Samples:
     """The samples that ``[data]`` names."""
+    if config.source == AT_SITES:
+        raise InputError(
+            "the data of this run is at the sites of its federation: what needs it can't be done "
+            "here"
+        )
     return as_samples(call_named("data.source", config.source, SOURCES, config.args))
 
 

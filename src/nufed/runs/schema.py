@@ -23,6 +23,7 @@ from nufed.runs.durable import sha256
 from nufed.runs.messages import suggest
 
 OWN = "given in Python"  # stands in a configuration for what was passed as an object
+AT_SITES = "at the sites"  # stands there for the data of a federation
 T = TypeVar("T")
 # becomes the name of a directory: neither separators nor a dot in front
 Name = Annotated[str, Field(pattern=r"^[\w][\w.-]*$", max_length=80)]
