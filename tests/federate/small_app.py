@@ -14,6 +14,7 @@ rounds = {rounds}
 participation = 1.0
 eval_every = 2
 eval_steps = 2
+{top}
 [data]
 agents = {sites}
 test = 0.25
@@ -31,7 +32,6 @@ input_shape = [5]
 classes = ["a", "b", "c"]
 wait = {wait}
 deadline = {deadline}
-{more}
 """
 DATA = """
 import numpy as np
@@ -46,12 +46,12 @@ def load(site):
 FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")
 
 
-def write_app(folder, sites, rounds, data=DATA, wait=120.0, deadline=300.0, more=""):
+def write_app(folder, sites, rounds, data=DATA, wait=120.0, deadline=300.0, top=""):
     """An app as `nufed federate new` makes it, filled in."""
     new_app(folder)
     (folder / "my_data.py").write_text(data)
     (folder / "federation.toml").write_text(
-        CONFIG.format(sites=sites, rounds=rounds, wait=wait, deadline=deadline, more=more)
+        CONFIG.format(sites=sites, rounds=rounds, wait=wait, deadline=deadline, top=top)
     )
     return folder
 

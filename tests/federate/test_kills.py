@@ -20,13 +20,13 @@ KILLS, SITES = 5, 2
 class Federation:
     """A server and sites as commands of their own, which stay while runs come and go."""
 
-    def __init__(self, folder, stack):
+    def __init__(self, folder, stack, sites=SITES):
         self.folder, self._stack = folder, stack
         (self.port,) = free_ports(1)
         self.address = ("--server", f"127.0.0.1:{self.port}", "--insecure")
         self.server = None
         self.start_server()
-        self.sites = [self.start_site(number) for number in range(SITES)]
+        self.sites = [self.start_site(number) for number in range(sites)]
 
     def _start(self, *arguments):
         return self._stack.enter_context(nufed_federate(self.folder, *arguments))
