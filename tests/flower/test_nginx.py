@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+from flwr.proto.message_pb2 import PushObjectRequest
 from safetensors.torch import load_file
 
 from flower.in_memory import agents_data
@@ -146,11 +148,11 @@ def as_this_user(directives):
     return directives + (" user root;" if os.geteuid() == 0 else "")
 
 
-def post(federation, port, path, method="POST"):
-    """The status of a bare request, its path sent as it is, as `flwr` would send it."""
+def post(federation, port, path, method="POST", body=b""):
+    """The status of a bare request, its path sent as it is."""
     trust = ssl.create_default_context(cafile=federation.folder / "ca.crt")
     connection = http.client.HTTPSConnection("127.0.0.1", port, context=trust, timeout=60)
-    connection.request(method, path, b"", {"Content-Type": "application/protobuf"})
+    connection.request(method, path, body, {"Content-Type": "application/protobuf"})
     status = connection.getresponse().status
     connection.close()
     return status
@@ -188,6 +190,13 @@ def test_a_path_that_nginx_takes_for_the_fleets_is_sent_on_as_such(federation):
     assert post(federation, federation.front, "/v1/fleet/pull-messages") == 401
     assert post(federation, federation.front, detour) == 401
     assert post(federation, federation.front, "/v1/fleet/pull-messages", "GET") == 403
+
+
+def test_the_largest_object_that_flower_sends_fits_and_more_is_refused(federation):
+    path, chunk = "/v1/fleet/push-object", bytes(FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
+    for content, status in ((chunk, 401), (2 * chunk, 413)):
+        body = PushObjectRequest(object_content=content).SerializeToString()
+        assert post(federation, federation.front, path, body=body) == status
 
 
 def test_flwr_starts_and_lists_runs_on_loopback_only(federation):
