@@ -163,6 +163,20 @@ def local(
         print(f"report: {run_locally(app, number, place, insecure=insecure, say=_say)}")
 
 
+@federate_app.command()
+def simulate(app: App, out: Out = None, resume: Resume = None) -> None:
+    """Try the app in Flower's own simulation on this machine, which needs Ray."""
+    if find_spec("ray") is None:
+        raise InputError(
+            'Flower\'s simulation needs Ray: install it with pip install "nufed[ray]", or use '
+            "`nufed federate local`, which does without"
+        )
+    from nufed.federate.run import report_of, run_directory
+    from nufed.flower.simulation import simulate_app
+
+    print(f"report: {report_of(simulate_app(app, run_directory(app, out, resume)))}")
+
+
 @contextmanager
 def _until_interrupted() -> Iterator[None]:
     """Ctrl-C is how a server or a site is ended."""

@@ -56,8 +56,8 @@ def write_app(folder, sites, rounds, data=DATA, wait=120.0, deadline=300.0, top=
     return folder
 
 
-def simulate(app, out):
-    """The same configuration and data in one place."""
+def simulate(app, out, names="site-{}"):
+    """The same configuration and data in one place; sites are called as the federation's are."""
     config = app / "federation.toml"
     simulated = out.with_suffix(".toml")
     simulated.write_text(config.read_text().split("[federation]")[0])
@@ -68,8 +68,7 @@ def simulate(app, out):
     sites = nufed.runs.load_config(simulated).data.agents
     parts = [module.load({"partition-id": number}) for number in range(sites)]
     inputs, targets = (np.concatenate(part) for part in zip(*parts, strict=True))
-    # sites are called as `nufed federate local` calls them
-    owners = np.repeat([f"site-{i}" for i in range(sites)], [len(y) for _, y in parts])
+    owners = np.repeat([names.format(i) for i in range(sites)], [len(y) for _, y in parts])
     overrides = ["engine=direct", "data.partition=given", "baselines=[]", "workers=1"]
     return nufed.run(simulated, overrides, data=(inputs, targets, owners), out=out)
 

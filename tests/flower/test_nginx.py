@@ -5,141 +5,68 @@ import json
 import os
 import shutil
 import ssl
-import subprocess
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from flwr.proto.message_pb2 import PushObjectRequest
-from safetensors.torch import load_file
 
-from flower.in_memory import agents_data
-from flower.test_loopback import (
-    APP,
-    BIN,
-    LONGEST,
-    PROJECT,
-    TESTS,
-    free_ports,
-    listens,
-    logs,
-    plan,
-    processes,
-)
-from flower.test_parity import simulated
-from nufed.flower import SETTINGS
-from processes import wait_for
+from federate.small_app import files_of, simulate, write_app
+from nufed.federate.keys import make_authority, make_site_key
+from nufed.federate.link import Link, register
+from nufed.federate.processes import flower, free_ports, wait
+from nufed.federate.run import follow
+from nufed.federate.server import listens, start_superlink
+from nufed.federate.site import Site, supernode_command
 
-CONFIG = TESTS.parent / "examples" / "federation" / "nginx.conf"
-PATHS = os.pathsep.join((str(BIN), os.environ["PATH"], "/usr/sbin"))
-TOOLS = {name: shutil.which(name, path=PATHS) for name in ("nginx", "openssl", "ssh-keygen")}
-MISSING = [name for name, path in TOOLS.items() if path is None]
+CONFIG = Path(__file__).parents[2] / "examples" / "federation" / "nginx.conf"
+NGINX = shutil.which("nginx", path=os.pathsep.join((os.environ["PATH"], "/usr/sbin")))
+LONGEST = 240  # seconds
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed here: {', '.join(MISSING)}"),
+    pytest.mark.timeout(900),  # the first test waits for all processes, and they import torch
+    pytest.mark.skipif(NGINX is None, reason="nginx is not installed here"),
 ]
 CONTROL = "/v1/control/list-runs"
-
-
-def run(*command, **more):
-    """The end of a command that must not wait for input."""
-    return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LONGEST, **more
-    )
-
-
-def make_keys(folder):
-    """One certificate for all, which is its own authority, and the key of a site each."""
-    made = run(
-        *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-        *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
-        *("-keyout", folder / "server.key", "-out", folder / "server.crt"),
-    )
-    assert made.returncode == 0, made.stderr
-    for copy in ("ca.crt", "public.crt"):
-        shutil.copy(folder / "server.crt", folder / copy)
-    shutil.copy(folder / "server.key", folder / "public.key")
-    for number in range(2):
-        key = folder / f"site-{number}"
-        assert run("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", key)
 
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
     """A SuperLink on loopback with TLS and keys, nginx before it, and two sites that go there."""
     folder = tmp_path_factory.mktemp("nginx")
-    home, app = folder / "home", folder / "app"
-    for each in (home, app / "loopback"):
-        each.mkdir(parents=True)
-    make_keys(folder)
-    link, front, *nodes = free_ports(4)
+    make_authority(folder)
+    port, front, *nodes = free_ports(4)
     text = CONFIG.read_text()
     assert text.count("listen 443 ssl;") == text.count("server 127.0.0.1:8000;") == 1
     text = text.replace("listen 443 ssl;", f"listen 127.0.0.1:{front} ssl;")
-    text = text.replace("server 127.0.0.1:8000;", f"server 127.0.0.1:{link};")
+    text = text.replace("server 127.0.0.1:8000;", f"server 127.0.0.1:{port};")
     (folder / "nginx.conf").write_text(text)
-    (home / "config.toml").write_text(
-        "".join(
-            f'[superlink.{name}]\naddress = "127.0.0.1:{port}"\n'
-            f'root-certificates = "{folder / "ca.crt"}"\n'
-            for name, port in (("direct", link), ("front", front))
-        )
-    )
-    (app / "pyproject.toml").write_text(PROJECT)
-    (app / "loopback" / "__init__.py").touch()
-    (app / "loopback" / "app.py").write_text(APP.format(out=folder))
-    environment = {
-        **os.environ,
-        **SETTINGS,
-        "FLWR_HOME": str(home),
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-        "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent / "src"))),
-        "PATH": PATHS,
-    }
-
-    def flwr(*arguments):
-        return run(str(BIN / "flwr"), *arguments, env=environment)
-
-    with processes(folder, environment) as start, ExitStack() as at_end:
-        superlink = start(
-            "superlink",
-            *("flower-superlink", "--port", str(link), "--enable-supernode-auth"),
-            *("--ssl-ca-certfile", str(folder / "ca.crt")),
-            *("--ssl-certfile", str(folder / "server.crt")),
-            *("--ssl-keyfile", str(folder / "server.key")),
-        )
-        nginx = start(
-            "front",
-            *(TOOLS["nginx"], "-p", str(folder), "-c", str(folder / "nginx.conf")),
+    with flower() as commands, ExitStack() as at_end:
+        _, direct = start_superlink(commands, "127.0.0.1", port, folder, folder / "link.log")
+        nginx = commands.start(
+            *(NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf")),
             *("-e", "error.log", "-g", as_this_user("daemon off;")),
+            log=folder / "nginx.log",
         )
-        at_end.callback(
-            nginx.terminate
-        )  # it writes over its environment, by which others are found
-        started = [superlink, nginx]
-
-        def ended():
-            return any(process.poll() is not None for process in started)
-
-        wait_for(lambda: (listens(link) and listens(front)) or ended(), LONGEST)
-        assert not ended(), logs(folder)
-        for number, port in enumerate(nodes):
-            key = folder / f"site-{number}"
-            registered = flwr("supernode", "register", f"{key}.pub", "direct")
-            assert registered.returncode == 0, registered.stdout + registered.stderr
-            started.append(
-                start(
-                    f"site-{number}",
-                    *("flower-supernode", "--superlink", f"127.0.0.1:{front}"),
-                    *("--root-certificates", str(folder / "ca.crt")),
-                    *("--auth-supernode-private-key", str(key), "--port", str(port)),
-                    *("--node-config", f"partition-id={number}"),
-                )
-            )
+        at_end.callback(nginx.terminate)
+        assert wait(lambda: listens("127.0.0.1", front), LONGEST)
+        through = Link(f"127.0.0.1:{front}", direct.ca)
+        direct.connect(commands)
+        for number, own in enumerate(nodes):
+            site = Site(number, folder / f"site-{number}", f"site-{number}", folder=folder)
+            register(commands, [make_site_key(site.key)])
+            commands.start(*supernode_command(site, through, own), log=folder / f"{number}.log")
+        app = write_app(folder / "app", sites=2, rounds=2, wait=200.0)
         yield SimpleNamespace(
-            folder=folder, app=app, link=link, front=front, flwr=flwr, ended=ended
+            folder=folder,
+            app=app,
+            link=port,
+            front=front,
+            commands=commands,
+            direct=direct,
+            through=through,
         )
 
 
@@ -158,7 +85,6 @@ def post(federation, port, path, method="POST", body=b""):
     return status
 
 
-@pytest.mark.timeout(600)  # the first test waits for all processes, and they import torch
 def test_a_raw_call_of_the_control_api_works_on_loopback_and_is_refused_through_nginx(federation):
     assert post(federation, federation.link, CONTROL) == 200
     assert post(federation, federation.front, CONTROL) == 403
@@ -200,24 +126,21 @@ def test_the_largest_object_that_flower_sends_fits_and_more_is_refused(federatio
 
 
 def test_flwr_starts_and_lists_runs_on_loopback_only(federation):
-    for command in (("list", "front"), ("run", str(federation.app), "front")):
-        refused = federation.flwr(*command)
-        assert refused.returncode != 0, refused.stdout
-    listed = federation.flwr("list", "direct", "--format", "json")
-    assert listed.returncode == 0, listed.stdout + listed.stderr
-    assert json.loads(listed.stdout)["runs"] == []
+    federation.through.connect(federation.commands)
+    try:
+        for command in (("list", "nufed"), ("run", str(federation.app), "nufed")):
+            code, printed = federation.commands.call("flwr", *command)
+            assert code, printed
+    finally:
+        federation.direct.connect(federation.commands)
+    code, printed = federation.commands.call("flwr", "list", "nufed", "--format", "json")
+    assert code == 0 and json.loads(printed)["runs"] == []
 
 
-@pytest.mark.timeout(600)
-def test_sites_with_keys_train_through_nginx_to_the_simulators_model(federation):
-    begun = federation.flwr("run", str(federation.app), "direct")
-    assert begun.returncode == 0, begun.stdout + begun.stderr
-    scores = federation.folder / "scores.json"
-    with suppress(AssertionError):  # the next one shows what happened
-        wait_for(lambda: scores.exists() or federation.ended(), 2 * LONGEST)
-    assert scores.exists(), logs(federation.folder)
-    right, _ = simulated(plan(), agents_data(2))
-    model = load_file(federation.folder / "model.safetensors")["model"]
-    assert torch.equal(model, right[-1].server["model"])
+def test_sites_with_keys_train_through_nginx_to_the_simulators_files(federation):
+    out, said = federation.folder / "run", []
+    follow(federation.commands, federation.app, out, said.append, "again")
+    simulate(federation.app, federation.folder / "simulated")
+    assert files_of(out) == files_of(federation.folder / "simulated"), said
     calls = (federation.folder / "access.log").read_text()
     assert "POST /v1/fleet/push-object" in calls

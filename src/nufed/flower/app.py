@@ -48,11 +48,16 @@ class App:
     @cached_property
     def server(self) -> ServerApp:
         """Trains, and leaves a run directory where ``out`` of the run's config says."""
+        return self.serving(None)
+
+    def serving(self, out: Path | None) -> ServerApp:
+        """The same, with a run directory that is known beforehand."""
         app = ServerApp()
 
         def main(grid: Grid, context: Context) -> None:
-            out = str(context.run_config.get("out", ""))
-            train_federation(self.plan(), self.checked, grid, Path(out) if out else None)
+            said = str(context.run_config.get("out", ""))
+            place = out or (Path(said) if said else None)
+            train_federation(self.plan(), self.checked, grid, place)
 
         app.main()(main)
         return app
