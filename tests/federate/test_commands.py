@@ -1,5 +1,7 @@
 """What is started, and what is refused before anything is."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,9 +158,22 @@ def test_what_can_not_be_done_is_said_in_one_sentence(nufed, place, command, wor
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.slow
+def test_the_command_line_starts_without_flower():
+    code = "import sys; sys.modules['flwr'] = sys.modules['cryptography'] = None; import nufed.cli"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_keys_and_a_sites_key_are_made_by_commands(nufed, tmp_path):
     result = nufed("federate", "keys", "server", "--host", "10.0.0.5", cwd=tmp_path)
     assert result.returncode == 0 and "ca.crt" in result.stdout
     result = nufed("federate", "key", "ward-3", cwd=tmp_path)
     assert result.returncode == 0 and "send only ward-3.pub" in result.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"server", "ward-3", "ward-3.pub"}
+
+
+def test_without_flower_a_federation_says_what_to_install(nufed, tmp_path, monkeypatch):
+    monkeypatch.setattr("nufed.cli_federate.find_spec", lambda name: None)
+    result = nufed("federate", "key", "site", cwd=tmp_path)
+    assert result.returncode == 2 and 'pip install "nufed[flower]"' in result.stderr
+    assert not list(tmp_path.iterdir())

@@ -13,6 +13,7 @@ import pytest
 from federate.fake_app import FOREVER, write_app
 from nufed.federate.keys import make_authority, make_site_key
 from nufed.federate.processes import free_ports, wait
+from processes import alive, descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONGEST = 240  # seconds
@@ -34,15 +35,6 @@ def nufed_federate(cwd, *arguments):
             process.wait(LONGEST)
 
 
-def homes():
-    """The homes of Flower's processes on this machine that `nufed federate` made."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            found |= {entry for entry in path.read_bytes().split(b"\0") if b"=/tmp/nufed-" in entry}
-    return {entry for entry in found if entry.startswith(b"FLWR_HOME=")}
-
-
 def begun(process):
     """Waits until the app is in its first round; the id of its process."""
     assert wait(lambda: "round 1" in process.printed() or process.poll() is not None, LONGEST)
@@ -56,14 +48,14 @@ def home_of(pid):
     return next(entry for entry in entries if entry.startswith(b"FLWR_HOME="))
 
 
-def find(home, name):
-    """The process of a command with this home."""
+def running(home):
+    """The processes with this home, and their commands."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            ours = home in path.read_bytes().split(b"\0")
-            if ours and name.encode() in path.with_name("cmdline").read_bytes():
-                return int(path.parent.name)
-    raise AssertionError(f"no {name} runs")
+            if home in path.read_bytes().split(b"\0"):
+                found[int(path.parent.name)] = path.with_name("cmdline").read_text()
+    return found
 
 
 def test_one_command_runs_an_app_on_a_federation_and_leaves_no_process(tmp_path):
@@ -76,7 +68,7 @@ def test_one_command_runs_an_app_on_a_federation_and_leaves_no_process(tmp_path)
     assert {path.name for path in (tmp_path / "out-federation").glob("site-?")} == {
         *("site-0", "site-1", "site-2")
     }
-    assert home not in homes()
+    assert not running(home)
 
 
 @pytest.mark.parametrize(
@@ -93,21 +85,25 @@ def test_a_run_that_fails_says_why_and_how_to_go_on(tmp_path, then, words):
         assert process.wait(LONGEST) == 2
     assert words in process.printed()
     assert process.printed().endswith("Go on with: nufed federate local app --resume out\n")
-    assert home not in homes()
+    assert not running(home)
 
 
 @pytest.mark.parametrize(
     ("killed", "words"),
-    [("flwr-serverapp", "No heartbeat"), ("flower-superlink", "has lost it or is gone")],
+    [
+        ("flwr-serverapp", "No heartbeat"),
+        ("flower-superlink", "or is gone: Connection to the SuperLink is unavailable"),
+    ],
 )
 def test_a_run_whose_server_was_killed_ends_and_goes_on_when_asked(tmp_path, killed, words):
     app = write_app(tmp_path / "app", FOREVER)
     with nufed_federate(tmp_path, "local", "app", "--out", "out", "--insecure") as process:
         home = home_of(begun(process))
-        os.kill(find(home, killed), signal.SIGKILL)
+        (pid,) = [pid for pid, command in running(home).items() if killed in command]
+        os.kill(pid, signal.SIGKILL)
         assert process.wait(LONGEST) == 2
     assert words in process.printed() and "local app --resume out" in process.printed()
-    assert home not in homes()
+    assert not running(home)
     source = app / "fake" / "app.py"
     source.write_text(source.read_text().replace(FOREVER, "finish(out, part)"))
     with nufed_federate(tmp_path, "local", "app", "--resume", "out", "--insecure") as process:
@@ -123,9 +119,9 @@ def test_a_stopped_run_leaves_no_process_and_says_how_to_go_on(tmp_path, number)
         process.send_signal(number)
         assert process.wait(LONGEST) == 130
     assert process.printed().endswith(
-        "stopped; go on with: nufed federate local app --resume out\n"
+        "stopped. Go on with: nufed federate local app --resume out\n"
     )
-    assert home not in homes()
+    assert not running(home)
 
 
 def test_a_server_a_site_that_comes_later_and_runs_with_the_servers_restart_between(tmp_path):
@@ -146,14 +142,16 @@ def test_a_server_a_site_that_comes_later_and_runs_with_the_servers_restart_betw
         with nufed_federate(tmp_path, *attend) as site:
             with nufed_federate(tmp_path, *run, "--out", "first") as process:
                 assert process.wait(LONGEST) == 0, process.printed()
+            below = descendants(server.pid)
             server.send_signal(signal.SIGINT)
             assert server.wait(LONGEST) == 0, server.printed()
-            with nufed_federate(tmp_path, *serve, "--site-key", "site/key.pub"):
+            assert not alive(below)
+            with nufed_federate(tmp_path, *serve, "--site-key", "site/key.pub") as server:
+                assert wait(lambda: "the server is ready" in server.printed(), LONGEST)
                 with nufed_federate(tmp_path, *run, "--out", "second") as process:
-                    assert process.wait(LONGEST) in (0, 2), process.printed()
-                if process.returncode:  # the server was not up yet
-                    with nufed_federate(tmp_path, *run, "--out", "third") as process:
-                        assert process.wait(LONGEST) == 0, process.printed()
+                    assert process.wait(LONGEST) == 0, process.printed()
+            assert "joining again" in site.printed()
+            below = descendants(site.pid)
             site.send_signal(signal.SIGTERM)
             assert site.wait(LONGEST) == 0, site.printed()
-            assert "joining again" in site.printed()
+            assert not alive(below)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from nufed.errors import RunError
 from nufed.federate.keys import make_authority, make_site_key
 from nufed.federate.link import NAME, Link, ask, register
 from nufed.federate.processes import flower, free_ports, wait
@@ -55,7 +56,13 @@ def federation(tmp_path_factory):
 
         right = start("right", "taken")
         assert wait(lambda: "SuperNode ID" in right.log.read_text(), LONGEST), right.log.read_text()
-        yield SimpleNamespace(start=start, online=online, log=place / "link.log", right=right)
+        yield SimpleNamespace(
+            start=start,
+            online=online,
+            log=place / "link.log",
+            right=right,
+            register=lambda key: register(commands, [place / key]),
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,6 +92,11 @@ def test_a_site_without_encryption_gets_nowhere(federation):
     site.process.kill()
     assert "SuperNode ID" not in site.log.read_text()
     assert federation.online() == 1 and federation.right.process.poll() is None
+
+
+def test_a_key_is_registered_once(federation):
+    with pytest.raises(RunError, match="Public key already in use"):
+        federation.register("right.pub")
 
 
 def test_the_server_says_why_it_refused_a_key(federation):

@@ -61,7 +61,7 @@ def follow(
 ) -> Path:
     """Run an app where ``commands`` is connected to, showing its log as it grows.
 
-    ``again`` is the command that goes on; ``look`` is called while it runs.
+    ``again`` is the command that goes on with it; ``look`` is called while it runs.
     """
     log, place = Tail(out / "log.txt"), f"out={quoted(str(out.resolve()), '--out')}"
     old = failures(out)
@@ -82,13 +82,19 @@ def follow(
     except KeyboardInterrupt:
         say("stopping the run …")
         commands.call("flwr", "stop", run, NAME, seconds=60)
-        raise Stopped(f"stopped; go on with: {again}") from None
+        raise Stopped(f"stopped. {_what_next(out, again)}") from None
     log.show(say)
     reasons = [reason for reason in failures(out) if reason not in old]
     if status == "finished:completed" and not reasons:
         return report_of(out)
     why = "; ".join(reason for _, _, reason in reasons) or details or f"it is {status}"
-    raise TrainingError(f"the run failed: {why}. Go on with: {again}")
+    raise TrainingError(f"the run failed: {why.rstrip('.')}. {_what_next(out, again)}")
+
+
+def _what_next(out: Path, again: str) -> str:
+    if (out / "run.json").is_file():
+        return f"Go on with: {again}"
+    return "Nothing was saved yet: start it again"
 
 
 def state_of(commands: Flower, run: str) -> tuple[str, str]:
@@ -96,7 +102,7 @@ def state_of(commands: Flower, run: str) -> tuple[str, str]:
     try:
         (found,) = ask(commands, "list", NAME, "--run-id", run)["runs"]
     except RunError as error:
-        return "finished:lost", f"the server has lost it or is gone ({error})"
+        return "finished:lost", f"the server does not know it any more, or is gone: {error}"
     return found["status"], found["status-details"]
 
 
