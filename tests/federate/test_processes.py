@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,9 @@ def test_a_second_signal_does_not_keep_processes_from_being_ended(tmp_path, monk
     assert not alive(pids)
 
 
-def test_what_it_started_is_ended_when_this_process_is_killed(tmp_path):
+def test_what_it_started_is_ended_when_this_process_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # its home stays
+
     def work():
         with flower() as commands:
             commands.start(PYTHON, "-c", "import time; time.sleep(600)")
