@@ -3,36 +3,16 @@
 import os
 import re
 import signal
-import subprocess
-import sys
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
+from federate.commands import LONGEST, home_of, nufed_federate, running
 from federate.fake_app import FOREVER, write_app
 from nufed.federate.keys import make_authority, make_site_key
 from nufed.federate.processes import free_ports, wait
 from processes import alive, descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-LONGEST = 240  # seconds
-
-
-@contextmanager
-def nufed_federate(cwd, *arguments):
-    """The command in a process of its own; ``printed()`` is what it has printed so far."""
-    log = cwd / f"printed-{len(list(cwd.glob('printed-*')))}"
-    with log.open("w") as file:
-        command = [sys.executable, "-m", "nufed.cli", "federate", *map(str, arguments)]
-        process = subprocess.Popen(command, cwd=cwd, stdout=file, stderr=file)
-    process.printed = log.read_text
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(LONGEST)
 
 
 def begun(process):
@@ -41,21 +21,6 @@ def begun(process):
     pid = re.search(r"round 1, process (\d+)", process.printed())
     assert pid, process.printed()
     return int(pid[1])
-
-
-def home_of(pid):
-    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(entry for entry in entries if entry.startswith(b"FLWR_HOME="))
-
-
-def running(home):
-    """The processes with this home, and their commands."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if home in path.read_bytes().split(b"\0"):
-                found[int(path.parent.name)] = path.with_name("cmdline").read_text()
-    return found
 
 
 def test_one_command_runs_an_app_on_a_federation_and_leaves_no_process(tmp_path):

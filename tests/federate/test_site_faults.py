@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from federate.commands import LONGEST, Federation, home_of, rounds_done
 from federate.small_app import DATA, files_of, simulate, write_app
-from federate.test_kills import Federation, rounds_done
-from federate.test_real import LONGEST, home_of
 from nufed.federate.processes import Flower, wait
 from processes import descendants
 
@@ -99,7 +98,7 @@ def test_too_few_sites_end_the_run_in_words_and_it_goes_on_when_they_are_back(tm
     write_app(tmp_path / "app", 2, rounds=3, wait=60.0, deadline=60.0, top="min_updates = 2")
     out = tmp_path / "run"
     with ExitStack() as stack:
-        federation = Federation(tmp_path, stack)
+        federation = Federation(tmp_path, stack, sites=2)
         process = federation.run("--out", "run")
         assert wait(lambda: rounds_done(out) >= 1 or process.poll() is not None, 2 * LONGEST)
         kill(federation.sites[1])
