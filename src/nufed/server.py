@@ -60,6 +60,11 @@ class Progress:
         }
 
 
+def cohort_size(agents: int, participation: float) -> int:
+    """max(1, round(rN)): how many of so many agents are asked in a round."""
+    return max(1, builtins.round(participation * agents))
+
+
 def choose_cohort(
     agents: Sequence[int], participation: float, seed: int, round: int, attempt: int = 0
 ) -> list[int]:
@@ -71,7 +76,7 @@ def choose_cohort(
     [5, 7, 8]
     """
     require(0 < participation <= 1, "participation", participation, "must be above 0 and at most 1")
-    size = max(1, builtins.round(participation * len(agents)))
+    size = cohort_size(len(agents), participation)
     picked = stream(seed, "cohort", round, step=attempt).choice(len(agents), size, replace=False)
     return sorted(agents[i] for i in picked)
 

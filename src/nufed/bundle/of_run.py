@@ -150,7 +150,17 @@ def _trained(run: Run, method: str, seed: int, algorithm: GMeta) -> dict[str, An
         "data": config.data.source,
         **({"data_sha256": run.data_sha256} if run.data_sha256 else {}),
         "configuration_sha256": config.fingerprint,
+        **_private(run),
     }
+
+
+def _private(run: Run) -> dict[str, str]:
+    """What the model gives away about any one site, of a federation with noisy updates."""
+    about = run.privacy()
+    if about is None:
+        return {}
+    epsilon = f"epsilon {about['epsilon']['released']:.4g}, delta {about['delta']:g}"
+    return {"privacy": f"{epsilon}, with the data of any one site replaced"}
 
 
 def _measured(run: Run, method: str, seed: int) -> dict[str, Any]:
@@ -159,6 +169,8 @@ def _measured(run: Run, method: str, seed: int) -> dict[str, Any]:
     groups: dict[str, dict[str, Any]] = {}
     for group in run.groups:
         mine = [s for s in run.methods[method][seed].scores if s.seen == (group == "seen")]
+        if not mine:
+            continue
         before, after = (summarise(mine, step, run.measure) for step in (0, steps))
         groups[group] = {
             "agents": after.agents,
@@ -172,6 +184,8 @@ def _measured(run: Run, method: str, seed: int) -> dict[str, Any]:
             if line.kind == "baseline" and seed in line.seeds:
                 null = [s for s in line.seeds[seed].scores if s.seen == (group == "seen")]
                 groups[group][line.name] = summarise(null, line.steps, run.measure).mean
+    if not groups:
+        return {}
     return {
         "measure": run.measure.name,
         "scored_on": run.config.eval_on,

@@ -17,12 +17,13 @@ from nufed.data import Samples
 from nufed.errors import InputError, require
 from nufed.evaluate import Measure, Metric
 from nufed.flower.plan import Plan
+from nufed.flower.privacy import Privacy
 from nufed.flower.site import Load, client_app
 from nufed.flower.training import train_federation
 from nufed.objective import Loss
 from nufed.runs import Config, load_config
 from nufed.runs.build import build_loss, build_measure, build_module, build_objective
-from nufed.runs.schema import AT_SITES, OWN, FaultsConfig
+from nufed.runs.schema import AT_SITES, OWN, FaultsConfig, PrivacyConfig
 from nufed.server import Rules
 
 
@@ -88,6 +89,11 @@ class App:
                 )
         if config.faults != FaultsConfig():
             raise InputError("faults are for simulation: remove the table from a federation's file")
+        if config.privacy.clip is None and config.privacy != PrivacyConfig():
+            raise InputError(
+                "privacy.clip is not set, so there would be no privacy: set it to the longest "
+                "change of an update, or remove the table"
+            )
         own = {"loss": self.loss, "metric": self.metric}
         data = config.data.model_copy(update={"source": AT_SITES, "args": {}, "partition": "given"})
         update = {key: OWN for key, value in own.items() if value is not None}
@@ -128,6 +134,7 @@ class App:
             deadline=config.federation.deadline,
             wait=config.federation.wait,
             like=like,
+            privacy=_privacy(config.privacy),
         )
 
 
@@ -138,6 +145,10 @@ def _like(config: Config) -> Samples:
     inputs = torch.zeros(1, *federation.input_shape, dtype=getattr(torch, config.dtype))
     targets = torch.zeros(1).long() if federation.classes else torch.zeros(1, federation.outputs)
     return Samples(inputs, targets, tuple(federation.classes))
+
+
+def _privacy(config: PrivacyConfig) -> Privacy | None:
+    return None if config.clip is None else Privacy(**dict(config))
 
 
 def _named(metric: Metric) -> Measure:

@@ -4,19 +4,22 @@ A site can't know whether the server took its last update: it may have been too 
 of a round that was tried again or redone after a crash. So it keeps two states: the one its last
 work set out from, and the one it led to. The server says which round's update of this site it took
 last, and the site goes on from the state of that round.
+
+A site whose updates are noisy keeps the last one, before it is sent: asked the same again, it sends
+the same again, which says nothing new. And it counts them.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from nufed.algorithm import State
+from nufed.algorithm import Cost, State
 from nufed.errors import RunError
 from nufed.runs.durable import sha256, write_durably
 
@@ -24,12 +27,41 @@ DIGEST = 64  # letters of a SHA-256
 
 
 @dataclass(frozen=True)
+class Release:
+    """The last noisy update, and how many there were.
+
+    Args:
+        store: a name made up where nothing was kept, so that a lost file shows.
+        noise: the noise of the updates.
+        count: how many were made since then.
+        before: how many the server knew of then.
+        question: what the last one answers.
+        cost: what it cost.
+        vectors: what was sent.
+    """
+
+    store: str
+    noise: float
+    count: int = 0
+    before: int = 0
+    question: str = ""
+    cost: Cost = field(default_factory=Cost)
+    vectors: State = field(default_factory=dict)
+
+    def after(self, question: str, vectors: State, cost: Cost) -> Release:
+        """With one noisy update more."""
+        return replace(self, count=self.count + 1, question=question, vectors=vectors, cost=cost)
+
+
+@dataclass(frozen=True)
 class Memory:
-    """The states that the last work set out from and led to, and the rounds that they are of."""
+    """The states that the last work set out from and led to, and the rounds that they are of; and
+    the noisy updates, of a site that sends such."""
 
     rounds: tuple[int, int] = (0, 0)
     before: State = field(default_factory=dict)
     after: State = field(default_factory=dict)
+    release: Release | None = None
 
     def state(self, taken: int) -> State | None:
         """The state after round ``taken``; None if it is not here."""
@@ -55,23 +87,30 @@ def load_memory(path: Path, like: State) -> Memory:
         tensors = load(packed[8 + about_length :])
     except (OSError, ValueError, SafetensorError):
         return Memory()
-    parts: dict[str, State] = {"before": {}, "after": {}}
+    parts: dict[str, State] = {"before": {}, "after": {}, "release": {}}
     for key, tensor in tensors.items():
         part, _, name = key.partition("/")
         parts[part] = {**parts[part], name: tensor}
+    vectors, told = parts.pop("release"), about["release"]
     fits = {part: state if _alike(state, like) else {} for part, state in parts.items()}
-    return Memory(tuple(about["rounds"]), **fits)
+    release = Release(**{**told, "cost": Cost(**told["cost"])}, vectors=vectors) if told else None
+    return Memory(tuple(about["rounds"]), **fits, release=release)
 
 
 def save_memory(path: Path, memory: Memory) -> None:
     """Write the file, whole or not at all."""
+    release = memory.release
     parts = {"before": memory.before, "after": memory.after}
+    if release:
+        parts["release"] = release.vectors
     tensors = {
         f"{part}/{name}": tensor.detach().cpu().contiguous()
         for part, state in parts.items()
         for name, tensor in state.items()
     }
-    about = json.dumps({"rounds": memory.rounds}).encode()
+    told = asdict(replace(release, vectors={})) if release else {}
+    told.pop("vectors", None)
+    about = json.dumps({"rounds": memory.rounds, "release": told}).encode()
     packed = len(about).to_bytes(8, "big") + about + save(tensors)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

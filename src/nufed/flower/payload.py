@@ -22,11 +22,12 @@ from nufed.algorithm import ClientUpdate, Cost, State
 from nufed.errors import InputError, shown
 from nufed.evaluate import AgentScores
 
-ARRAYS, ABOUT, SCORES = "arrays", "about", "scores"
+ARRAYS, ABOUT, SCORES, RELEASE = "arrays", "about", "scores", "release"
 STORED_AS = "numpy.ndarray"
 DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
 MOST_WORK = 10**15  # gradients that a site may say it computed
 MOST_LETTERS = 100  # of a site's name
+MOST_RELEASES = 10**6  # noisy updates that a site may say it sent
 
 
 class PayloadError(Exception):
@@ -103,9 +104,29 @@ def read_about(records: Mapping[str, object], *keys: str) -> list[Any]:
 
 def read_run(run: object) -> str:
     """The name of a run, which becomes that of a folder."""
-    if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{32}", run):
-        raise PayloadError(f"the run {shown(run)} is not named by 32 hexadecimal digits")
-    return run
+    return _hexadecimal(run, "run")
+
+
+def release_record(store: str, count: int) -> ConfigRecord:
+    """Which noisy update a reply holds: the ``count``-th that was made in a site's ``store``."""
+    return ConfigRecord({"store": store, "count": count})
+
+
+def read_release(records: Mapping[str, object]) -> tuple[str, int]:
+    """The store and the count of a noisy update."""
+    release = _record(records, RELEASE, ConfigRecord)
+    if release.keys() != {"store", "count"}:
+        raise PayloadError(f"it says {shown(sorted(release))} of its noisy update")
+    count = whole(release["count"], "its number of noisy updates", MOST_RELEASES)
+    if count == 0:
+        raise PayloadError("its number of noisy updates is 0, and here is one")
+    return _hexadecimal(release["store"], "store"), count
+
+
+def _hexadecimal(name: object, what: str) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[0-9a-f]{32}", name):
+        raise PayloadError(f"the {what} {shown(name)} is not named by 32 hexadecimal digits")
+    return name
 
 
 def read_update(

@@ -9,12 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nufed.aggregate import Mean
 from nufed.algorithm import Algorithm, State
 from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
 from nufed.errors import InputError, require
 from nufed.evaluate import Measure
+from nufed.flower.privacy import Privacy
 from nufed.objective import Objective
-from nufed.server import Rules, to_send
+from nufed.server import Rules, cohort_size, to_send
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Plan:
         wait: seconds that the server waits at the start for all sites, later for as many as a round
             needs; and that a new site has to say who it is.
         like: a sample like those of all sites; None: they are not compared with one.
+        privacy: what sites do to updates before they leave; None: they send them as they are.
     """
 
     algorithm: Algorithm
@@ -60,6 +63,7 @@ class Plan:
     deadline: float = 600.0
     wait: float = 60.0
     like: Samples | None = None
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("agents", 1), ("rounds", 0), ("eval_steps", 0), ("threads", 1)):
@@ -71,12 +75,39 @@ class Plan:
             require(0 < value < float("inf"), name, value, "must be a number of seconds above 0")
         require(0 < self.test < 1, "test", self.test, "must be above 0 and below 1")
         choose_unseen(self.agents, self.unseen_agents, self.seed)
+        if self.privacy is not None:
+            self._check_private()
+
+    def _check_private(self) -> None:
+        """Refuse what epsilon does not hold for."""
+        uniform = getattr(self.algorithm, "aggregation", None) == Mean()
+        unknown = set(self.algorithm.sends) - set(self.algorithm.receives)
+        for wrong, what in (
+            (not uniform, "updates that are not combined by their uniform mean"),
+            (self.rules.max_update_norm is not None, "max_update_norm"),
+            (self.keeps_state, "an algorithm whose agents keep a state"),
+            (unknown, "an algorithm whose agents send vectors that they do not receive"),
+        ):
+            if wrong:
+                raise InputError(
+                    f"privacy: its epsilon does not hold with {what}; remove that, or [privacy]"
+                )
 
     @cached_property
     def seen(self) -> Sequence[int]:
         """The agents that take part in training."""
         unseen = choose_unseen(self.agents, self.unseen_agents, self.seed)
         return [agent for agent in range(self.agents) if agent not in unseen]
+
+    @property
+    def cohort(self) -> int:
+        """How many of them are asked in a round."""
+        return cohort_size(len(self.seen), self.participation)
+
+    @property
+    def sends_scores(self) -> bool:
+        """Whether sites tell how they score."""
+        return self.privacy is None or self.privacy.scores
 
     def start(self) -> State:
         """The server's state before the first round."""

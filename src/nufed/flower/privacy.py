@@ -51,6 +51,7 @@ class Privacy:
         delta: the probability δ with which epsilon may fail; below 1 / agents.
         epsilon: the budget of the released models; None: any.
         epsilon_server: the budget of a site against the server; None: any.
+        scores: whether sites still send their scores, which no epsilon covers.
     """
 
     clip: float
@@ -58,6 +59,7 @@ class Privacy:
     delta: float = 1e-5
     epsilon: float | None = None
     epsilon_server: float | None = None
+    scores: bool = False
 
     def __post_init__(self) -> None:
         for name in ("clip", "noise", "epsilon", "epsilon_server"):

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from nufed.algorithm import ClientUpdate, Cost, State
 from nufed.errors import UpdateError
 from nufed.evaluate import AgentScores
+from nufed.flower.account import Account
 from nufed.flower.asking import LOG, Roster, ask
 from nufed.flower.payload import PayloadError, content, read_scores, read_update
 from nufed.flower.plan import Plan
@@ -34,13 +35,27 @@ class Server:
         grid: reaches the sites.
         run: names the run to sites, 32 hexadecimal digits; they keep their states under it.
         notes: what :attr:`notes` was when training was interrupted.
+        cohort_seed: what cohorts are drawn from, if that must not be the plan's seed, which
+            everyone knows.
+
+    ``account`` is what was spent so far, where the plan has privacy.
     """
 
     def __init__(
-        self, plan: Plan, grid: Grid, run: str, notes: Mapping[str, Any] | None = None
+        self,
+        plan: Plan,
+        grid: Grid,
+        run: str,
+        notes: Mapping[str, Any] | None = None,
+        cohort_seed: int | None = None,
     ) -> None:
         self._plan, self._grid, self._run = plan, grid, run
+        self._cohort_seed = plan.seed if cohort_seed is None else cohort_seed
         self._roster = Roster(grid, plan)
+        ledger = None if notes is None else notes.get("ledger", "missing")
+        self.account = (
+            Account(plan.privacy, len(plan.seen), plan.cohort, ledger) if plan.privacy else None
+        )
         taken: dict[str, int] = (notes or {}).get("taken", {})
         # the last round of which an agent's update was taken
         self._taken = {int(agent): round for agent, round in taken.items()}
@@ -48,7 +63,8 @@ class Server:
     @property
     def notes(self) -> dict[str, Any]:
         """What must be known to go on, beside the progress, as plain JSON."""
-        return {"taken": {str(agent): round for agent, round in sorted(self._taken.items())}}
+        taken = {str(agent): round for agent, round in sorted(self._taken.items())}
+        return {"taken": taken, **({"ledger": self.account.as_json()} if self.account else {})}
 
     def train(self, start: Progress | None = None) -> Iterator[Progress]:
         """Where training stands at the start and after every round."""
@@ -66,12 +82,14 @@ class Server:
             before.round + 1,
             plan.seen,
             participation=plan.participation,
-            seed=plan.seed,
+            seed=self._cohort_seed,
             rules=plan.rules,
         )
 
     def _attempt(self, before: Progress, cohort: list[int]) -> Progress:
         plan, k = self._plan, before.round + 1
+        if self.account:
+            self.account.check_next()
         self._roster.wait_for(cohort, plan.rules.min_updates)
         answers, dropped = self._ask(MessageType.TRAIN, before.server, k, cohort)
         expected = {name: before.server[name] for name in plan.algorithm.sends}
@@ -80,7 +98,10 @@ class Server:
         cost = Cost()
         for agent, answer in answers.items():
             try:
-                update, spent, began = read_update(_usable(answer), agent, expected)
+                reply: Mapping[str, object] = _usable(answer)
+                if self.account:
+                    reply = self.account.charge(agent, reply)
+                update, spent, began = read_update(reply, agent, expected)
                 if plan.keeps_state and began != self._taken.get(agent, 0):
                     LOG.warning("round %d: agent %d lost its state and started anew", k, agent)
                 updates.append(update)
@@ -96,9 +117,12 @@ class Server:
             failed=failed,
             rules=plan.rules,
         )
+        left_out = {error.agent for error in rejected}
+        taken = [update.agent for update in updates if update.agent not in left_out]
+        if self.account:
+            self.account.close(len(taken))
         if plan.keeps_state:
-            left_out = {error.agent for error in rejected}
-            self._taken |= {u.agent: k for u in updates if u.agent not in left_out}
+            self._taken |= dict.fromkeys(taken, k)
         return Progress(
             round=k,
             server=server,
@@ -109,8 +133,13 @@ class Server:
         )
 
     def evaluate(self, progress: Progress) -> Outcome:
-        """What the sites score after personalising the server's model, each on its own data."""
+        """What the sites score after personalising the server's model, each on its own data.
+
+        Nobody is asked where the plan says that sites keep their scores.
+        """
         plan, k = self._plan, progress.round
+        if not plan.sends_scores:
+            return Outcome((), ())
         agents = range(plan.agents)
         answers, away = self._ask(MessageType.EVALUATE, progress.server, k, agents)
         missing = [UpdateError(agent, k, "its site is not there") for agent in away]
@@ -146,7 +175,12 @@ class Server:
         there = {agent: node for agent, node in nodes.items() if node is not None}
         contents = {
             node: content(
-                sent, run=self._run, agent=agent, round=round, taken=self._taken.get(agent, 0)
+                sent,
+                run=self._run,
+                agent=agent,
+                round=round,
+                taken=self._taken.get(agent, 0),
+                released=self.account.released_by(agent) if self.account else 0,
             )
             for agent, node in there.items()
         }

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import logging
+import math
+import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from safetensors.torch import save
 
-from nufed.algorithm import State
+from nufed.algorithm import ClientResult, State
 from nufed.data import Federation, Samples, as_samples, site_split
-from nufed.errors import InputError, TrainingError, shown
+from nufed.errors import InputError, TrainingError, require, shown
 from nufed.evaluate import evaluate_agent
-from nufed.flower.memory import load_memory, save_memory
+from nufed.flower.epsilon import is_above_0
+from nufed.flower.memory import Release, load_memory, save_memory
 from nufed.flower.payload import (
+    RELEASE,
     PayloadError,
     content,
     read_about,
     read_run,
     read_vectors,
+    release_record,
     scores_content,
     whole,
 )
 from nufed.flower.plan import Plan
+from nufed.flower.privacy import Privacy, check_release, protect
+from nufed.runs.durable import sha256
 from nufed.threads import torch_threads
 
 LOG = logging.getLogger("nufed")
@@ -64,6 +72,20 @@ class Site:
         """Where it keeps its state."""
         return Path(self.config.get("folder") or Path.home() / ".nufed" / "sites")
 
+    @property
+    def limit(self) -> float | None:
+        """The most epsilon that it spends against the server, over all runs; None: any."""
+        limit: float | None = self.config.get("epsilon")
+        if limit is not None:
+            require(is_above_0(limit), "epsilon", limit, "in the node's config: must be above 0")
+        return limit
+
+    def releases_elsewhere(self, file: Path, noise: float) -> int:
+        """How many updates with this noise would say as much as all that it sent in other runs."""
+        others = self.folder.glob(f"*/agent-{self.agent}")
+        known = [load_memory(other, {}).release for other in others if other != file]
+        return math.ceil(sum(r.count * (noise / r.noise) ** 2 for r in known if r))
+
     @cached_property
     def federation(self) -> Federation:
         """A federation of which only this agent's part is here."""
@@ -94,8 +116,8 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
     """The app that runs at every site.
 
     What a site is comes from the config that its SuperNode was started with: its number
-    (``partition-id``), and if given the ``name`` that people call it and the ``folder`` where it
-    keeps its state.
+    (``partition-id``), and if given the ``name`` that people call it, the ``folder`` where it keeps
+    its state, and ``epsilon``, the most that it spends against the server over all runs.
 
     Args:
         plan: makes the plan, the same as at the server.
@@ -132,10 +154,10 @@ def _who(site: Site, asked: RecordDict) -> RecordDict:
 
 
 def _train(site: Site, asked: RecordDict) -> RecordDict:
-    plan, agent = site.plan, site.agent
-    task = _read(site, asked)
-    batches = site.federation.batches(agent, plan.seed, "train", task.round)
-    result = plan.algorithm.client_update(plan.objective, task.received, task.state, batches)
+    agent, task = site.agent, _read(site, asked)
+    if site.plan.privacy is not None:
+        return _train_privately(site, task, site.plan.privacy)
+    result = _work(site, task)
     if result.state:
         memory = load_memory(task.file, task.state)
         save_memory(task.file, memory.with_work(task.began, task.state, task.round, result.state))
@@ -150,8 +172,52 @@ def _train(site: Site, asked: RecordDict) -> RecordDict:
     )
 
 
+def _work(site: Site, task: Task) -> ClientResult:
+    plan = site.plan
+    batches = site.federation.batches(site.agent, plan.seed, "train", task.round)
+    return plan.algorithm.client_update(plan.objective, task.received, task.state, batches)
+
+
+def _train_privately(site: Site, task: Task, privacy: Privacy) -> RecordDict:
+    release = _release(site, task, privacy)
+    reply = content(
+        release.vectors,
+        agent=site.agent,
+        round=task.round,
+        samples=1,  # the uniform mean does not need their number
+        gradients=release.cost.gradients,
+        hvps=release.cost.hvps,
+        began=0,
+    )
+    reply[RELEASE] = release_record(release.store, release.count)
+    return reply
+
+
+def _release(site: Site, task: Task, privacy: Privacy) -> Release:
+    """The noisy update that was made for this very question, or a new one, kept before it is sent.
+
+    Noise drawn anew would let the server average it away.
+    """
+    memory = load_memory(task.file, {})
+    fresh = Release(secrets.token_hex(16), privacy.noise, before=task.released)
+    last, question = memory.release or fresh, task.question
+    if last.question == question:
+        return last
+    sent = max(last.before + last.count, task.released)
+    check_release(privacy, sent)
+    if site.limit is not None:
+        sent += site.releases_elsewhere(task.file, privacy.noise)
+        check_release(replace(privacy, epsilon_server=site.limit), sent)
+    result = _work(site, task)
+    release = last.after(question, protect(result.vectors, task.received, privacy), result.cost)
+    save_memory(task.file, replace(memory, release=release))
+    return release
+
+
 def _evaluate(site: Site, asked: RecordDict) -> RecordDict:
     plan, task = site.plan, _read(site, asked)
+    if not plan.sends_scores:
+        raise InputError("this site sends no scores: privacy.scores is false")
     scores = evaluate_agent(
         plan.algorithm,
         plan.objective,
@@ -171,25 +237,49 @@ class Task:
     """What the server asks for, and what the site sets out from.
 
     ``began`` is the round that ``state`` is of; 0 is the state of an agent that never took part.
+    ``released`` is how many noisy updates of this agent the server knows of.
     """
 
+    run: str
     round: int
+    released: int
     received: State
     state: State
     began: int
     file: Path
 
+    @property
+    def question(self) -> str:
+        """The same for the same work only."""
+        return sha256(f"{self.run}/{self.round}/".encode() + save(dict(self.received)))
+
 
 def _read(site: Site, asked: RecordDict) -> Task:
-    run, agent, round, taken = read_about(asked, "run", "agent", "round", "taken")
+    if site.limit is not None and site.plan.privacy is None:
+        raise InputError(
+            f"this site spends at most epsilon = {site.limit:g}, and without [privacy] in the "
+            "federation's configuration there is no bound"
+        )
+    run, agent, round, taken, released = read_about(
+        asked, "run", "agent", "round", "taken", "released"
+    )
     if agent != site.agent:
         raise InputError(f"the server takes agent {site.agent} for agent {shown(agent)}")
     received = read_vectors(asked, site.plan.received_like())
     taken = whole(taken, "taken", 10**9)
-    file = site.folder / read_run(run) / f"agent-{site.agent}"
+    run = read_run(run)
+    file = site.folder / run / f"agent-{site.agent}"
     fresh = site.plan.algorithm.client_init(received["model"])
     kept = load_memory(file, fresh).state(taken) if fresh and taken else None
     if fresh and taken and kept is None:
         LOG.warning("the state of round %d is not in %s: this site starts anew", taken, file)
     began = taken if kept is not None or not fresh else 0
-    return Task(whole(round, "round", 10**9), received, kept or fresh, began, file)
+    return Task(
+        run,
+        whole(round, "round", 10**9),
+        whole(released, "released", 10**9),
+        received,
+        kept or fresh,
+        began,
+        file,
+    )

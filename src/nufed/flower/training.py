@@ -20,15 +20,17 @@ from nufed.errors import NufedError, RunError, TrainingError
 from nufed.evaluate import summarise
 from nufed.flower.asking import LOG
 from nufed.flower.plan import Plan
+from nufed.flower.privacy import check_plan
 from nufed.flower.server import Outcome, Server
 from nufed.runs import Config, RunDirectory
+from nufed.runs.directory import PRIVACY
 from nufed.runs.durable import cannot_write, locked, read_signed, signed, write_durably
 from nufed.runs.lines import by_group, round_line
 from nufed.runs.part import PartFiles
 from nufed.server import Progress
 from nufed.threads import torch_threads
 
-NAME = "federation.json"  # how sites know the run
+NAME = "federation.json"  # how sites know the run, and the seed of secret cohorts
 
 
 def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -> Path:
@@ -41,17 +43,19 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
         out: the run directory; a run that was begun there is gone on with. By default the next
             free ``runs/NAME-001``.
     """
+    if plan.privacy:
+        check_plan(plan.privacy, len(plan.seen), plan.cohort, plan.rounds)
     going_on = out is not None and (out / "run.json").exists()
     directory = RunDirectory(out) if going_on and out else RunDirectory.create(config.name, out)
     (method,) = config.algorithms()
     with torch_threads(plan.threads), locked(directory.path), _logged(directory.path / "log.txt"):
         try:
-            run = _go_on(directory, config) if going_on else _begin(directory, config, plan)
+            known = _go_on(directory, config) if going_on else _begin(directory, config, plan)
             folder = directory.part("methods", method, plan.seed)
             files = PartFiles(folder, {"configuration": config.fingerprint})
             if not files.is_done(plan.rounds):
                 began = time.perf_counter()
-                _train(plan, config, grid, run, directory, files)
+                _train(plan, config, grid, known, directory, files)
                 seconds = time.perf_counter() - began
                 directory.write_timing(method=method, seed=plan.seed, seconds=seconds)
             from nufed.experiment.finish import finish  # it takes a moment to import
@@ -66,52 +70,71 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
     return directory.path
 
 
-def _begin(directory: RunDirectory, config: Config, plan: Plan) -> str:
-    """Write down how the run begins; returns how sites know it."""
-    run = secrets.token_hex(16)
+def _begin(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any]:
+    """Write down how the run begins; returns how sites know it, and the seed of secret cohorts."""
+    known: dict[str, Any] = {"run": secrets.token_hex(16)}
+    if plan.privacy:  # epsilon counts on cohorts that nobody knows, and files here name them
+        known["cohort_seed"] = secrets.randbits(128)
+        directory.path.chmod(0o700)
     assert plan.like is not None
-    write_durably(directory.path / NAME, signed({"run": run}))
+    write_durably(directory.path / NAME, signed(known))
     engines = dict.fromkeys(config.algorithms(), "flower")
     directory.write_start(config, plan.measure, engines, plan.like, data_sha256="")
     LOG.info("%s begins: %d sites, %d rounds", config.name, plan.agents, plan.rounds)
-    return run
+    return known
 
 
-def _go_on(directory: RunDirectory, config: Config) -> str:
+def _go_on(directory: RunDirectory, config: Config) -> dict[str, Any]:
     directory.existing()
     directory.check_same(config, "", {})
     directory.write_config(config)
-    run = read_signed(directory.path / NAME)["run"]
-    if not isinstance(run, str):
+    known = read_signed(directory.path / NAME)
+    if not isinstance(known.get("run"), str):
         raise RunError(f"{directory.path / NAME} names no run: start a new one")
-    return run
+    return known
 
 
 def _train(
-    plan: Plan, config: Config, grid: Grid, run: str, directory: RunDirectory, files: PartFiles
+    plan: Plan,
+    config: Config,
+    grid: Grid,
+    known: dict[str, Any],
+    directory: RunDirectory,
+    files: PartFiles,
 ) -> None:
     """All rounds that are not done yet, each written down and saved before the next begins."""
-    saved = files.begin(plan.rounds, config.eval_every)
+    if plan.privacy:
+        files.check_newest()
+    # a private run never goes back to a round before the last, since its model may have been seen
+    saved = files.begin(plan.rounds, 1 if plan.privacy else config.eval_every)
     start = Progress(saved.round, saved.server) if saved else None
-    server = Server(plan, grid, run, saved.notes if saved else None)
+    notes = saved.notes if saved else None
+    server = Server(plan, grid, known["run"], notes, known.get("cohort_seed"))
     if start:
         LOG.info("training goes on after round %d", start.round)
+    last, outcome = False, None
     with closing(files):
-        for progress in server.train(start):
-            again, last = progress is start, progress.round == plan.rounds
-            if again and not last:
-                continue
-            line = round_line(plan.algorithm, progress)
-            outcome = None
-            if progress.round % config.eval_every == 0 or last:
-                outcome = server.evaluate(progress)
-                line |= _evaluation(outcome, plan)
-            if not again:
-                files.add(line)
-                files.checkpoint(progress.round, progress.server, {}, server.notes)
-            _tell(plan, config, progress, outcome)
-            if last and outcome:
-                _end(plan, config, outcome, progress, directory, files)
+        try:
+            for progress in server.train(start):
+                again, last = progress is start, progress.round == plan.rounds
+                if again and not last:
+                    continue
+                line = round_line(plan.algorithm, progress)
+                if server.account:
+                    line["epsilon"] = server.account.spent()
+                outcome = None
+                if progress.round % config.eval_every == 0 or last:
+                    outcome = server.evaluate(progress)
+                    line |= _evaluation(outcome, plan)
+                if not again:
+                    files.add(line)
+                    files.checkpoint(progress.round, progress.server, {}, server.notes)
+                _tell(plan, config, progress, outcome, line.get("epsilon"))
+        finally:  # also of a training that had to stop it is told what was spent
+            if server.account:
+                write_durably(directory.path / PRIVACY, signed(server.account.summary()))
+        if last and outcome:
+            _end(plan, config, outcome, progress, directory, files)
 
 
 def _evaluation(outcome: Outcome, plan: Plan) -> dict[str, Any]:
@@ -124,7 +147,13 @@ def _evaluation(outcome: Outcome, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _tell(plan: Plan, config: Config, progress: Progress, outcome: Outcome | None) -> None:
+def _tell(
+    plan: Plan,
+    config: Config,
+    progress: Progress,
+    outcome: Outcome | None,
+    epsilon: dict[str, float] | None,
+) -> None:
     """One line about a round, for those who watch."""
     asked = len(progress.cohort)
     took = asked - len(progress.dropped) - len({r.agent for r in progress.rejected})
@@ -136,6 +165,11 @@ def _tell(plan: Plan, config: Config, progress: Progress, outcome: Outcome | Non
         steps = config.steps_of(method)[0]
         before, after = (summarise(outcome.scores, s, plan.measure).mean for s in (0, steps))
         parts.append(f"{plan.measure.name} {before:.3f}, after {steps} steps {after:.3f}")
+    if epsilon:
+        parts.append(
+            f"epsilon {epsilon['released']:.4g} of the released model and "
+            f"{epsilon['server']:.4g} against the server"
+        )
     LOG.info(", ".join(parts))
 
 
@@ -148,7 +182,7 @@ def _end(
     files: PartFiles,
 ) -> None:
     """Write the last scores and state, and who the sites are."""
-    if not any(scores.seen for scores in outcome.scores):
+    if plan.sends_scores and not any(scores.seen for scores in outcome.scores):
         reasons = "; ".join(str(error) for error in outcome.missing)
         raise TrainingError(f"no site sent scores that can be used: {reasons}")
     directory.write_sites(plan.agents, plan.seen, outcome.scores, plan.seed)

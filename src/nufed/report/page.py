@@ -36,13 +36,14 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         raise InputError(f"these runs are scored differently ({scores}): compare runs of one kind")
     if len({run.config.eval_on for run in runs}) > 1:
         raise InputError("these runs are scored on different parts: compare test with test")
-    charts = list(all_charts(runs))
+    scored = [run for run in runs if run.rows()]
+    charts = list(all_charts(scored)) if scored else []
     bounds = runs[0].bounds() if len(runs) == 1 else None
     bounded = list(bounds_charts(bounds)) if bounds else []
     page = _template().render(
         title=" and ".join(run_name(run, runs) for run in runs),
         headlines=[headline(run) for run in runs],
-        results=[(group, results_table(runs, group)) for group in all_groups(runs)],
+        results=[(group, results_table(runs, group)) for group in all_groups(scored)],
         baselines=baseline_notes(runs[0]),
         scored_on=runs[0].config.eval_on,
         classes=runs[0].measure.name == "accuracy",
@@ -55,7 +56,7 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         settings=[(run_name(run, runs), settings_table(run)) for run in runs],
         methods=methods_table(runs),
         costs=costs_table(runs),
-        agents=[(run_name(run, runs), agents_table(run)) for run in runs],
+        agents=[(run_name(run, runs), agents_table(run)) for run in scored],
         failures=[line for run in runs for line in run.failures],
         unanswered=[line for run in runs for line in run.unanswered()],
         rejected=[line for run in runs for line in run.rejected()],

@@ -44,7 +44,7 @@ def run_name(run: Run, runs: Sequence[Run]) -> str:
 
 def all_groups(runs: Sequence[Run]) -> list[str]:
     """The groups of agents that any of the runs has."""
-    return max((run.groups for run in runs), key=len)
+    return max((run.groups for run in runs), key=len, default=[])
 
 
 def results_table(runs: Sequence[Run], group: str, *, narrow: bool = False) -> Table:
@@ -205,14 +205,37 @@ def settings_table(run: Run) -> Table:
             f"{s}: {x['sha256'][:12] or 'at the sites'}" for s, x in run.splits.items()
         ),
         "software": ", ".join(f"{k} {v}" for k, v in run.software.items()),
+        **_privacy(run),
     }
     return Table(["", ""], [[k, v] for k, v in rows.items()], [False] * len(rows))
+
+
+def _privacy(run: Run) -> dict[str, str]:
+    """What sites did to their updates, and what that promises to whom."""
+    about = run.privacy()
+    if about is None:
+        return {}
+    told = {
+        "privacy": f"every update clipped to length {about['clip']:g}, noise of {about['noise']:g} "
+        f"times that on every number, delta (δ) {about['delta']:g}; {about['rounds']} rounds with "
+        f"{about['cohort']} of {about['agents']} agents",
+    }
+    for name, what in (("released", "the released model"), ("server", "a site to the server")):
+        budget, spent = about["budget"][name], about["epsilon"][name]
+        most = "" if budget is None else f", budget {budget:g}"
+        told[f"epsilon (ε) of {what}"] = f"{spent:.4g}{most}: for {about['holds_for'][name]}"
+    return told
 
 
 def headline(run: Run) -> str:
     """What was measured and what came out, in two sentences."""
     config, show = run.config, number_format(run)
     seen = [row for row in run.rows() if row.group == "seen"]
+    if not seen:
+        return (
+            f"Trained for {config.rounds} rounds. Sites sent no scores, so that nothing says here "
+            "how good the model is: each can test it on its own data."
+        )
     best = next(row for row in seen if row.kind == "method")
     nulls = [row for row in seen if row.kind == "baseline"]
     text = (

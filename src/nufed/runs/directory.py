@@ -18,6 +18,7 @@
     baselines/NAME/seed-0/agents.jsonl   the null baselines, in the same form
     bundles/NAME.nufed              the meta-model of each method, first seed, to be adapted
     results.json                    the results table
+    privacy.json                    of a federation with noisy updates: what epsilon was spent
     bounds.json                     what `nufed bounds` found, if it was asked
     timing.jsonl                    wall-clock values; everything above is the same in every run
     figures/, report.html           drawn from the files above
@@ -46,6 +47,7 @@ from nufed.runs.durable import cannot_write, is_full, read_signed, signed, write
 from nufed.runs.schema import Config
 
 FORMAT = 2
+PRIVACY = "privacy.json"
 LISTED = 1000  # agents of a split whose counts are written down
 
 

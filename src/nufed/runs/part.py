@@ -53,6 +53,17 @@ class PartFiles:
         about = check_done(self.folder)
         return bool(about["rounds"] == rounds and about["belongs_to"] == dict(self._belongs_to))
 
+    def check_newest(self) -> None:
+        """Refuse to go on from a checkpoint before the last one, which is damaged."""
+        saved = [path.stem for path in self.folder.glob("checkpoint-*.json")]
+        checkpoint, problems = load_checkpoint(self.folder, self._belongs_to)
+        used = f"checkpoint-{checkpoint.round:06d}" if checkpoint else ""
+        if saved and max(saved) != used:
+            raise RunError(
+                f"{problems[0]}, and an earlier one does not know what privacy it cost: put back "
+                "a copy of its files, or start a new run"
+            )
+
     def begin(self, rounds: int, eval_every: int) -> Checkpoint | None:
         """Open the metrics where the newest good checkpoint left them, and return it.
 

@@ -14,7 +14,15 @@ import numpy as np
 from nufed.errors import InputError, RunError
 from nufed.evaluate import AgentScores, Measure, Summary, summarise
 from nufed.runs.config import load_config
-from nufed.runs.directory import RunDirectory, finite, read_about, read_lines, refuse_links
+from nufed.runs.directory import (
+    PRIVACY,
+    RunDirectory,
+    finite,
+    read_about,
+    read_lines,
+    refuse_links,
+)
+from nufed.runs.durable import read_signed
 from nufed.runs.part import DONE, check_done
 from nufed.runs.schema import Config
 
@@ -149,12 +157,19 @@ class Run:
         return found
 
     def rows(self) -> list[Row]:
-        """The results table, best method of each group first, then the null baselines."""
+        """The results table, best method of each group first, then the null baselines.
+
+        What no agent sent scores of has no row.
+        """
         rows = []
         sign = -1 if self.measure.higher_is_better else 1
         for group in self.groups:
             for kind in ("method", "baseline"):
-                made = [self._row(line, group) for line in self.lines() if line.kind == kind]
+                made = [
+                    self._row(line, group)
+                    for line in self.lines()
+                    if line.kind == kind and any(line.scores(group))
+                ]
                 rows += sorted(made, key=lambda r: (math.isnan(r.after.mean), sign * r.after.mean))
         return rows
 
@@ -203,14 +218,18 @@ class Run:
         return {k: v / len(part) for k, v in {**total, "seconds": seconds}.items()}
 
     def rejected(self) -> list[str]:
-        """Every update that was left out, in words."""
-        return [
-            f"{name}, seed {seed}, agent {r['agent']}, round {line['round']}: {r['reason']}"
+        """Every update that was left out, in words; of a private run not who was asked when."""
+        private = self.config.privacy.clip is not None
+        found = [
+            f"{name}, seed {seed}"
+            + ("" if private else f", agent {r['agent']}, round {line['round']}")
+            + f": {r['reason']}"
             for name, part in self.methods.items()
             for seed, trained in part.items()
             for line in trained.metrics
             for r in line.get("rejected", ())
         ]
+        return sorted(found) if private else found
 
     def unscored(self) -> list[str]:
         """The agents that sent no usable scores of the final model, in words."""
@@ -231,6 +250,11 @@ class Run:
             if lost:
                 found.append(f"{name}: {lost:,} of {asked:,} requests ({lost / asked:.0%})")
         return found
+
+    def privacy(self) -> dict[str, Any] | None:
+        """What was spent, of a federation with noisy updates."""
+        path = self.path / PRIVACY
+        return read_signed(path) if path.exists() else None
 
     def bounds(self) -> dict[str, Any] | None:
         """What ``nufed bounds`` found for this run, if it was asked."""
