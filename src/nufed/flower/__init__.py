@@ -14,6 +14,10 @@ What both run is a :class:`Plan`. Who is asked, which batches are drawn and how 
 is nufed's own, so the same seed gives the very bits of the simulator's direct engine. A site keeps
 its state itself (:mod:`nufed.flower.memory`).
 
+With ``[privacy]`` vectors leave a site clipped and noisy (:mod:`nufed.flower.privacy`), instead of
+its number of samples it says 1, and it sends no scores unless the configuration says so. The server
+keeps account of what that costs (:mod:`nufed.flower.account`).
+
 Flower's processes report home and install packages unless they are told not to: importing this
 package tells this process, and whoever starts others gives them :data:`SETTINGS`.
 """

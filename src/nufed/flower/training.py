@@ -75,7 +75,10 @@ def _begin(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any
     known: dict[str, Any] = {"run": secrets.token_hex(16)}
     if plan.privacy:  # epsilon counts on cohorts that nobody knows, and files here name them
         known["cohort_seed"] = secrets.randbits(128)
-        directory.path.chmod(0o700)
+        try:
+            directory.path.chmod(0o700)
+        except OSError as error:
+            raise cannot_write(directory.path, error) from error
     assert plan.like is not None
     write_durably(directory.path / NAME, signed(known))
     engines = dict.fromkeys(config.algorithms(), "flower")
@@ -109,7 +112,8 @@ def _train(
     saved = files.begin(plan.rounds, 1 if plan.privacy else config.eval_every)
     start = Progress(saved.round, saved.server) if saved else None
     notes = saved.notes if saved else None
-    server = Server(plan, grid, known["run"], notes, known.get("cohort_seed"))
+    cohort_seed = known["cohort_seed"] if plan.privacy else None
+    server = Server(plan, grid, known["run"], notes, cohort_seed)
     if start:
         LOG.info("training goes on after round %d", start.round)
     last, outcome = False, None

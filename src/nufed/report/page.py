@@ -43,7 +43,7 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
     page = _template().render(
         title=" and ".join(run_name(run, runs) for run in runs),
         headlines=[headline(run) for run in runs],
-        results=[(group, results_table(runs, group)) for group in all_groups(scored)],
+        results=[(group, results_table(runs, group)) for group in all_groups(runs)],
         baselines=baseline_notes(runs[0]),
         scored_on=runs[0].config.eval_on,
         classes=runs[0].measure.name == "accuracy",

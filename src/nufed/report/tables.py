@@ -43,8 +43,8 @@ def run_name(run: Run, runs: Sequence[Run]) -> str:
 
 
 def all_groups(runs: Sequence[Run]) -> list[str]:
-    """The groups of agents that any of the runs has."""
-    return max((run.groups for run in runs), key=len, default=[])
+    """The groups of agents that any of the runs has scores of."""
+    return max((run.groups for run in runs if run.rows()), key=len, default=[])
 
 
 def results_table(runs: Sequence[Run], group: str, *, narrow: bool = False) -> Table:
