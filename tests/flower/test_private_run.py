@@ -75,7 +75,7 @@ def test_a_private_run_says_what_it_spent_and_not_how_good_it_is(tmp_path):
     assert 0 < spent[0] < spent[1] < spent[2]
     assert not any("evaluation" in line for line in lines)
     log, page = ((run / name).read_text() for name in ("log.txt", "report.html"))
-    page = html.unescape(page.split("</script>", 1)[1])
+    page = html.unescape(page[page.rindex("<h1>") :])
     told = f"{about['epsilon']['released']:.4g}"
     assert f"epsilon {told} of the released model" in log
     assert f"<td>{told}: for all who see the models" in page and "Sites sent no scores" in page
@@ -148,9 +148,10 @@ def test_killed_at_any_message_it_charges_what_it_would_have_charged(
         assert all(records["arrays"] == sent[a, k] for a, k, records in replies)
 
 
-def within_its_plan(folder):
-    """A run of three rounds whose budget allows no missing site."""
+def within_its_plan(folder, rounds=3):
+    """A run whose budget allows three rounds, and no missing site."""
     every = PRIVATE.replace("participation = 0.75", "participation = 1.0")
+    every = every.replace("rounds = 3", f"rounds = {rounds}")
     spends = planned(Privacy(0.5, 3.0), agents=3, cohort=3, rounds=3).released
     return app_of(folder, f"{every}epsilon = {spends * 1.0001}\n"), spends
 
@@ -165,6 +166,9 @@ def test_nobody_is_asked_for_a_round_that_would_go_over_the_budget(tmp_path, no_
     assert {round for _, round, _ in replies} == {1, 2}
     assert Counter(asked)["train", app.plan().seen[0]] == 2
     assert read_signed(tmp_path / "run" / "privacy.json")["rounds"] == 2
+    shorter, _ = within_its_plan(tmp_path, rounds=2)
+    start(shorter, tmp_path, tmp_path / "run")  # ends with the model that there is
+    assert load_run(tmp_path / "run").privacy()["rounds"] == 2
 
 
 def test_a_model_that_would_go_over_the_budget_is_not_kept_and_the_run_can_go_on(

@@ -220,7 +220,7 @@ def _privacy(run: Run) -> dict[str, str]:
         f"times that on every number, delta (δ) {about['delta']:g}; {about['rounds']} rounds with "
         f"{about['cohort']} of {about['agents']} agents",
     }
-    for name, what in (("released", "the released model"), ("server", "a site to the server")):
+    for name, what in (("released", "the released model"), ("server", "a site against the server")):
         budget, spent = about["budget"][name], about["epsilon"][name]
         most = "" if budget is None else f", budget {budget:g}"
         told[f"epsilon (ε) of {what}"] = f"{spent:.4g}{most}: for {about['holds_for'][name]}"
