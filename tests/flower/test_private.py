@@ -18,7 +18,7 @@ from nufed.flower.memory import load_memory
 from nufed.flower.privacy import Privacy
 from nufed.flower.server import Server
 from nufed.flower.site import client_app
-from nufed.server import Rules
+from nufed.server import Progress, Rules
 from support import Scaffold
 
 FEDAVG = GMeta(0, 0.2, 0.3, 1, 6, FirstOrder())
@@ -120,6 +120,17 @@ def test_a_round_tried_again_gets_the_very_same_updates_for_nothing(tmp_path):
     sent = {(a, k, r["arrays"]["model"].data, r["release"]["count"]) for a, k, r in replies}
     assert len(sent) == AGENTS * ROUNDS
     assert releases(server.notes) == kept(tmp_path) == dict.fromkeys(range(AGENTS), ROUNDS)
+
+
+def test_other_vectors_and_another_round_are_another_question(tmp_path):
+    plan = plan_of(FEDAVG, rounds=1, privacy=NOISY)
+    model = plan.start()["model"]
+    for round, received, count in ((0, model, 1), (0, model + 1, 2), (1, model + 1, 3)):
+        longer = replace(plan, rounds=round + 1)
+        start = Progress(round, {"model": received})
+        for _ in range(2):
+            list(Server(longer, grid_of(longer, tmp_path), RUN).train(start))
+            assert set(kept(tmp_path).values()) == {count}
 
 
 def lose(file, how="removed"):

@@ -43,7 +43,7 @@ def test_a_private_plan_that_can_not_be_kept_is_refused_before_anything_happens(
 
 def test_a_simulation_does_not_pretend_to_be_private(tmp_path):
     (tmp_path / "simulated.toml").write_text(PRIVATE)
-    with pytest.raises(InputError, match="privacy is for federations"):
+    with pytest.raises(InputError, match="is for sites that keep their data"):
         nufed.run(tmp_path / "simulated.toml", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

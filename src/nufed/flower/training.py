@@ -138,7 +138,7 @@ def _train(
             if server.account:
                 write_durably(directory.path / PRIVACY, signed(server.account.summary()))
         if last and outcome:
-            _end(plan, config, outcome, progress, directory, files)
+            _end(plan, outcome, progress, directory, files)
 
 
 def _evaluation(outcome: Outcome, plan: Plan) -> dict[str, Any]:
@@ -179,7 +179,6 @@ def _tell(
 
 def _end(
     plan: Plan,
-    config: Config,
     outcome: Outcome,
     progress: Progress,
     directory: RunDirectory,
