@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run federation test test-slow test-offline bench attacks paper format clean
+.PHONY: run federation test test-slow test-federation test-offline bench attacks paper format clean
 
 run: $(READY)            ## train the quickstart and print the path of its report
 	$(BIN)/nufed run quickstart
@@ -19,11 +19,18 @@ test: $(READY)           ## everything that must hold: format, lint, types, impo
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q -n 2 --dist loadscope
 
-test-slow: $(READY)      ## the longer campaigns, with hypothesis searching
-	NUFED_HYPOTHESIS=search $(BIN)/pytest -q -m "slow or not slow" --timeout 3600
+test-slow: test-federation ## the longer campaigns, with hypothesis searching, and those of federations
+	NUFED_HYPOTHESIS=search $(BIN)/pytest -q -m "slow or not slow" --timeout 3600 \
+	  --ignore tests/federate --ignore tests/flower
+
+# where no network is but this machine itself (Linux)
+OFFLINE := unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' --
+
+test-federation: $(READY) ## real federations that are killed, intruded, late and lied to: about an hour
+	$(OFFLINE) $(BIN)/pytest -q -m "slow or not slow" tests/federate tests/flower
 
 test-offline: $(READY)   ## the tests where no network is but this machine itself (Linux)
-	unshare --map-root-user --net sh -c 'ip link set lo up && $(BIN)/pytest -q'
+	$(OFFLINE) $(BIN)/pytest -q
 
 bench: $(READY)          ## cost of rounds, side by side with a plain loop and a floor
 	$(BIN)/python benchmarks/bench.py

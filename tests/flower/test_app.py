@@ -66,7 +66,7 @@ def simulate(folder):
     (folder / "simulated.toml").write_text("\n".join([*settings]))
     inputs, targets = (np.concatenate(part) for part in zip(*DATA, strict=True))
     owners = np.repeat([f"{i}" for i in range(AGENTS)], [len(y) for _, y in DATA])
-    overrides = ["engine=direct", "data.partition=given", "baselines=[]", "workers=1"]
+    overrides = ["engine=direct", "data.partition=given", 'baselines=["majority"]', "workers=1"]
     return nufed.run(
         folder / "simulated.toml", overrides, data=(inputs, targets, owners), out=folder / "sim"
     )
@@ -88,6 +88,8 @@ def test_a_federation_leaves_the_files_of_the_simulation_and_its_report(tmp_path
     simulated = simulate(tmp_path)
     start(app_of(tmp_path), tmp_path, tmp_path / "run")
     assert files_of(tmp_path / "run") == files_of(tmp_path / "sim")
+    null = "baselines/majority/seed-0/agents.jsonl"
+    assert (tmp_path / "run" / null).read_bytes() == (tmp_path / "sim" / null).read_bytes()
     run = load_run(tmp_path / "run")
     assert [row.after for row in run.rows()] == [row.after for row in simulated.rows()]
     page = html.unescape((tmp_path / "run" / "report.html").read_text())

@@ -202,6 +202,13 @@ def test_a_site_with_a_number_that_is_none_of_the_federations_takes_no_part(capl
     assert "must be the site's own number" in caplog.text
 
 
+def test_a_site_with_another_version_takes_no_part(monkeypatch, caplog):
+    monkeypatch.setattr("nufed.flower.site.VERSION", "0.0.1")
+    with pytest.raises(TrainingError, match="start the sites"):
+        federate(plan_of(FEDAVG), DATA)
+    assert "it has nufed '0.0.1' and the server" in caplog.text
+
+
 def test_without_sites_the_run_ends_with_what_to_do():
     with pytest.raises(TrainingError, match=r"only agents \[\] came within .* start the sites"):
         federate(plan_of(FEDAVG), DATA, prepare=lambda grid: grid.contexts.clear())
@@ -226,6 +233,8 @@ def scored(**changes):
         {"score": 0.5},
         {"score": [1, 2, 3]},
         {"more": [0.1, 0.2, 0.3]},
+        {"majority": [0.1, 0.2]},
+        {"majority": [0.1, 0.2, float("inf")]},
     ],
     ids=str,
 )

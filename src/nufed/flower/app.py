@@ -103,7 +103,7 @@ class App:
                 **update,
                 "data": data,
                 "model": config.model.model_copy(update=model),
-                "baselines": [],
+                "baselines": ["majority"] if config.federation.classes else [],
             }
         )
 

@@ -10,6 +10,8 @@ import io
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +25,8 @@ from nufed.errors import InputError, shown
 from nufed.evaluate import AgentScores
 
 ARRAYS, ABOUT, SCORES, RELEASE = "arrays", "about", "scores", "release"
+BY_CLASS = ("balanced", "minority", "majority")
+VERSION = version("nufed")
 STORED_AS = "numpy.ndarray"
 DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
 MOST_WORK = 10**15  # gradients that a site may say it computed
@@ -149,8 +153,8 @@ def read_update(
     return update, cost, whole(began, "began", 10**9)
 
 
-def scores_content(scores: AgentScores, round: int) -> RecordDict:
-    """An agent's scores as plain numbers."""
+def scores_content(scores: AgentScores, majority: AgentScores | None, round: int) -> RecordDict:
+    """An agent's scores as plain numbers, with those of always answering its majority class."""
     records = content(
         agent=scores.agent,
         round=round,
@@ -161,14 +165,17 @@ def scores_content(scores: AgentScores, round: int) -> RecordDict:
     lists = {name: list(getattr(scores, name)) for name in ("loss", "score")}
     if scores.balanced:
         lists |= {"balanced": list(scores.balanced), "minority": list(scores.minority)}
+    if majority is not None:
+        first = (majority.score[0], majority.balanced[0], majority.minority[0])
+        lists["majority"] = list(first)
     records[SCORES] = MetricRecord(cast(Any, lists))
     return records
 
 
 def read_scores(
     records: Mapping[str, object], agent: int, round: int, *, name: str, seen: bool, steps: int
-) -> AgentScores:
-    """An agent's scores, every number of them checked."""
+) -> tuple[AgentScores, AgentScores | None]:
+    """An agent's scores, every number of them checked, and those of its majority class."""
     _only(records, ABOUT, SCORES)
     says, of, train, test, minority = read_about(
         records, "agent", "round", "train_samples", "test_samples", "minority_samples"
@@ -177,10 +184,11 @@ def read_scores(
     if whole(of, "round", 10**9) != round:
         raise PayloadError(f"it is of round {of}")
     lists = _record(records, SCORES, MetricRecord)
-    if lists.keys() not in ({"loss", "score"}, {"loss", "score", "balanced", "minority"}):
+    if lists.keys() not in ({"loss", "score"}, {"loss", "score", *BY_CLASS}):
         raise PayloadError(f"it holds {shown(sorted(lists))} instead of scores")
     minority_samples = whole(minority, "minority_samples", MOST_SAMPLES)
-    return AgentScores(
+    some = minority_samples > 0  # without them there is no accuracy on them: it is not a number
+    scores = AgentScores(
         agent=agent,
         name=name,
         seen=seen,
@@ -188,17 +196,27 @@ def read_scores(
         test_samples=whole(test, "test_samples", MOST_SAMPLES),
         minority_samples=minority_samples,
         **{
-            # without minority samples there is no accuracy on them: it is not a number
-            key: _numbers(values, key, steps + 1, key != "minority" or minority_samples > 0)
+            key: _numbers(values, key, steps + 1, key != "minority" or some)
             for key, values in lists.items()
+            if key != "majority"
         },
     )
+    if "majority" not in lists:
+        return scores, None
+    null = _numbers(lists["majority"], "majority", 3, some)
+    score, balanced, on_minority = ((number,) * (steps + 1) for number in null)
+    loss = (math.nan,) * (steps + 1)
+    return scores, replace(scores, loss=loss, score=score, balanced=balanced, minority=on_minority)
 
 
 def read_who(records: Mapping[str, object], agents: int) -> tuple[int, str]:
-    """A site's number and name."""
+    """A site's number and name; its nufed must be the server's."""
     _only(records, ABOUT)
-    agent, name = read_about(records, "agent", "name")
+    agent, name, has = read_about(records, "agent", "name", "version")
+    if has != VERSION:
+        raise PayloadError(
+            f"it has nufed {shown(has)} and the server {VERSION!r}: install the same"
+        )
     if not isinstance(name, str) or not name.isprintable() or len(name) > MOST_LETTERS:
         raise PayloadError(f"its name {shown(name)} is not one line of text")
     return whole(agent, "its number", agents - 1), name

@@ -21,10 +21,15 @@ from nufed.server import Progress, close_round, to_send, try_round
 
 @dataclass(frozen=True)
 class Outcome:
-    """Every site's scores of a model; ``missing`` are those without usable ones, and why."""
+    """Every site's scores of a model; ``missing`` are those without usable ones, and why.
+
+    ``majority`` are the scores of always answering a site's most frequent class, where it has
+    classes.
+    """
 
     scores: tuple[AgentScores, ...]
     missing: tuple[UpdateError, ...]
+    majority: tuple[AgentScores, ...] = ()
 
 
 class Server:
@@ -143,24 +148,24 @@ class Server:
         agents = range(plan.agents)
         answers, away = self._ask(MessageType.EVALUATE, progress.server, k, agents)
         missing = [UpdateError(agent, k, "its site is not there") for agent in away]
-        scores = []
+        scores, majority = [], []
         for agent, answer in answers.items():
             try:
-                scores.append(
-                    read_scores(
-                        _usable(answer),
-                        agent,
-                        k,
-                        name=self._roster.names[agent],
-                        seen=agent in plan.seen,
-                        steps=plan.eval_steps,
-                    )
+                own, null = read_scores(
+                    _usable(answer),
+                    agent,
+                    k,
+                    name=self._roster.names[agent],
+                    seen=agent in plan.seen,
+                    steps=plan.eval_steps,
                 )
+                scores.append(own)
+                majority += [null] if null else []
             except PayloadError as error:
                 missing.append(UpdateError(agent, k, str(error)))
         for each in missing:
             LOG.warning("scores left out: %s", each)
-        return Outcome(tuple(scores), tuple(missing))
+        return Outcome(tuple(scores), tuple(missing), tuple(majority))
 
     def _ask(
         self, kind: str, server: State, round: int, agents: Iterable[int]

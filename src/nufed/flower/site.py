@@ -18,11 +18,12 @@ from safetensors.torch import save
 from nufed.algorithm import ClientResult, State
 from nufed.data import Federation, Samples, as_samples, site_split
 from nufed.errors import InputError, TrainingError, require, shown
-from nufed.evaluate import evaluate_agent
+from nufed.evaluate import evaluate_agent, majority_class
 from nufed.flower.epsilon import is_above_0
 from nufed.flower.memory import Release, load_memory, save_memory
 from nufed.flower.payload import (
     RELEASE,
+    VERSION,
     PayloadError,
     content,
     read_about,
@@ -150,7 +151,7 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
 
 
 def _who(site: Site, asked: RecordDict) -> RecordDict:
-    return content(agent=site.agent, name=site.name)
+    return content(agent=site.agent, name=site.name, version=VERSION)
 
 
 def _train(site: Site, asked: RecordDict) -> RecordDict:
@@ -229,7 +230,9 @@ def _evaluate(site: Site, asked: RecordDict) -> RecordDict:
         steps=plan.eval_steps,
         measure=plan.measure,
     )
-    return scores_content(scores, task.round)
+    # its classes are counted where scores by class are
+    majority = majority_class(site.federation, site.agent, 0) if scores.balanced else None
+    return scores_content(scores, majority, task.round)
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,9 @@ def _end(
         reasons = "; ".join(str(error) for error in outcome.missing)
         raise TrainingError(f"no site sent scores that can be used: {reasons}")
     directory.write_sites(plan.agents, plan.seen, outcome.scores, plan.seed)
+    if outcome.majority and len(outcome.majority) == len(outcome.scores):
+        folder = directory.part("baselines", "majority", plan.seed)
+        PartFiles(folder, files.belongs_to).finish_baseline(plan.rounds, outcome.majority)
     files.finish(plan.rounds, outcome.scores, progress.server)
 
 

@@ -42,7 +42,7 @@ class PartFiles:
     """
 
     def __init__(self, folder: Path, belongs_to: Mapping[str, str]) -> None:
-        self.folder, self._belongs_to = folder, belongs_to
+        self.folder, self.belongs_to = folder, belongs_to
         self._metrics: IO[bytes] | None = None
         self._hash, self._length = hashlib.sha256(), 0
 
@@ -51,12 +51,12 @@ class PartFiles:
         if not (self.folder / DONE).exists():
             return False
         about = check_done(self.folder)
-        return bool(about["rounds"] == rounds and about["belongs_to"] == dict(self._belongs_to))
+        return bool(about["rounds"] == rounds and about["belongs_to"] == dict(self.belongs_to))
 
     def check_newest(self) -> None:
         """Refuse to go on from a checkpoint before the last one, which is damaged."""
         saved = [path.stem for path in self.folder.glob("checkpoint-*.json")]
-        checkpoint, problems = load_checkpoint(self.folder, self._belongs_to)
+        checkpoint, problems = load_checkpoint(self.folder, self.belongs_to)
         used = f"checkpoint-{checkpoint.round:06d}" if checkpoint else ""
         if saved and max(saved) != used:
             raise RunError(
@@ -70,7 +70,7 @@ class PartFiles:
         A part that now goes on for more rounds was evaluated after its last round: if that was not
         its turn, training goes on from an earlier checkpoint.
         """
-        checkpoint, problems = load_checkpoint(self.folder, self._belongs_to)
+        checkpoint, problems = load_checkpoint(self.folder, self.belongs_to)
         for problem in problems:
             warnings.warn(f"{problem}; an earlier one is used", NumericalWarning, stacklevel=2)
         tidy(self.folder, checkpoint.round if checkpoint else -1)
@@ -115,7 +115,7 @@ class PartFiles:
         save_checkpoint(
             self.folder,
             Checkpoint(round, server, clients, self._length, self._hash.hexdigest(), notes or {}),
-            self._belongs_to,
+            self.belongs_to,
         )
 
     def finish(self, rounds: int, scores: Iterable[AgentScores], server: State) -> None:
@@ -137,7 +137,7 @@ class PartFiles:
         hashes = {name: sha256(content) for name, content in files.items()}
         about = {
             "rounds": rounds,
-            "belongs_to": dict(self._belongs_to),
+            "belongs_to": dict(self.belongs_to),
             "files": {**hashes, **others},
         }
         write_durably(self.folder / DONE, signed(about))
