@@ -115,6 +115,9 @@ def site(
     name: Annotated[str | None, typer.Option(help="What the site is called in results.")] = None,
     data: Annotated[Path | None, typer.Option(help="The site's data, for its app.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Where the site keeps its state.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(min=0, help="Most privacy to spend against the server, in all.")
+    ] = None,
     insecure: Insecure = False,
 ) -> None:
     """Take part as a site (Flower's SuperNode) until Ctrl-C."""
@@ -122,7 +125,7 @@ def site(
     from nufed.federate.site import Site, attend
 
     with _until_interrupted():
-        attend(Site(number, key, name, data, folder), link_to(server, ca, insecure), _say)
+        attend(Site(number, key, name, data, folder, epsilon), link_to(server, ca, insecure), _say)
 
 
 @federate_app.command()

@@ -57,6 +57,8 @@ def test_flower_reads_what_a_site_is_told_as_it_was_said(name):
         "folder": f"/state/{name}",
     }
     assert parse_config_args([Site(0, None).config()]) == {"partition-id": 0}
+    limited = parse_config_args([Site(0, None, epsilon=20).config()])["epsilon"]
+    assert limited == 20.0 and isinstance(limited, float)
 
 
 @pytest.mark.parametrize("name", ["it's", "two\nlines"])

@@ -23,6 +23,7 @@ class Site:
     name: str | None = None
     data: Path | None = None
     folder: Path | None = None  # where it keeps its own state
+    epsilon: float | None = None  # the most privacy that it spends against the server
 
     def config(self) -> str:
         """What the site's app is told, in Flower's words."""
@@ -32,6 +33,8 @@ class Site:
             "folder": self.folder and self.folder.absolute(),
         }
         words = [f"partition-id={self.number}"]
+        if self.epsilon is not None:
+            words.append(f"epsilon={float(self.epsilon)!r}")
         words += [f"{key}={quoted(str(value), key)}" for key, value in texts.items() if value]
         return " ".join(words)
 
