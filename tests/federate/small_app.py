@@ -32,6 +32,7 @@ input_shape = [5]
 classes = ["a", "b", "c"]
 wait = {wait}
 deadline = {deadline}
+{tables}
 """
 DATA = """
 import numpy as np
@@ -46,12 +47,14 @@ def load(site):
 FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")
 
 
-def write_app(folder, sites, rounds, data=DATA, wait=120.0, deadline=300.0, top=""):
+def write_app(folder, sites, rounds, data=DATA, wait=120.0, deadline=300.0, top="", tables=""):
     """An app as `nufed federate new` makes it, filled in."""
     new_app(folder)
     (folder / "my_data.py").write_text(data)
     (folder / "federation.toml").write_text(
-        CONFIG.format(sites=sites, rounds=rounds, wait=wait, deadline=deadline, top=top)
+        CONFIG.format(
+            sites=sites, rounds=rounds, wait=wait, deadline=deadline, top=top, tables=tables
+        )
     )
     return folder
 

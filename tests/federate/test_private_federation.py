@@ -1,0 +1,52 @@
+"""Budgets of privacy with real processes: kept over a kill, and refused where they can't be kept."""
+
+import os
+import signal
+from contextlib import ExitStack
+
+import pytest
+
+from federate.commands import LONGEST, Federation, find, home_of, rounds_done
+from federate.small_app import write_app
+from nufed.federate.processes import wait
+from nufed.flower.epsilon import server_epsilon
+from nufed.runs import load_run
+from nufed.runs.durable import read_signed
+from processes import descendants
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+ROUNDS, NOISE = 3, 4.0
+PRIVACY = f"[privacy]\nclip = 0.5\nnoise = {NOISE}\nepsilon_server = "
+
+
+def test_a_killed_private_federation_spends_what_one_spends_that_was_not(tmp_path):
+    budget = server_epsilon(NOISE, ROUNDS, 1e-5) * 1.001  # no round may be charged twice
+    write_app(tmp_path / "app", 2, rounds=ROUNDS, wait=180.0, tables=f"{PRIVACY}{budget}\n")
+    out = tmp_path / "run"
+    with ExitStack() as stack:
+        federation = Federation(tmp_path, stack, sites=2)
+        process = federation.run("--out", "run")
+        assert wait(lambda: rounds_done(out) >= 1 or process.poll() is not None, 2 * LONGEST)
+        wait(lambda: process.poll() is not None, 8)  # into the middle of a round
+        server = home_of(min(descendants(federation.server.pid)))
+        os.kill(find(server, "flwr-serverapp"), signal.SIGKILL)
+        assert process.wait(LONGEST) == 2, process.printed()
+        process = federation.run("--resume", "run")
+        assert process.wait(4 * LONGEST) == 0, process.printed()
+    spent = read_signed(out / "privacy.json")
+    assert spent["rounds"] == ROUNDS
+    assert spent["epsilon"]["server"] == pytest.approx(server_epsilon(NOISE, ROUNDS, 1e-5))
+    run = load_run(out)
+    (metrics,) = out.glob("methods/*/seed-*/metrics.jsonl")
+    assert not run.rows() and "evaluation" not in metrics.read_text()
+    assert (out / "report.html").exists() and list((out / "bundles").iterdir())
+
+
+def test_a_budget_that_the_rounds_can_not_keep_is_refused_before_anyone_is_asked(tmp_path):
+    write_app(tmp_path / "app", 2, rounds=ROUNDS, tables=f"{PRIVACY}0.1\n")
+    with ExitStack() as stack:
+        federation = Federation(tmp_path, stack, sites=0)
+        process = federation.run("--out", "run")
+        assert process.wait(LONGEST) == 2
+        assert "epsilon_server = 0.1: 3 rounds" in process.printed(), process.printed()
+    assert not (tmp_path / "run" / "run.json").exists()
