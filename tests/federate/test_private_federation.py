@@ -1,4 +1,4 @@
-"""Budgets of privacy with real processes: kept over a kill, and refused where they can't be kept."""
+"""Budgets of privacy with real processes: kept over a kill, refused where they can not be."""
 
 import os
 import signal
