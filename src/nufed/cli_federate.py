@@ -25,6 +25,9 @@ Server = Annotated[str, typer.Option(help="The server's HOST:PORT.")]
 Ca = Annotated[Path | None, typer.Option(help="ca.crt, by which the server is known.")]
 Out = Annotated[Path | None, typer.Option(help="The run directory to make.")]
 Resume = Annotated[Path | None, typer.Option(help="Go on with this run directory.")]
+AllData = Annotated[
+    str | None, typer.Option(help="The sites' data; {number} stands for a site's number.")
+]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="No encryption, no keys: on this machine only.")
 ]
@@ -152,6 +155,7 @@ def local(
     sites: Annotated[
         int | None, typer.Option(min=1, help="How many; by default as federation.toml says.")
     ] = None,
+    data: AllData = None,
     out: Out = None,
     resume: Resume = None,
     insecure: Insecure = False,
@@ -163,11 +167,12 @@ def local(
     number = sites or sites_of(app)
     with _stopped_in_words():
         place = run_directory(app, out, resume)
-        print(f"report: {run_locally(app, number, place, insecure=insecure, say=_say)}")
+        report = run_locally(app, number, place, insecure=insecure, say=_say, data=data)
+        print(f"report: {report}")
 
 
 @federate_app.command()
-def simulate(app: App, out: Out = None, resume: Resume = None) -> None:
+def simulate(app: App, data: AllData = None, out: Out = None, resume: Resume = None) -> None:
     """Try the app in Flower's own simulation on this machine, which needs Ray."""
     if find_spec("ray") is None:
         raise InputError(
@@ -177,7 +182,7 @@ def simulate(app: App, out: Out = None, resume: Resume = None) -> None:
     from nufed.federate.run import report_of, run_directory
     from nufed.flower.simulation import simulate_app
 
-    print(f"report: {report_of(simulate_app(app, run_directory(app, out, resume)))}")
+    print(f"report: {report_of(simulate_app(app, run_directory(app, out, resume), data))}")
 
 
 @contextmanager

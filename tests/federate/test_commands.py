@@ -10,7 +10,7 @@ from flwr.common.config import parse_config_args
 from nufed.errors import InputError
 from nufed.federate.keys import make_authority, make_site_key
 from nufed.federate.link import Link, last_words
-from nufed.federate.local import sites_of
+from nufed.federate.local import data_of, sites_of
 from nufed.federate.run import Tail, failures, report_of
 from nufed.federate.server import superlink_command
 from nufed.federate.site import Site, supernode_command
@@ -107,6 +107,15 @@ def test_how_many_sites_stands_in_the_apps_configuration(tmp_path):
     (tmp_path / "federation.toml").write_text("rounds = 4\n")
     with pytest.raises(InputError, match="give --sites N"):
         sites_of(tmp_path)
+
+
+def test_a_sites_data_is_named_by_its_number(tmp_path):
+    (tmp_path / "site3.npz").touch()
+    pattern = str(tmp_path / "site{number}.npz")
+    assert data_of(pattern, 3) == tmp_path / "site3.npz"
+    assert data_of(None, 3) is None
+    with pytest.raises(InputError, match=r"there is no .*site4\.npz, for site 4"):
+        data_of(pattern, 4)
 
 
 @pytest.fixture

@@ -14,11 +14,14 @@ from nufed.federate.server import start_superlink
 from nufed.federate.site import Site, make_folder, supernode_command
 
 
-def run_locally(app: Path, sites: int, out: Path, *, insecure: bool, say: Say) -> Path:
+def run_locally(
+    app: Path, sites: int, out: Path, *, insecure: bool, say: Say, data: str | None = None
+) -> Path:
     """Run an app on a SuperLink and sites that are processes of this machine; the report's path.
 
     Keys are made for it and removed. Logs and the sites' own folders stay beside ``out``.
     """
+    files = [data_of(data, number) for number in range(sites)]
     beside = out.with_name(f"{out.name}-federation")
     with flower() as commands:
         keys = None if insecure else commands.home / "keys"
@@ -31,7 +34,7 @@ def run_locally(app: Path, sites: int, out: Path, *, insecure: bool, say: Say) -
         _, link = start_superlink(commands, "127.0.0.1", port, keys, log=beside / "superlink.log")
         link.connect(commands)
         members = [
-            Site(number, keys and keys / folder.name, folder.name, folder=folder)
+            Site(number, keys and keys / folder.name, folder.name, files[number], folder)
             for number, folder in enumerate(folders)
         ]
         register(commands, [make_site_key(site.key) for site in members if site.key])
@@ -48,8 +51,18 @@ def run_locally(app: Path, sites: int, out: Path, *, insecure: bool, say: Say) -
                 if node.poll() is not None:
                     say(f"{name} has ended (exit code {nodes.pop(name).returncode})")
 
-        again = f"nufed federate local {app} --resume {out}"
+        again = f"nufed federate local {app} --resume {out}" + (f" --data '{data}'" if data else "")
         return follow(commands, app, out, say, again, look)
+
+
+def data_of(data: str | None, number: int) -> Path | None:
+    """Where a site's data is: ``data``, with its number in the place of ``{number}``."""
+    if data is None:
+        return None
+    path = Path(data.replace("{number}", str(number)))
+    if not path.exists():
+        raise InputError(f"--data {data}: there is no {path}, for site {number}")
+    return path
 
 
 def sites_of(app: Path) -> int:

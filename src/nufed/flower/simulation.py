@@ -9,12 +9,16 @@ import importlib
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from flwr.simulation import run_simulation
 
 from nufed.errors import InputError
 from nufed.flower.app import App
+from nufed.flower.site import NUMBER, Load
 
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -23,9 +27,14 @@ RAY = {
 }
 
 
-def simulate_app(folder: Path, out: Path) -> Path:
-    """Run the app of a directory with as many sites as it asks for; returns its run directory."""
+def simulate_app(folder: Path, out: Path, data: str | None = None) -> Path:
+    """Run the app of a directory with as many sites as it asks for; returns its run directory.
+
+    ``data`` is the path of a site's data, with ``{number}`` for the site's number.
+    """
     federation = load_app(folder)
+    if data is not None:
+        federation = replace(federation, load=_from(federation.load, str(Path(data).absolute())))
     sites = federation.checked.data.agents
     paths = os.pathsep.join((str(folder.resolve()), os.environ.get("PYTHONPATH", "")))
     os.environ.update(RAY | {"PYTHONPATH": paths})  # Ray's processes import the app too
@@ -38,6 +47,15 @@ def simulate_app(folder: Path, out: Path) -> Path:
             backend_config={"client_resources": {"num_cpus": 1}},
         )
     return out
+
+
+def _from(load: Load, data: str) -> Load:
+    """``load`` for sites whose data is known by their number."""
+
+    def load_own(site: Mapping[str, Any]) -> Any:
+        return load({**site, "data": data.replace("{number}", str(site[NUMBER]))})
+
+    return load_own
 
 
 def load_app(folder: Path) -> App:
