@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from flower.in_memory import agents_data, federate, federation_of, plan_of
 from flower.test_parity import same
 from nufed import FirstOrder, GMeta, InputError, Objective
 from nufed.errors import TrainingError
+from nufed.evaluate import Measure
 from nufed.server import Rules
 from nufed.simulation import DirectEngine, train
 from support import Scaffold, mlp
@@ -215,11 +217,16 @@ def test_without_sites_the_run_ends_with_what_to_do():
 
 
 def scored(**changes):
+    """What a bad agent says of its scores, in lists and of itself, other than it should."""
+
     def tamper(agent, message, reply):
         if agent != BAD or message.metadata.message_type != "evaluate":
             return reply
-        lists = MetricRecord({**reply.content["scores"], **changes})
-        records = {"about": reply.content["about"], "scores": lists}
+        lists, about = dict(reply.content["scores"]), dict(reply.content["about"])
+        for name, value in changes.items():
+            (about if name in about else lists)[name] = value
+        lists = {name: value for name, value in lists.items() if value is not None}
+        records = {"about": ConfigRecord(about), "scores": MetricRecord(lists)}
         return Message(RecordDict(records), reply_to=message)
 
     return tamper
@@ -235,6 +242,13 @@ def scored(**changes):
         {"more": [0.1, 0.2, 0.3]},
         {"majority": [0.1, 0.2]},
         {"majority": [0.1, 0.2, float("inf")]},
+        {"majority": 0.1},
+        {"score": [0.1, 1.1, 0.1]},
+        {"balanced": [0.1, -0.1, 0.1]},
+        {"balanced": None, "minority": None, "majority": None},
+        {"test_samples": 0},
+        {"train_samples": 0},
+        {"minority_samples": 10**6},
     ],
     ids=str,
 )
@@ -244,6 +258,28 @@ def test_scores_that_are_not_what_they_should_be_are_named_and_left_out(changes,
     assert [error.agent for error in outcome.missing] == [BAD]
     assert [s.agent for s in outcome.scores] == [0, 1, 3]
     assert "scores left out: agent 2" in caplog.text
+
+
+def test_scores_on_no_minority_are_not_looked_at():
+    lie = {"minority_samples": 0, "minority": [9.0] * 3, "majority": [0.5, 0.5, float("inf")]}
+    _, outcome, _ = federate(plan_of(FEDAVG, rounds=1), DATA, scored(**lie))
+    told = [outcome.scores[BAD].minority, outcome.majority[BAD].minority]
+    assert not outcome.missing and all(math.isnan(number) for each in told for number in each)
+
+
+def by_loss(outputs, targets):
+    return -float(torch.nn.functional.cross_entropy(outputs, targets))
+
+
+def test_where_scores_are_no_accuracies_a_site_has_no_say_on_classes():
+    plan = plan_of(FEDAVG, rounds=1, measure=Measure("mine", by_loss))
+    _, outcome, _ = federate(plan, DATA)
+    assert len(outcome.scores) == AGENTS and min(s.score[0] for s in outcome.scores) < 0
+    _, outcome, _ = federate(plan, DATA, scored(minority_samples=1))
+    assert [error.agent for error in outcome.missing] == [BAD]
+    lists = dict.fromkeys(("balanced", "minority", "majority"), [0.1] * 3)
+    _, outcome, _ = federate(plan, DATA, scored(**lists))
+    assert [error.agent for error in outcome.missing] == [BAD]
 
 
 def test_a_model_whose_numbers_can_not_be_sent_is_refused():

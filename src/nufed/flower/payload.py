@@ -173,9 +173,19 @@ def scores_content(scores: AgentScores, majority: AgentScores | None, round: int
 
 
 def read_scores(
-    records: Mapping[str, object], agent: int, round: int, *, name: str, seen: bool, steps: int
+    records: Mapping[str, object],
+    agent: int,
+    round: int,
+    *,
+    name: str,
+    seen: bool,
+    steps: int,
+    by_class: bool,
 ) -> tuple[AgentScores, AgentScores | None]:
-    """An agent's scores, every number of them checked, and those of its majority class."""
+    """An agent's scores, every number of them checked, and those of its majority class.
+
+    With ``by_class`` they are accuracies, also class by class; without, any numbers.
+    """
     _only(records, ABOUT, SCORES)
     says, of, train, test, minority = read_about(
         records, "agent", "round", "train_samples", "test_samples", "minority_samples"
@@ -184,27 +194,35 @@ def read_scores(
     if whole(of, "round", 10**9) != round:
         raise PayloadError(f"it is of round {of}")
     lists = _record(records, SCORES, MetricRecord)
-    if lists.keys() not in ({"loss", "score"}, {"loss", "score", *BY_CLASS}):
+    if lists.keys() != {"loss", "score", *(BY_CLASS if by_class else ())}:
         raise PayloadError(f"it holds {shown(sorted(lists))} instead of scores")
-    minority_samples = whole(minority, "minority_samples", MOST_SAMPLES)
-    some = minority_samples > 0  # without them there is no accuracy on them: it is not a number
+    test_samples = whole(test, "test_samples", MOST_SAMPLES, least=1)
+    most = test_samples if by_class else 0
     scores = AgentScores(
         agent=agent,
         name=name,
         seen=seen,
-        train_samples=whole(train, "train_samples", MOST_SAMPLES),
-        test_samples=whole(test, "test_samples", MOST_SAMPLES),
-        minority_samples=minority_samples,
-        **{
-            key: _numbers(values, key, steps + 1, key != "minority" or some)
-            for key, values in lists.items()
-            if key != "majority"
-        },
+        train_samples=whole(train, "train_samples", MOST_SAMPLES, least=1),
+        test_samples=test_samples,
+        minority_samples=whole(minority, "minority_samples", most),
+        loss=_numbers(lists["loss"], "loss", steps + 1),
+        score=_numbers(lists["score"], "score", steps + 1, share=by_class),
     )
-    if "majority" not in lists:
+    if not by_class:
         return scores, None
-    null = _numbers(lists["majority"], "majority", 3, some)
-    score, balanced, on_minority = ((number,) * (steps + 1) for number in null)
+    none = scores.minority_samples == 0
+    scores = replace(
+        scores,
+        balanced=_numbers(lists["balanced"], "balanced", steps + 1, share=True),
+        minority=_numbers(lists["minority"], "minority", steps + 1, share=True, none=none),
+    )
+    null = lists["majority"]
+    first, last = (null[:2], null[2:]) if isinstance(null, list) else (null, null)
+    answers = (
+        *_numbers(first, "majority", 2, share=True),
+        *_numbers(last, "majority", 1, share=True, none=none),
+    )
+    score, balanced, on_minority = ((number,) * (steps + 1) for number in answers)
     loss = (math.nan,) * (steps + 1)
     return scores, replace(scores, loss=loss, score=score, balanced=balanced, minority=on_minority)
 
@@ -222,18 +240,25 @@ def read_who(records: Mapping[str, object], agents: int) -> tuple[int, str]:
     return whole(agent, "its number", agents - 1), name
 
 
-def whole(value: object, name: str, most: int) -> int:
-    """A whole number from 0 to ``most``."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise PayloadError(f"{name} is {shown(value)}, not a whole number in 0 … {most}")
+def whole(value: object, name: str, most: int, least: int = 0) -> int:
+    """A whole number from ``least`` to ``most``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise PayloadError(f"{name} is {shown(value)}, not a whole number in {least} … {most}")
     return value
 
 
-def _numbers(values: object, name: str, length: int, finite: bool) -> tuple[float, ...]:
+def _numbers(
+    values: object, name: str, length: int, *, share: bool = False, none: bool = False
+) -> tuple[float, ...]:
+    """So many finite numbers; a ``share`` is in 0 … 1, and of no samples (``none``) it is NaN."""
     if not isinstance(values, list) or len(values) != length:
-        raise PayloadError(f"{name!r} is not a list of {length} numbers")
-    if not all(isinstance(v, float) and (math.isfinite(v) or not finite) for v in values):
+        raise PayloadError(f"{name!r} is not a list of as many numbers as it should be")
+    if none:
+        return (math.nan,) * length
+    if not all(isinstance(v, float) and math.isfinite(v) for v in values):
         raise PayloadError(f"{name!r} is {shown(values)}: every number must be finite")
+    if share and not all(0 <= v <= 1 for v in values):
+        raise PayloadError(f"{name!r} is {shown(values)}: every number must be in 0 … 1")
     return tuple(values)
 
 

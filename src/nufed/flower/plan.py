@@ -13,7 +13,7 @@ from nufed.aggregate import Mean
 from nufed.algorithm import Algorithm, State
 from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
 from nufed.errors import InputError, require
-from nufed.evaluate import Measure
+from nufed.evaluate import Measure, accuracy
 from nufed.flower.privacy import Privacy
 from nufed.objective import Objective
 from nufed.server import Rules, cohort_size, to_send
@@ -108,6 +108,11 @@ class Plan:
     def sends_scores(self) -> bool:
         """Whether sites tell how they score."""
         return self.privacy is None or self.privacy.scores
+
+    @property
+    def scores_by_class(self) -> bool:
+        """Whether they tell it class by class too."""
+        return self.measure.metric is accuracy and (self.like is None or bool(self.like.classes))
 
     def start(self) -> State:
         """The server's state before the first round."""

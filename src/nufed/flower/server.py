@@ -158,6 +158,7 @@ class Server:
                     name=self._roster.names[agent],
                     seen=agent in plan.seen,
                     steps=plan.eval_steps,
+                    by_class=plan.scores_by_class,
                 )
                 scores.append(own)
                 majority += [null] if null else []
