@@ -229,13 +229,15 @@ def _print_results(runs: list[Run]) -> None:
             console, f"agents {group} in training", results_table(runs, group, narrow=True)
         )
     for line in (line for run in runs for line in run.failures):
-        console.print(f"[red]could not be trained[/red], left out above: {line}", highlight=False)
+        console.print(
+            f"[red]could not be trained[/red], left out above: {escape(line)}", highlight=False
+        )
     for line in (line for run in runs for line in run.unanswered()):
         console.print(f"[yellow]agents did not answer[/yellow], {line}", highlight=False)
     rejected = [line for run in runs for line in run.rejected()]
     if rejected:
         console.print(
-            f"[yellow]{len(rejected)} updates were left out[/yellow], first: {rejected[0]}"
+            f"[yellow]{len(rejected)} updates were left out[/yellow], first: {escape(rejected[0])}"
         )
 
 

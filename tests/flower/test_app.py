@@ -6,16 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 
 import nufed
 from flower.in_memory import MemoryGrid, agents_data
+from nufed.cli import report
 from nufed.errors import InputError, RunError, TrainingError
 from nufed.flower import App
 from nufed.runs import load_run
 from nufed.runs.build import build_samples
 
-AGENTS, COHORT = 4, 2
+AGENTS, COHORT, BAD = 4, 2, 3
 DATA = [(x.astype("float32"), y) for x, y in agents_data(AGENTS)]
 TEXT = """
 name = "four"
@@ -163,6 +164,20 @@ def test_a_site_whose_data_is_unlike_the_others_takes_no_part(tmp_path):
     page = html.unescape((tmp_path / "run" / "report.html").read_text())
     assert "agent 0: it failed: this site's inputs have shape (4,)" in page
     assert "agent 1: it failed: this site's targets need 4 outputs" in page
+
+
+def test_the_words_of_a_site_are_printed_as_they_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)
+    monkeypatch.setattr("nufed.cli.build_report", lambda runs, out: out)
+
+    def fail(agent, message, reply):
+        if message.metadata.message_type != "train" or agent != BAD:
+            return reply
+        return Message(Error(2, "<class 'app.Mine'>:<'[/red] [bold]words'>"), reply_to=message)
+
+    start(app_of(tmp_path), tmp_path, tmp_path / "run", fail)
+    report([tmp_path / "run"])
+    assert "it failed: [/red] [bold]words" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

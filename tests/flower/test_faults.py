@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from flower.in_memory import agents_data, federate, federation_of, plan_of
 from flower.test_parity import same
@@ -170,6 +170,21 @@ def test_a_site_that_raises_is_named_and_its_words_stay_at_home(caplog):
     assert "RuntimeError; the site's own log says more" in rounds[1].rejected[0].reason
     assert "mat1" not in str(rounds[1].rejected[0]) and "mat1" in caplog.text
     assert [error.agent for error in outcome.missing] == [BAD] and len(outcome.scores) == 3
+
+
+def failing(text):
+    """A reply as Flower makes it of an exception with these words."""
+    return lambda message, reply: Message(
+        Error(2, f"<class 'app.Mine'>:<'{text}'>"), reply_to=message
+    )
+
+
+def test_the_words_of_a_site_forge_no_line_of_the_log_and_steer_no_terminal():
+    words = "\x1b[31m\n2030-01-01 INFO done\x07\r\u202e" + "x" * 10**4
+    rounds, _, _ = federate(plan_of(FEDAVG), DATA, in_bad_round(failing(words)))
+    (rejected,) = rounds[BAD_ROUND].rejected
+    assert str(rejected).isprintable() and "2030-01-01 INFO done" in rejected.reason
+    assert len(rejected.reason) < 600
 
 
 def test_a_site_that_goes_away_and_comes_back_as_another_node_is_the_same_agent():

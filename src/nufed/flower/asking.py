@@ -71,9 +71,14 @@ def _pull(grid: Grid, number: str) -> RecordDict | str | None:
 
 
 def _plain(reason: str) -> str:
-    """Flower's words about an exception, without those around the exception's own."""
+    """Flower's words about an exception, without those around the exception's own.
+
+    A line break would forge a line of the log, and other signs may steer a terminal.
+    """
     raised = re.fullmatch(r"<class '[\w.]+'>:<'(.*)'>", reason, re.DOTALL)
-    return raised[1][:MOST_SAID] if raised else shown(reason)
+    if not raised:
+        return shown(reason)
+    return "".join(sign if sign.isprintable() else " " for sign in raised[1][:MOST_SAID])
 
 
 class Roster:
