@@ -5,6 +5,7 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from flower.test_parity import same
 from nufed import FirstOrder, GMeta, InputError, Objective
 from nufed.errors import TrainingError
 from nufed.evaluate import Measure
-from nufed.server import Rules
+from nufed.server import TOO_LATE, Rules
 from nufed.simulation import DirectEngine, train
 from support import Scaffold, mlp
 
@@ -170,6 +171,21 @@ def test_a_site_that_raises_is_named_and_its_words_stay_at_home(caplog):
     assert "RuntimeError; the site's own log says more" in rounds[1].rejected[0].reason
     assert "mat1" not in str(rounds[1].rejected[0]) and "mat1" in caplog.text
     assert [error.agent for error in outcome.missing] == [BAD] and len(outcome.scores) == 3
+
+
+def test_an_answer_that_never_arrives_as_a_whole_is_late_and_holds_up_no_other():
+    over = Event()  # Flower itself waits for missing parts up to two hours
+
+    def trickle(message, reply):
+        over.wait(30)
+        return reply
+
+    plan = plan_of(FEDAVG)
+    rounds, outcome, _ = federate(plan, DATA, in_bad_round(trickle))
+    over.set()
+    assert [(r.agent, r.reason) for p in rounds for r in p.rejected] == [(BAD, TOO_LATE)]
+    assert same(rounds[-1].server, broken_simulation(plan)[-1].server)
+    assert len(outcome.scores) == AGENTS
 
 
 def failing(text):

@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
+from threading import Thread
 
 import httpx
 from flwr.app import Message, MessageType, RecordDict
@@ -31,7 +32,7 @@ def ask(
 
     Whose an answer is follows from the message that it replies to: what Flower says of the sender
     is wrong where a node is gone. Answers are pulled one by one, since one that can't be read would
-    lose the others.
+    lose the others, and one of which parts are still under way would hold them up for hours.
     """
     ttl = seconds + LONGER
     messages = [Message(content, node, kind, ttl=ttl) for node, content in contents.items()]
@@ -40,16 +41,44 @@ def ask(
     answers: dict[int, RecordDict | str] = dict.fromkeys(contents, NOT_SENT)
     answers |= dict.fromkeys(waiting.values(), TOO_LATE)
     end = time.monotonic() + seconds
+    looks: dict[str, _Look] = {}
     while waiting:
         for number, node in list(waiting.items()):
-            answer = _pull(grid, number)
-            if answer is not None:
-                answers[node] = answer
+            look = looks.pop(number, None) or _Look(grid, number)
+            if not look.ended():
+                looks[number] = look
+            elif look.found is not None:
+                answers[node] = look.found
                 del waiting[number]
         if not waiting or time.monotonic() > end:
             break
         time.sleep(PAUSE)
     return answers
+
+
+class _Look(Thread):
+    """A look for the answer to a message; one that takes long goes on beside the others."""
+
+    def __init__(self, grid: Grid, number: str) -> None:
+        super().__init__(daemon=True)
+        self._grid, self._number = grid, number
+        self._raised: BaseException | None = None
+        self.found: RecordDict | str | None = None
+        self.start()
+        self.join(PAUSE)
+
+    def run(self) -> None:
+        try:
+            self.found = _pull(self._grid, self._number)
+        except BaseException as error:
+            self._raised = error
+
+    def ended(self) -> bool:
+        """Whether it has ended; what it raised is raised here."""
+        ended = not self.is_alive()
+        if self._raised is not None:
+            raise self._raised
+        return ended
 
 
 def _pull(grid: Grid, number: str) -> RecordDict | str | None:

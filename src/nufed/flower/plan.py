@@ -38,7 +38,7 @@ class Plan:
         measure: what sites are scored by.
         rules: when the server takes a round.
         threads: torch's threads at server and sites; bits depend on it.
-        deadline: seconds that sites have for their work of a round.
+        deadline: seconds that sites have for their work of a round, until all of it has arrived.
         wait: seconds that the server waits at the start for all sites, later for as many as a round
             needs; and that a new site has to say who it is.
         like: a sample like those of all sites; None: they are not compared with one.
