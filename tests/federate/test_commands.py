@@ -149,6 +149,8 @@ def place(tmp_path):
         ("site --number 0 --insecure --server fed.example.org:8000", "for 127.0.0.1 only"),
         ("site --number 0 --insecure --server fed.example.org", "must be HOST:PORT"),
         ("site --number 0 --insecure --data none", "there is no such file or folder"),
+        ("site --number 0 --insecure --epsilon 0", "--epsilon 0: must be a number above 0"),
+        ("site --number 0 --insecure --epsilon nan", "--epsilon nan: must be a number above 0"),
         ("site --number 0 --ca keys/ca.crt --key none", "there is no such file"),
         ("run app --insecure --out full", "is there and not empty"),
         ("run app --insecure --resume nothing", "it has no run.json"),

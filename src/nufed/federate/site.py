@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ def attend(site: Site, link: Link, say: Callable[[str], None] = print) -> None:
         existing(site.key, "--key")
     if site.data is not None and not site.data.exists():
         raise InputError(f"--data {site.data}: there is no such file or folder")
+    if site.epsilon is not None and not 0 < site.epsilon < math.inf:
+        raise InputError(f"--epsilon {site.epsilon:g}: must be a number above 0")
     if site.folder is not None:
         make_folder(site.folder)
     with flower() as commands:
