@@ -15,6 +15,7 @@ from nufed.errors import InputError, RunError, TrainingError
 from nufed.flower import App
 from nufed.runs import load_run
 from nufed.runs.build import build_samples
+from support import file_hashes
 
 AGENTS, COHORT, BAD = 4, 2, 3
 DATA = [(x.astype("float32"), y) for x, y in agents_data(AGENTS)]
@@ -61,15 +62,15 @@ def start(app, folder, out, tamper=lambda agent, message, reply: reply, sites=AG
     return grid
 
 
-def simulate(folder):
+def simulate(folder, *more):
     """The same configuration where all data lies in one place."""
     settings = [line for line in TEXT.split("[federation]")[0].splitlines() if line != "agents = 4"]
     (folder / "simulated.toml").write_text("\n".join([*settings]))
     inputs, targets = (np.concatenate(part) for part in zip(*DATA, strict=True))
     owners = np.repeat([f"{i}" for i in range(AGENTS)], [len(y) for _, y in DATA])
-    overrides = ["engine=direct", "data.partition=given", 'baselines=["majority"]', "workers=1"]
+    given = ["engine=direct", "data.partition=given", 'baselines=["majority"]', "workers=1", *more]
     return nufed.run(
-        folder / "simulated.toml", overrides, data=(inputs, targets, owners), out=folder / "sim"
+        folder / "simulated.toml", given, data=(inputs, targets, owners), out=folder / "sim"
     )
 
 
@@ -142,6 +143,44 @@ def test_a_run_can_go_on_for_more_rounds(tmp_path):
     assert files_of(tmp_path / "longer") == files_of(tmp_path / "at once")
 
 
+def test_a_run_is_not_taken_back_to_fewer_rounds_than_are_done(tmp_path, monkeypatch):
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)
+    start(app_of(tmp_path), tmp_path, tmp_path / "run")
+    before = file_hashes(tmp_path / "run" / "methods")
+    shorter = app_of(tmp_path, TEXT.replace("rounds = 3", "rounds = 2"))
+    with pytest.raises(RunError, match="rounds = 2, but 3 are done"):
+        start(shorter, tmp_path, tmp_path / "run")
+    assert file_hashes(tmp_path / "run" / "methods") == before
+    assert load_run(tmp_path / "run").config.rounds == 3
+
+
+def test_models_are_saved_every_so_many_rounds_as_in_simulation(tmp_path, monkeypatch):
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)
+    simulate(tmp_path, "save_every=2")
+    start(app_of(tmp_path, "save_every = 2" + TEXT), tmp_path, tmp_path / "run")
+    (right,) = (tmp_path / "sim").glob("methods/*/*/model-round-*")
+    (saved,) = (tmp_path / "run").glob("methods/*/*/model-round-*")
+    assert saved.name == right.name and saved.read_bytes() == right.read_bytes()
+
+
+def test_a_run_whose_sites_sent_no_scores_can_ask_for_them_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)
+
+    def silent(agent, message, reply):
+        last = message.content.get("about", {}).get("round") == 3
+        return None if last and message.metadata.message_type == "evaluate" else reply
+
+    with pytest.raises(TrainingError, match="no site sent scores that can be used"):
+        start(app_of(tmp_path), tmp_path, tmp_path / "run", silent)
+    grid = start(app_of(tmp_path), tmp_path, tmp_path / "run")
+    assert not trains(grid.asked)
+    start(app_of(tmp_path), tmp_path, tmp_path / "whole")
+    one, other = (load_run(tmp_path / name) for name in ("run", "whole"))
+    assert one.unscored() == []
+    assert [row.after for row in one.rows()] == [row.after for row in other.rows()]
+    assert files_of(one.path)["model.safetensors"] == files_of(other.path)["model.safetensors"]
+
+
 def test_a_failed_run_says_why_and_can_be_gone_on_with(tmp_path):
     app = app_of(tmp_path, TEXT + "\n")
     with pytest.raises(TrainingError, match="start the sites"):
@@ -186,6 +225,8 @@ def test_the_words_of_a_site_are_printed_as_they_are(tmp_path, monkeypatch, caps
         (TEXT.replace("input_shape = [5]", ""), "must be the shape of one sample's input"),
         ("seeds = [0, 1]" + TEXT, "seeds are 2: a federation trains with one seed at a time"),
         (TEXT + "[methods.a]\n[methods.b]\n", "methods are 2: a federation trains with one"),
+        ("eval_agents = 2" + TEXT, "eval_agents is for simulation"),
+        ('eval_on = "validation"' + TEXT, "sites have no validation part; set data.validation"),
         (TEXT + "[faults]\ndropout = 0.1\n", "faults are for simulation"),
         (TEXT.replace("wait = 0.01", "wait = -1"), "federation.wait"),
         (TEXT.replace("wait = 0.01", "wiat = 1"), "did you mean"),

@@ -89,6 +89,15 @@ class App:
                 )
         if config.faults != FaultsConfig():
             raise InputError("faults are for simulation: remove the table from a federation's file")
+        if config.eval_agents is not None:
+            raise InputError(
+                "eval_agents is for simulation: remove it, all sites of a federation are evaluated"
+            )
+        if config.eval_on == "validation" and not config.data.validation:
+            raise InputError(
+                'eval_on = "validation": sites have no validation part; set data.validation, for '
+                "example to 0.1"
+            )
         if config.privacy.clip is None and config.privacy != PrivacyConfig():
             raise InputError(
                 "privacy.clip is not set, so there would be no privacy: set it to the longest "

@@ -53,6 +53,8 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
             known = _go_on(directory, config) if going_on else _begin(directory, config, plan)
             folder = directory.part("methods", method, plan.seed)
             files = PartFiles(folder, {"configuration": config.fingerprint})
+            files.check_rounds(plan.rounds)
+            directory.write_config(config)  # with more rounds, if it goes on
             if not files.is_done(plan.rounds):
                 began = time.perf_counter()
                 _train(plan, config, grid, known, directory, files)
@@ -90,7 +92,6 @@ def _begin(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any
 def _go_on(directory: RunDirectory, config: Config) -> dict[str, Any]:
     directory.existing()
     directory.check_same(config, "", {})
-    directory.write_config(config)
     known = read_signed(directory.path / NAME)
     if not isinstance(known.get("run"), str):
         raise RunError(f"{directory.path / NAME} names no run: start a new one")
@@ -113,6 +114,7 @@ def _train(
     start = Progress(saved.round, saved.server) if saved else None
     notes = saved.notes if saved else None
     cohort_seed = known["cohort_seed"] if plan.privacy else None
+    (method,) = config.algorithms()
     server = Server(plan, grid, known["run"], notes, cohort_seed)
     if start:
         LOG.info("training goes on after round %d", start.round)
@@ -132,6 +134,12 @@ def _train(
                     line |= _evaluation(outcome, plan)
                 if not again:
                     files.add(line)
+                    if (
+                        config.save_every
+                        and progress.round
+                        and not progress.round % config.save_every
+                    ):
+                        directory.write_model(method, plan.seed, progress.server, progress.round)
                     files.checkpoint(progress.round, progress.server, {}, server.notes)
                 _tell(plan, config, progress, outcome, line.get("epsilon"))
         finally:  # also of a training that had to stop it is told what was spent

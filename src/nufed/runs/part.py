@@ -53,6 +53,15 @@ class PartFiles:
         about = check_done(self.folder)
         return bool(about["rounds"] == rounds and about["belongs_to"] == dict(self.belongs_to))
 
+    def check_rounds(self, rounds: int) -> None:
+        """Refuse to go on to fewer rounds than are done."""
+        checkpoint, _ = load_checkpoint(self.folder, self.belongs_to)
+        if checkpoint and checkpoint.round > rounds:
+            raise RunError(
+                f"rounds = {rounds}, but {checkpoint.round} are done in {self.folder}: set rounds "
+                "to that or more, or start a new run"
+            )
+
     def check_newest(self) -> None:
         """Refuse to go on from a checkpoint before the last one, which is damaged."""
         saved = [path.stem for path in self.folder.glob("checkpoint-*.json")]

@@ -238,6 +238,7 @@ class Run:
             for name, part in self.methods.items()
             for seed, trained in part.items()
             for each in (trained.metrics[-1].get("unscored", ()) if trained.metrics else ())
+            if each["agent"] not in {s.agent for s in trained.scores}  # asked again, it sent some
         ]
 
     def unanswered(self) -> list[str]:
