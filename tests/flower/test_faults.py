@@ -317,3 +317,22 @@ def test_a_model_whose_numbers_can_not_be_sent_is_refused():
     plan = replace(plan_of(FEDAVG), objective=Objective(mlp(torch.bfloat16)))
     with pytest.raises(InputError, match="bfloat16, which can't be sent"):
         federate(plan, DATA)
+
+
+def test_a_reply_to_another_question_is_thrown_away(caplog):
+    old = {}
+
+    def replay(agent, message, reply):
+        about = message.content.get("about", {})
+        if agent != BAD or message.metadata.message_type != "train":
+            return reply
+        old.setdefault(about["round"], reply)
+        return old[1] if about["round"] == BAD_ROUND else reply
+
+    plan = plan_of(FEDAVG)
+    rounds, _, _ = federate(plan, DATA, replay)
+    assert [(r.agent, r.reason) for r in rounds[BAD_ROUND].rejected] == [
+        (BAD, "it answered too late")
+    ]
+    assert "an answer to no question of this run was thrown away" in caplog.text
+    assert same(rounds[-1].server, broken_simulation(plan)[-1].server)
