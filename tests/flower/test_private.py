@@ -108,6 +108,16 @@ def test_no_two_runs_have_the_same_noise_and_no_site_tells_its_number_of_samples
         assert first["about"].keys() == {"agent", "round", "samples", "gradients", "hvps", "began"}
 
 
+@pytest.mark.parametrize("samples", [1, 6])
+def test_why_its_data_can_not_be_used_stays_at_the_site(samples, caplog):
+    few = [*DATA[:BAD], tuple(part[:samples] for part in DATA[BAD]), *DATA[BAD + 1 :]]
+    rounds, _, _ = federate(plan_of(FEDAVG, rounds=1, privacy=NOISY), few)
+    (rejected,) = rounds[1].rejected
+    told = "it failed: its data can't be used; the site's own log says more"
+    assert (rejected.agent, rejected.reason) == (BAD, told)
+    assert f"has {samples} sample" in caplog.text or "training samples and batch" in caplog.text
+
+
 def test_a_round_tried_again_gets_the_very_same_updates_for_nothing(tmp_path):
     replies, rules = [], Rules(min_updates=AGENTS, attempts=2)
     plan = plan_of(FEDAVG, privacy=NOISY, rules=rules)
@@ -259,6 +269,19 @@ def test_a_sites_own_limit_is_over_all_runs(noise, says, tmp_path):
     other = plan_of(FEDAVG, rounds=1, privacy=replace(NOISY, noise=noise))
     with pytest.raises(TrainingError, match=f"one noisy update {says}"):
         rounds_of(other, RUN[::-1])
+
+
+def test_a_site_with_a_limit_that_can_not_count_another_run_sends_nothing(tmp_path, caplog):
+    plan, damaged = plan_of(FEDAVG, rounds=1, privacy=NOISY), tmp_path / RUN / f"agent-{BAD}"
+    list(Server(plan, grid_of(plan, tmp_path), RUN).train())
+    lose(damaged, "damaged")(None, None)
+    grid = grid_of(plan, tmp_path)
+    for context in grid.contexts.values():
+        context.node_config["epsilon"] = budget(3)
+    *_, last = Server(plan, grid, RUN[::-1]).train()
+    (left_out,) = last.rejected
+    assert left_out.agent == BAD and "lost count of what it sent" in left_out.reason
+    assert f"{damaged} is damaged" in caplog.text and str(damaged) not in left_out.reason
 
 
 @pytest.mark.parametrize(("limit", "privacy"), [(1.0, None), (0, NOISY), ("1", NOISY)])

@@ -20,7 +20,7 @@ from nufed.data import Federation, Samples, as_samples, site_split
 from nufed.errors import InputError, TrainingError, require, shown
 from nufed.evaluate import evaluate_agent, majority_class
 from nufed.flower.epsilon import is_above_0
-from nufed.flower.memory import Release, load_memory, save_memory
+from nufed.flower.memory import Memory, Release, load_memory, save_memory
 from nufed.flower.payload import (
     RELEASE,
     VERSION,
@@ -83,9 +83,18 @@ class Site:
 
     def releases_elsewhere(self, file: Path, noise: float) -> int:
         """How many updates with this noise would say as much as all that it sent in other runs."""
-        others = self.folder.glob(f"*/agent-{self.agent}")
-        known = [load_memory(other, {}).release for other in others if other != file]
-        return math.ceil(sum(r.count * (noise / r.noise) ** 2 for r in known if r))
+        others = [other for other in self.folder.glob(f"*/agent-{self.agent}") if other != file]
+        known = {other: load_memory(other, {}) for other in others}
+        for other, memory in known.items():
+            if memory == Memory():
+                LOG.error(
+                    "%s is damaged, so that what this site sent in that run is not counted: put "
+                    "back a copy, or take it away and lower the limit by what it stood for",
+                    other,
+                )
+                raise TrainingError("it lost count of what it sent, and has a limit")
+        releases = [memory.release for memory in known.values() if memory.release]
+        return math.ceil(sum(r.count * (noise / r.noise) ** 2 for r in releases))
 
     @cached_property
     def federation(self) -> Federation:
@@ -209,7 +218,11 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
     if site.limit is not None:
         sent += site.releases_elsewhere(task.file, privacy.noise)
         check_release(replace(privacy, epsilon_server=site.limit), sent)
-    result = _work(site, task)
+    try:
+        result = _work(site, task)
+    except InputError:  # it may say how many samples there are
+        LOG.exception("this site's data can't be used")
+        raise TrainingError("its data can't be used; the site's own log says more") from None
     release = last.after(question, protect(result.vectors, task.received, privacy), result.cost)
     save_memory(task.file, replace(memory, release=release))
     return release

@@ -136,8 +136,7 @@ def _train(
                     files.add(line)
                     if (
                         config.save_every
-                        and progress.round
-                        and not progress.round % config.save_every
+                        and progress.round % config.save_every == 0 < progress.round
                     ):
                         directory.write_model(method, plan.seed, progress.server, progress.round)
                     files.checkpoint(progress.round, progress.server, {}, server.notes)
