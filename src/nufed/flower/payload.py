@@ -1,7 +1,8 @@
 """What travels: vectors as arrays, and plain numbers. All of it is checked before it is used.
 
 An array is read only if it has the dtype, the shape and the very bytes of numpy's own file format
-for them, so that nothing is parsed, unpickled or allocated at a stranger's word.
+for them, so that nothing is parsed or unpickled at a stranger's word. (Flower has the whole message
+in memory by then: how much a registered site sends is not bounded.)
 """
 
 from __future__ import annotations
