@@ -122,24 +122,22 @@ def _train(
     with closing(files):
         try:
             for progress in server.train(start):
-                again, last = progress is start, progress.round == plan.rounds
+                k = progress.round
+                again, last = progress is start, k == plan.rounds
                 if again and not last:
                     continue
                 line = round_line(plan.algorithm, progress)
                 if server.account:
                     line["epsilon"] = server.account.spent()
                 outcome = None
-                if progress.round % config.eval_every == 0 or last:
+                if k % config.eval_every == 0 or last:
                     outcome = server.evaluate(progress)
                     line |= _evaluation(outcome, plan)
                 if not again:
                     files.add(line)
-                    if (
-                        config.save_every
-                        and progress.round % config.save_every == 0 < progress.round
-                    ):
-                        directory.write_model(method, plan.seed, progress.server, progress.round)
-                    files.checkpoint(progress.round, progress.server, {}, server.notes)
+                    if config.save_every and k and k % config.save_every == 0:
+                        directory.write_model(method, plan.seed, progress.server, k)
+                    files.checkpoint(k, progress.server, {}, server.notes)
                 _tell(plan, config, progress, outcome, line.get("epsilon"))
         finally:  # also of a training that had to stop it is told what was spent
             if server.account:
