@@ -219,6 +219,23 @@ def test_a_site_that_goes_away_and_comes_back_as_another_node_is_the_same_agent(
     assert len(outcome.scores) == AGENTS
 
 
+def test_a_site_that_could_not_be_asked_who_it_is_is_asked_again():
+    def lose_the_first(grid):
+        push, node = grid.push_messages, grid.node_of(BAD)
+
+        def push_all_but_one(messages):
+            numbers, grid.push_messages = push(messages), push
+            return [
+                None if message.metadata.dst_node_id == node else number
+                for message, number in zip(messages, numbers, strict=True)
+            ]
+
+        grid.push_messages = push_all_but_one
+
+    rounds, _, _ = federate(plan_of(FEDAVG, wait=5.0), DATA, prepare=lose_the_first)
+    assert not any(p.dropped for p in rounds)
+
+
 def test_of_two_sites_with_one_number_neither_takes_part(caplog):
     rounds, outcome, grid = federate(plan_of(FEDAVG), DATA, prepare=lambda grid: grid.add(BAD))
     assert all(p.dropped == (BAD,) for p in rounds[1:])

@@ -120,7 +120,7 @@ class Roster:
     def __init__(self, grid: Grid, plan: Plan) -> None:
         self._grid, self._plan = grid, plan
         self._claims: dict[int, tuple[int, str] | None] = {}  # None: no usable answer
-        self._late: set[int] = set()
+        self._unheard: set[int] = set()  # of them, those that may answer yet
         self.nodes: dict[int, int] = {}
         self.names: dict[int, str] = {}
 
@@ -133,8 +133,8 @@ class Roster:
         answers = ask(self._grid, MessageType.QUERY, questions, self._plan.wait)
         for node, answer in answers.items():
             self._claims[node] = self._claim(node, answer)
-            if answer == TOO_LATE:
-                self._late.add(node)
+            if answer in (TOO_LATE, NOT_SENT):
+                self._unheard.add(node)
         self._assign(new)
 
     def _claim(self, node: int, answer: RecordDict | str) -> tuple[int, str] | None:
@@ -171,9 +171,9 @@ class Roster:
         self.refresh()
         while len(self.nodes.keys() & set(agents)) < least and time.monotonic() < end:
             time.sleep(PAUSE)
-            for node in self._late:  # they are asked again while there is time to wait for them
+            for node in self._unheard:  # they are asked again while there is time to wait for them
                 self._claims.pop(node, None)
-            self._late.clear()
+            self._unheard.clear()
             self.refresh()
 
     def gather(self) -> None:
