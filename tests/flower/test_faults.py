@@ -353,3 +353,16 @@ def test_a_reply_to_another_question_is_thrown_away(caplog):
     ]
     assert "an answer to no question of this run was thrown away" in caplog.text
     assert same(rounds[-1].server, broken_simulation(plan)[-1].server)
+
+
+def test_a_site_that_is_late_to_say_who_it_is_comes_in_when_it_has():
+    def slowly(agent, message, reply):
+        if agent != BAD or message.metadata.message_type != "query":
+            return reply
+        trained = [each for each in grids[0].asked if each == ("train", 0)]
+        return reply if len(trained) >= 2 else None
+
+    grids = []
+    rounds, outcome, grid = federate(plan_of(FEDAVG), DATA, slowly, grids.append)
+    assert [p.dropped for p in rounds] == [(), (BAD,), (BAD,), ()]
+    assert grid.asked.count(("query", BAD)) == 1 and len(outcome.scores) == AGENTS

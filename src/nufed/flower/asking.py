@@ -22,38 +22,66 @@ LOG = logging.getLogger("nufed")
 NOT_SENT = "the message to it could not be sent"
 MOST_SAID = 500  # letters of a site's error
 PAUSE = 0.5  # seconds between looks for answers
+A_DAY = 24 * 3600.0
 LONGER = 60.0  # seconds that Flower keeps a message beyond the deadline: clocks differ
 
 
 def ask(
     grid: Grid, kind: str, contents: Mapping[int, RecordDict], seconds: float
 ) -> dict[int, RecordDict | str]:
-    """What every node answered, or why there is no answer.
+    """What every node answered, or why there is no answer."""
+    questions = Questions(grid)
+    answers: dict[int, RecordDict | str] = dict.fromkeys(contents, TOO_LATE)
+    answers |= dict.fromkeys(questions.send(kind, contents, seconds + LONGER), NOT_SENT)
+    return answers | questions.answers(seconds)
+
+
+class Questions:
+    """Messages that were sent, and whose answers are waited for.
 
     Whose an answer is follows from the message that it replies to: what Flower says of the sender
     is wrong where a node is gone. Answers are pulled one by one, since one that can't be read would
     lose the others, and one of which parts are still under way would hold them up for hours.
     """
-    ttl = seconds + LONGER
-    messages = [Message(content, node, kind, ttl=ttl) for node, content in contents.items()]
-    numbers = list(grid.push_messages(messages)) if messages else []
-    waiting = {n: node for n, node in zip(numbers, contents, strict=False) if n is not None}
-    answers: dict[int, RecordDict | str] = dict.fromkeys(contents, NOT_SENT)
-    answers |= dict.fromkeys(waiting.values(), TOO_LATE)
-    end = time.monotonic() + seconds
-    looks: dict[str, _Look] = {}
-    while waiting:
-        for number, node in list(waiting.items()):
-            look = looks.pop(number, None) or _Look(grid, number)
-            if not look.ended():
-                looks[number] = look
-            elif look.found is not None:
-                answers[node] = look.found
-                del waiting[number]
-        if not waiting or time.monotonic() > end:
-            break
-        time.sleep(PAUSE)
-    return answers
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._open: dict[str, int] = {}  # the node that each message went to
+        self._looks: dict[str, _Look] = {}
+
+    @property
+    def nodes(self) -> set[int]:
+        """The nodes that have not answered yet."""
+        return set(self._open.values())
+
+    def send(self, kind: str, contents: Mapping[int, RecordDict], ttl: float) -> set[int]:
+        """Ask nodes; returns those to which nothing could be sent."""
+        messages = [Message(content, node, kind, ttl=ttl) for node, content in contents.items()]
+        numbers = list(self._grid.push_messages(messages)) if messages else []
+        sent = {n: node for n, node in zip(numbers, contents, strict=False) if n is not None}
+        self._open |= sent
+        return contents.keys() - set(sent.values())
+
+    def answers(self, seconds: float) -> dict[int, RecordDict | str]:
+        """What came in so far, or comes in so many seconds."""
+        found: dict[int, RecordDict | str] = {}
+        end = time.monotonic() + seconds
+        while self._open:
+            for number, node in list(self._open.items()):
+                look = self._looks.pop(number, None) or _Look(self._grid, number)
+                if not look.ended():
+                    self._looks[number] = look
+                elif look.found is not None:
+                    found[node] = look.found
+                    del self._open[number]
+            if not self._open or time.monotonic() > end:
+                break
+            time.sleep(PAUSE)
+        return found
+
+    def keep(self, nodes: set[int]) -> None:
+        """Wait for these nodes only."""
+        self._open = {number: node for number, node in self._open.items() if node in nodes}
 
 
 class _Look(Thread):
@@ -120,22 +148,21 @@ class Roster:
     def __init__(self, grid: Grid, plan: Plan) -> None:
         self._grid, self._plan = grid, plan
         self._claims: dict[int, tuple[int, str] | None] = {}  # None: no usable answer
-        self._unheard: set[int] = set()  # of them, those that may answer yet
+        self._questions = Questions(grid)
         self.nodes: dict[int, int] = {}
         self.names: dict[int, str] = {}
 
     def refresh(self) -> None:
-        """Ask the nodes that are new who they are."""
+        """Ask the nodes that are new who they are; one that answers late comes in then."""
         online = set(self._grid.get_node_ids())
         self._claims = {node: claim for node, claim in self._claims.items() if node in online}
-        new = sorted(online - self._claims.keys())
-        questions = {node: RecordDict() for node in new}
-        answers = ask(self._grid, MessageType.QUERY, questions, self._plan.wait)
+        self._questions.keep(online)
+        new = sorted(online - self._claims.keys() - self._questions.nodes)
+        self._questions.send(MessageType.QUERY, {node: RecordDict() for node in new}, A_DAY)
+        answers = self._questions.answers(self._plan.wait if new else 0)
         for node, answer in answers.items():
             self._claims[node] = self._claim(node, answer)
-            if answer in (TOO_LATE, NOT_SENT):
-                self._unheard.add(node)
-        self._assign(new)
+        self._assign(answers)
 
     def _claim(self, node: int, answer: RecordDict | str) -> tuple[int, str] | None:
         try:
@@ -146,7 +173,7 @@ class Roster:
             LOG.warning("node %d takes no part: %s", node, error)
             return None
 
-    def _assign(self, new: list[int]) -> None:
+    def _assign(self, new: Collection[int]) -> None:
         claims = {node: claim[0] for node, claim in self._claims.items() if claim is not None}
         held = {agent: node for agent, node in self.nodes.items() if node in claims}
         number = Counter(claims.values())
@@ -171,9 +198,6 @@ class Roster:
         self.refresh()
         while len(self.nodes.keys() & set(agents)) < least and time.monotonic() < end:
             time.sleep(PAUSE)
-            for node in self._unheard:  # they are asked again while there is time to wait for them
-                self._claims.pop(node, None)
-            self._unheard.clear()
             self.refresh()
 
     def gather(self) -> None:
