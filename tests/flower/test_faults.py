@@ -365,4 +365,4 @@ def test_a_site_that_is_late_to_say_who_it_is_comes_in_when_it_has():
     grids = []
     rounds, outcome, grid = federate(plan_of(FEDAVG), DATA, slowly, grids.append)
     assert [p.dropped for p in rounds] == [(), (BAD,), (BAD,), ()]
-    assert grid.asked.count(("query", BAD)) == 1 and len(outcome.scores) == AGENTS
+    assert grid.asked.count(("query", BAD)) > 1 and len(outcome.scores) == AGENTS

@@ -149,16 +149,24 @@ class Roster:
         self._grid, self._plan = grid, plan
         self._claims: dict[int, tuple[int, str] | None] = {}  # None: no usable answer
         self._questions = Questions(grid)
+        self._asked: dict[int, float] = {}  # when
         self.nodes: dict[int, int] = {}
         self.names: dict[int, str] = {}
 
     def refresh(self) -> None:
-        """Ask the nodes that are new who they are; one that answers late comes in then."""
+        """Ask the nodes that are new who they are, and those that were silent once more.
+
+        One that answers late comes in then.
+        """
         online = set(self._grid.get_node_ids())
         self._claims = {node: claim for node, claim in self._claims.items() if node in online}
-        self._questions.keep(online)
-        new = sorted(online - self._claims.keys() - self._questions.nodes)
-        self._questions.send(MessageType.QUERY, {node: RecordDict() for node in new}, A_DAY)
+        self._questions.keep(online - self._claims.keys())
+        new = online - self._claims.keys() - self._questions.nodes
+        now = time.monotonic()
+        silent = {n for n in self._questions.nodes if now - self._asked[n] > self._plan.wait}
+        self._asked |= dict.fromkeys(new | silent, now)
+        questions = {node: RecordDict() for node in sorted(new | silent)}
+        self._questions.send(MessageType.QUERY, questions, A_DAY)
         answers = self._questions.answers(self._plan.wait if new else 0)
         for node, answer in answers.items():
             self._claims[node] = self._claim(node, answer)
