@@ -1,5 +1,6 @@
 """The commands of `nufed federate` in processes of their own, and Flower's that they started."""
 
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
@@ -16,7 +17,14 @@ def nufed_federate(cwd, *arguments):
     log = cwd / f"printed-{len(list(cwd.glob('printed-*')))}"
     with log.open("w") as file:
         command = [sys.executable, "-m", "nufed.cli", "federate", *map(str, arguments)]
-        process = subprocess.Popen(command, cwd=cwd, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            stdout=file,
+            stderr=file,
+            # tests in the background ignore Ctrl-C, and what they start would too
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     process.printed = log.read_text
     try:
         yield process
