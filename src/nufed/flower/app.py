@@ -72,37 +72,7 @@ class App:
     def checked(self) -> Config:
         """The configuration, if a federation can be trained with it."""
         config = load_config(self.config)
-        require(
-            config.federation.input_shape is not None,
-            "federation.input_shape",
-            None,
-            "must be the shape of one sample's input, the same at all sites, for example [64]",
-        )
-        for key, number, what in (
-            ("seeds", len(config.seeds), "one seed"),
-            ("methods", len(config.algorithms()), "one method"),
-        ):
-            if number != 1:
-                raise InputError(
-                    f"{key} are {number}: a federation trains with {what} at a time; start it once "
-                    "for each and compare them with `nufed report RUN RUN`"
-                )
-        if config.faults != FaultsConfig():
-            raise InputError("faults are for simulation: remove the table from a federation's file")
-        if config.eval_agents is not None:
-            raise InputError(
-                "eval_agents is for simulation: remove it, all sites of a federation are evaluated"
-            )
-        if config.eval_on == "validation" and not config.data.validation:
-            raise InputError(
-                'eval_on = "validation": sites have no validation part; set data.validation, for '
-                "example to 0.1"
-            )
-        if config.privacy.clip is None and config.privacy != PrivacyConfig():
-            raise InputError(
-                "privacy.clip is not set, so there would be no privacy: set it to the longest "
-                "change of an update, or remove the table"
-            )
+        _check(config)
         own = {"loss": self.loss, "metric": self.metric}
         data = config.data.model_copy(update={"source": AT_SITES, "args": {}, "partition": "given"})
         update = {key: OWN for key, value in own.items() if value is not None}
@@ -144,6 +114,41 @@ class App:
             wait=config.federation.wait,
             like=like,
             privacy=_privacy(config.privacy),
+        )
+
+
+def _check(config: Config) -> None:
+    """Refuse what is none of a federation."""
+    require(
+        config.federation.input_shape is not None,
+        "federation.input_shape",
+        None,
+        "must be the shape of one sample's input, the same at all sites, for example [64]",
+    )
+    for key, number, what in (
+        ("seeds", len(config.seeds), "one seed"),
+        ("methods", len(config.algorithms()), "one method"),
+    ):
+        if number != 1:
+            raise InputError(
+                f"{key} are {number}: a federation trains with {what} at a time; start it once "
+                "for each and compare them with `nufed report RUN RUN`"
+            )
+    if config.faults != FaultsConfig():
+        raise InputError("faults are for simulation: remove the table from a federation's file")
+    if config.eval_agents is not None:
+        raise InputError(
+            "eval_agents is for simulation: remove it, all sites of a federation are evaluated"
+        )
+    if config.eval_on == "validation" and not config.data.validation:
+        raise InputError(
+            'eval_on = "validation": sites have no validation part; set data.validation, for '
+            "example to 0.1"
+        )
+    if config.privacy.clip is None and config.privacy != PrivacyConfig():
+        raise InputError(
+            "privacy.clip is not set, so there would be no privacy: set it to the longest "
+            "change of an update, or remove the table"
         )
 
 
