@@ -194,6 +194,7 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command("list")
 def list_all(as_json: AsJson = False) -> None:
     """Show presets, datasets, partitions, models, algorithms and configuration keys."""
+    fields = dict(known_fields())
     contents: dict[str, dict[str, str]] = {
         "presets": presets(),
         "datasets": {name: _first_line(f) for name, f in SOURCES.items()},
@@ -203,8 +204,8 @@ def list_all(as_json: AsJson = False) -> None:
         "engines": {str(name): text for name, text in ENGINES.items()},
         "configuration keys": {
             key: _describe(field)
-            for key, field in known_fields()
-            if key not in ("data", "model", "method", "methods")
+            for key, field in fields.items()
+            if key != "methods" and not any(k.startswith(f"{key}.") for k in fields)
         },
     }
     if as_json:
