@@ -25,7 +25,7 @@ from nufed.algorithm import ClientUpdate
 from nufed.errors import NufedError
 from nufed.progress import show_progress
 from nufed.runs import Run, load_config, load_run
-from nufed.runs.directory import finite
+from nufed.runs.files import finite
 from nufed.simulation import Faults
 
 RUNS = Path("runs/attacks")

@@ -35,7 +35,7 @@ from nufed.report.bounds import bounds_notes, bounds_tables
 from nufed.report.tables import Table, all_groups, headline, results_table
 from nufed.runs import Run, load_run, presets
 from nufed.runs.config import known_fields
-from nufed.runs.directory import finite, write_json
+from nufed.runs.files import finite, write_json
 from nufed.simulation import ENGINES
 from nufed.theory import TheoryError
 from nufed.threads import torch_threads

@@ -21,8 +21,8 @@ from nufed.bundle.table import LABEL, Data, read_data
 from nufed.cli_data import AsJson
 from nufed.errors import InputError
 from nufed.runs import load_run
-from nufed.runs.directory import finite
 from nufed.runs.durable import write_durably
+from nufed.runs.files import finite
 
 SHOWN = 20  # predictions printed
 

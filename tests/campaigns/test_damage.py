@@ -114,7 +114,7 @@ def test_files_from_before_they_were_signed_are_read(finished):
     for name in OF_A_RUN:
         path = finished / name
         good = path.read_bytes()
-        nufed.runs.directory.write_json(path, read_signed(path))
+        nufed.runs.files.write_json(path, read_signed(path))
         old = load_run(finished)
         assert (old.software, old.splits) == (right.software, right.splits)
         path.write_bytes(good)

@@ -1,7 +1,5 @@
 """One real federation on this machine: a SuperLink and two SuperNodes, over loopback only."""
 
-from pathlib import Path
-
 import pytest
 
 from federate.small_app import files_of, simulate, write_app
@@ -9,10 +7,13 @@ from nufed.federate.local import run_locally
 
 
 @pytest.mark.timeout(900)  # every message is a process that imports torch
-def test_a_real_federation_leaves_the_simulators_files(tmp_path: Path):
-    app = write_app(tmp_path / "app", sites=2, rounds=2)
-    said = []
-    report = run_locally(app, 2, tmp_path / "run", insecure=True, say=said.append)
-    assert report.name == "report.html", said
+def test_a_real_federation_leaves_the_simulators_files(tmp_path):
+    app = write_app(tmp_path / "app", sites=2, rounds=2, deadline=120.0)
+    for attempt in ("first", "second"):
+        out, said = tmp_path / attempt, []
+        report = run_locally(app, 2, out, insecure=True, say=said.append)
+        assert report.name == "report.html", said
+        if "too late" not in (out / "log.txt").read_text():
+            break  # Flower gives a process 30 s to start, which a busy machine may need
     simulate(app, tmp_path / "simulated")
-    assert files_of(tmp_path / "run") == files_of(tmp_path / "simulated")
+    assert files_of(out) == files_of(tmp_path / "simulated"), said

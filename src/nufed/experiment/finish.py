@@ -10,7 +10,7 @@ from nufed.bundle.of_run import bundle_of, can_be_bundled
 from nufed.errors import TrainingError
 from nufed.objective import Objective
 from nufed.runs import Run, RunDirectory, load_run
-from nufed.runs.directory import write_json
+from nufed.runs.files import write_json
 
 
 def finish(directory: RunDirectory, objectives: Mapping[int, Objective]) -> Run:

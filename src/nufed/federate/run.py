@@ -10,7 +10,8 @@ from nufed.errors import InputError, RunError, TrainingError
 from nufed.federate.link import NAME, Link, ask
 from nufed.federate.processes import Flower, flower
 from nufed.federate.site import quoted
-from nufed.runs.directory import RunDirectory, read_about
+from nufed.runs.directory import RunDirectory
+from nufed.runs.files import read_about
 
 Say = Callable[[str], None]
 

@@ -27,9 +27,8 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +42,8 @@ from nufed.data import Samples, Split
 from nufed.errors import InputError, RunError
 from nufed.evaluate import AgentScores, Measure
 from nufed.runs.config import load_config
-from nufed.runs.durable import cannot_write, is_full, read_signed, signed, write_durably
+from nufed.runs.durable import cannot_write, is_full, signed, write_durably
+from nufed.runs.files import finite, read_about, refuse_links
 from nufed.runs.schema import Config
 
 FORMAT = 2
@@ -273,19 +273,6 @@ class RunDirectory:
         return found
 
 
-def refuse_links(path: Path) -> None:
-    """Refuse a run directory with symbolic links inside, which lead reading and writing elsewhere.
-
-    Nufed makes none. The path itself may be one: the user has given it.
-    """
-    link = next((entry for entry in path.rglob("*") if entry.is_symlink()), None)
-    if link is not None:
-        raise RunError(
-            f"{link} is a symbolic link, and files of a run must lie in its directory: if you "
-            f"trust where it leads, copy the run with `cp -RL {path} COPY` and use the copy"
-        )
-
-
 def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:
     """How many samples of each class an agent holds; for regression just how many samples."""
     rows = [*split.train[agent], *split.validation[agent], *split.test[agent]]
@@ -295,46 +282,6 @@ def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:
         samples.targets[rows], minlength=len(samples.classes)
     ).tolist()
     return counts
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Indented JSON; values that are not finite become null."""
-    text = json.dumps(finite(value), indent=1, allow_nan=False) + "\n"
-    write_durably(path, text.encode())
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        for line in path.read_text("utf-8").splitlines():
-            yield json.loads(line)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} can't be read: {error}") from error
-
-
-def finite(value: Any) -> Any:
-    """The value with null in the place of every number that is not finite, as JSON needs it."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    return value
-
-
-def read_about(path: Path) -> dict[str, Any]:
-    """What stands in run.json, a split's or a failure's file.
-
-    They are signed; those of before that, whose own keys stand outermost, are taken as they are.
-    """
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
-        if isinstance(found, dict) and found.keys() & {"format", "number", "reason"}:
-            return found
-    try:
-        return read_signed(path)
-    except RunError as error:
-        raise RunError(f"{error}: put back a copy of it, or start a new run") from error
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from nufed.runs.checkpoint import (
     save_checkpoint,
     tidy,
 )
-from nufed.runs.directory import finite
 from nufed.runs.durable import cannot_write, read_signed, sha256, signed, write_durably
+from nufed.runs.files import finite
 
 DONE = "done.json"
 FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # that it may name

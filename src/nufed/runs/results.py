@@ -14,15 +14,9 @@ import numpy as np
 from nufed.errors import InputError, RunError
 from nufed.evaluate import AgentScores, Measure, Summary, summarise
 from nufed.runs.config import load_config
-from nufed.runs.directory import (
-    PRIVACY,
-    RunDirectory,
-    finite,
-    read_about,
-    read_lines,
-    refuse_links,
-)
+from nufed.runs.directory import PRIVACY, RunDirectory
 from nufed.runs.durable import read_signed
+from nufed.runs.files import finite, read_about, read_lines, refuse_links
 from nufed.runs.part import DONE, check_done
 from nufed.runs.schema import Config
 
@@ -359,7 +353,7 @@ def _agent_scores(line: dict[str, Any]) -> AgentScores:
 
 
 def _numbers(value: Any) -> Any:
-    """What :func:`nufed.runs.directory.finite` made null, as NaN again."""
+    """What :func:`nufed.runs.files.finite` made null, as NaN again."""
     if value is None:
         return math.nan
     if isinstance(value, dict):
