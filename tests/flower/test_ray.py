@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,8 +22,10 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # as in /proc/net
 
 def listening(pids):
     """The addresses that these processes listen on, as in /proc/net."""
-    files = [file for pid in pids for file in Path(f"/proc/{pid}/fd").glob("*")]
-    mine = {os.readlink(file) for file in files if file.is_symlink()}  # noqa: PTH115
+    mine = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended, or closed a file
+            mine |= {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
     lines = [
         line.split()
         for table in ("tcp", "tcp6")
@@ -50,6 +53,7 @@ def test_an_app_simulated_by_flower_leaves_the_simulators_files(tmp_path):
             addresses |= listening(below)
     finally:
         process.kill()
+        process.wait()
     assert process.returncode == 0, (tmp_path / "printed").read_text()
     wait_for(lambda: not alive(pids))
     assert addresses and addresses <= LOOPBACK
