@@ -9,6 +9,7 @@ import pytest
 from flwr.app import Context, Error, Message, RecordDict
 
 import nufed
+from federate.small_app import files_of
 from flower.in_memory import MemoryGrid, agents_data
 from nufed.cli import report
 from nufed.errors import InputError, RunError, TrainingError
@@ -76,14 +77,6 @@ def simulate(folder, *more):
 
 def trains(asked):
     return [kind for kind, _ in asked].count("train")
-
-
-def files_of(run):
-    part = run / "methods" / "gmeta" / "seed-0"
-    return {
-        name: (part / name).read_bytes()
-        for name in ("metrics.jsonl", "agents.jsonl", "model.safetensors")
-    }
 
 
 def test_a_federation_leaves_the_files_of_the_simulation_and_its_report(tmp_path):

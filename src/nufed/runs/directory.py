@@ -21,6 +21,7 @@
     privacy.json                    of a federation with noisy updates: what epsilon was spent
     bounds.json                     what `nufed bounds` found, if it was asked
     timing.jsonl                    wall-clock values; everything above is the same in every run
+    federation.json, log.txt        of a federation: how its sites know the run, and what happened
     figures/, report.html           drawn from the files above
 """
 
