@@ -4,8 +4,8 @@
     python -m paper fig1 fig2    only these, then the page
     python -m paper --page       only the page
 
-A stage that is done is not run again, one that was stopped goes on. To run one again, remove its
-run directory.
+A stage whose summary (docs/results/NAME.json) exists is not run again, a stopped one is resumed. To
+run one again, remove its summary and its run directory.
 """
 
 import json
@@ -13,16 +13,17 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from nufed import NumericalWarning, resume, run
 from nufed.errors import NufedError
 from nufed.progress import show_progress
-from nufed.runs import load_run
-from paper import page
-from paper.stages import RESULTS, RUNS, STAGES
-from paper.summary import summarise_run
+from nufed.runs import Run, load_run
+from paper import page, tuning
+from paper.stages import FOUR, STAGES, WHERE
+from paper.summary import summarise_run, summarise_search
 
 
 def main(arguments: list[str]) -> None:
@@ -38,29 +39,50 @@ def main(arguments: list[str]) -> None:
 
 def do_stage(name: str) -> None:
     """Run a stage unless it is done, and write its summary."""
-    directory, summary = RUNS / name, RESULTS / f"{name}.json"
-    if not (directory / "results.json").exists():
-        print(f"{name}: {STAGES[name].about}")
-        _train(name, directory)
-        print(f"{name}: {_seconds(directory) / 60:.1f} min")
-        summary.unlink(missing_ok=True)
-    if not summary.exists():
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(summarise_run(name, load_run(directory)), separators=(",", ":"))
-        summary.write_text(text + "\n", "utf-8")
+    path = WHERE.results / f"{name}.json"
+    if path.exists():
+        return
+    print(f"{name}: {STAGES[name].about}")
+    WHERE.results.mkdir(parents=True, exist_ok=True)
+    found = _search(name) if STAGES[name].search else _single(name)
+    path.write_text(json.dumps(found, separators=(",", ":")) + "\n", "utf-8")
+    print(f"{name}: {found['seconds'] / 60:.1f} min")
 
 
-def _train(name: str, directory: Path) -> None:
-    """Begin a stage, or go on with one that was stopped, and note how long it took."""
+def _single(name: str) -> dict[str, Any]:
+    directory = WHERE.runs / name
+    run = _train(STAGES[name].config(), directory)
+    return summarise_run(name, run, _seconds(directory))
+
+
+def _search(name: str) -> dict[str, Any]:
+    """Train around the best step sizes so far until none lies on an edge of what was tried."""
+    scores: tuning.Scores = {method: {} for method in FOUR}
+    seconds, turn = 0.0, 0
+    while turn < tuning.LAST_TURN:
+        points = {method: tuning.next_points(method, own) for method, own in scores.items()}
+        if not any(points.values()):
+            break
+        turn += 1
+        directory = WHERE.runs / f"{name}-{turn}"
+        run = _train(STAGES[name].config() | {"methods": tuning.methods_of(points)}, directory)
+        tuning.read_scores(run, scores)
+        seconds += _seconds(directory)
+    return summarise_search(name, run, scores, seconds)
+
+
+def _train(tables: dict[str, Any], directory: Path) -> Run:
+    """The run of a directory: trained, resumed, or read if it is finished."""
+    if (directory / "results.json").exists():
+        return load_run(directory)
     before, start = _seconds(directory), time.monotonic()
     with show_progress(Console(stderr=True)) as display, warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)  # about the poor steps of `delta`
         follow = {"on_start": display.start, "on_progress": display.update}
         try:
             if (directory / "run.json").exists():
-                resume(directory, **follow)
-            else:
-                run(_without_nothing(STAGES[name].config()), out=directory, **follow)
+                return resume(directory, **follow)
+            return run(_without_nothing(WHERE.shrink(tables)), out=directory, **follow)
         finally:
             if directory.exists():
                 seconds = before + time.monotonic() - start
@@ -87,4 +109,4 @@ if __name__ == "__main__":
     except NufedError as error:
         sys.exit(f"paper: {error}")
     except KeyboardInterrupt:
-        sys.exit("paper: stopped; the same command goes on with the stage that was running")
+        sys.exit("paper: stopped; the same command resumes the stage that was running")

@@ -1,5 +1,8 @@
 """The sentences of the paper that its figures support, each tested on what was measured.
 
+A claim is one sentence; its comparisons are the pairs of methods that it is about. Hessian-free and
+exact gMeta are one method to rounding, so that only one of them is compared with FedAvg.
+
 An accuracy is that of the last round, mean over all agents, after the number of fine-tuning steps
 that the figure states. A difference is paired by seed and agent and has two 95 % intervals (over
 seeds, over agents); the wider counts. Rules, the same for all:
@@ -8,29 +11,30 @@ seeds, over agents); the wider counts. Rules, the same for all:
   excludes a difference of MATTERS (or of one evaluation, for rounds) on that side; else undecided.
 - "not much affected": held if the interval lies within ±LITTLE; not held if it lies outside; else
   undecided.
+- A claim has the verdict of its comparisons if they agree; else it is mixed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from nufed.runs.compare import Difference, Verdict
 from nufed.runs.results import Estimate
-from paper.summary import Summary, Values, summary
+from paper.summary import Lr, Summary, Values, summary
 
-STANDARDISED = "fig1-standardised"
 MATTERS = 0.005
 LITTLE = 0.01
 BELOW = 0.005  # the accuracy to be reached: this much below the lowest final one of the figure
 
+Judge = Callable[[Difference], Verdict]
+
 
 @dataclass(frozen=True)
-class Claim:
-    """One row of the table."""
+class Comparison:
+    """Two methods, or one in two settings."""
 
-    figure: str
-    sentence: str
     compared: str
     values: str
     difference: Difference
@@ -38,78 +42,119 @@ class Claim:
     verdict: Verdict
 
 
-def claims() -> list[Claim]:
-    """Every row whose runs are there."""
-    names = ("fig1", STANDARDISED, "fig2", "fig3", "fig4")
-    figures = {name: summary(name) for name in names}
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of the paper with the comparisons that test it."""
+
+    stage: str
+    sentence: str
+    comparisons: Sequence[Comparison]
+
+    @property
+    def verdict(self) -> Verdict | Literal["mixed"]:
+        verdicts = {comparison.verdict for comparison in self.comparisons}
+        return verdicts.pop() if len(verdicts) == 1 else "mixed"
+
+
+def protocol_claims() -> list[Claim]:
+    """The paper's own protocol: every method is fine-tuned with α = 0.01."""
+    one, two, three, four = (summary(f"fig{number}") for number in (1, 2, 3, 4))
     found: list[Claim] = []
-    for name, words in (
-        ("fig1", "a better accuracy than Per-FedAvg and FedAvg (CIFAR-10)"),
-        (STANDARDISED, "the same with standardised inputs"),
-        ("fig2", "a better accuracy than Per-FedAvg and FedAvg (CIFAR-100)"),
-    ):
-        if run := figures[name]:
-            found += _better(name, words, run)
-    for name in ("fig1", STANDARDISED):
-        if run := figures[name]:
-            found += _faster(name, run)
-    if figures["fig1"] and figures["fig2"]:
-        found += _harder(figures["fig1"], figures["fig2"])
-    if run := figures["fig3"]:
-        found += _larger_batch(run)
-    if run := figures["fig4"]:
-        found += _own_batch(run)
+    for stage, run, where in (("fig1", one, "CIFAR-10"), ("fig2", two, "CIFAR-100")):
+        if run:
+            found += _better(stage, run, where, "as_trained")
+    if one:
+        found += _faster("fig1", one, "CIFAR-10", "as_trained")
+    if one and two:
+        found.append(_harder(one, two))
+    if three:
+        found += _batches(three, three, "fig3", ("fedavg", "per-fedavg-fo", "per-fedavg-hf"), "-40")
+    if four:
+        found += _batches(four, four, "fig4", ("gmeta-fo", "gmeta-hf"), "-40")
     return found
 
 
-PAIRS = [
-    ("gmeta-fo", "per-fedavg-fo"),
-    ("gmeta-hf", "per-fedavg-hf"),
-    ("gmeta-fo", "fedavg"),
-    ("gmeta-hf", "fedavg"),
-    ("gmeta-exact", "fedavg"),
-]
+def fair_claims() -> list[Claim]:
+    """The same with every method's own α, chosen on validation samples."""
+    found: list[Claim] = []
+    for stage, where in (
+        ("fair-fig1", "CIFAR-10"),
+        ("fair-fig2", "CIFAR-100"),
+        ("fair-standardised", "CIFAR-10, standardised inputs"),
+    ):
+        if run := summary(stage):
+            found += _better(stage, run, where, "chosen")
+            if where != "CIFAR-100":
+                found += _faster(stage, run, where, "chosen")
+    one, large = summary("fair-fig1"), summary("fair-batch")
+    if one and large:
+        methods = ("fedavg", "per-fedavg-fo", "gmeta-fo")
+        found += _batches(one, large, "fair-batch", methods, "")
+    return found
 
 
-def _pairs(run: Summary) -> list[tuple[str, str]]:
-    return [pair for pair in PAIRS if set(pair) <= set(run.methods)]
+RIVALS = {
+    "Per-FedAvg": [("gmeta-fo", "per-fedavg-fo"), ("gmeta-hf", "per-fedavg-hf")],
+    "FedAvg": [("gmeta-fo", "fedavg"), ("gmeta-exact", "fedavg")],
+}
 
 
-def _better(figure: str, words: str, run: Summary) -> Iterator[Claim]:
-    for ours, theirs in _pairs(run):
-        a, b = run.agents(ours, 3), run.agents(theirs, 3)
-        difference = Difference.paired(a, b)
-        yield _accuracy(figure, words, f"{ours} against {theirs}", a, b, difference, "above")
+def _pairs(run: Summary) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    for rival, pairs in RIVALS.items():
+        yield rival, [pair for pair in pairs if set(pair) <= set(run.methods)]
 
 
-def _faster(figure: str, run: Summary) -> Iterator[Claim]:
-    target = lowest_final(run) - BELOW
+def _better(stage: str, run: Summary, where: str, lr: Lr) -> Iterator[Claim]:
+    for rival, pairs in _pairs(run):
+        comparisons = [
+            _accuracies(
+                f"{ours} against {theirs}",
+                run.agents(ours, 3, lr=lr),
+                run.agents(theirs, 3, lr=lr),
+                lambda difference: difference.above(MATTERS),
+            )
+            for ours, theirs in pairs
+        ]
+        yield Claim(stage, f"a better accuracy than {rival} ({where})", comparisons)
+
+
+def _faster(stage: str, run: Summary, where: str, lr: Lr) -> Iterator[Claim]:
+    target = lowest_final(run, lr) - BELOW
     every = run.config["eval_every"]
-    words = f"a faster convergence (rounds until {100 * target:.1f} % are reached)"
-    for ours, theirs in _pairs(run):
-        a, b = (rounds_to(run, method, 3, target) for method in (ours, theirs))
-        difference = Difference(Estimate.of(b - a))
-        values = f"{_rounds(a, run)} against {_rounds(b, run)}"
-        verdict = difference.above(every)
-        compared = f"{ours} against {theirs}"
-        yield Claim(figure, words, compared, values, difference, "rounds fewer", verdict)
+    for rival, pairs in _pairs(run):
+        comparisons = []
+        for ours, theirs in pairs:
+            a, b = (rounds_to(run, method, 3, target, lr) for method in (ours, theirs))
+            difference = Difference(Estimate.of(b - a))
+            comparisons.append(
+                Comparison(
+                    f"{ours} against {theirs}",
+                    f"{_rounds(a, run)} against {_rounds(b, run)}",
+                    difference,
+                    "rounds fewer",
+                    difference.above(every),
+                )
+            )
+        words = f"faster than {rival} ({where}; rounds until {100 * target:.1f} % are reached)"
+        yield Claim(stage, words, comparisons)
 
 
-def lowest_final(run: Summary) -> float:
+def lowest_final(run: Summary, lr: Lr) -> float:
     """The lowest final accuracy of a figure's methods."""
-    return min(float(run.agents(method, 3).mean()) for method in run.methods)
+    return min(float(run.agents(method, 3, lr=lr).mean()) for method in run.methods)
 
 
-def rounds_to(run: Summary, method: str, step: int, target: float) -> Values:
+def rounds_to(run: Summary, method: str, step: int, target: float, lr: Lr) -> Values:
     """The first evaluated round with at least that mean accuracy, by seed; else one past the end.
 
     Seeds have splits of different difficulty: each has to come as near to the lowest final accuracy
     of its own methods as ``target`` is to that of all.
     """
-    shift = lowest_final(run) - target
-    own = np.min([run.curve(m, step)[:, -1] for m in run.methods], axis=0) - shift
-    rounds = np.array([*run.rounds(method), run.rounds(method)[-1] + run.config["eval_every"]])
-    reached = run.curve(method, step) >= own[:, None]
+    shift = lowest_final(run, lr) - target
+    own = np.min([run.curve(m, step, lr=lr)[:, -1] for m in run.methods], axis=0) - shift
+    evaluated = run.rounds(method, lr)
+    rounds = np.array([*evaluated, evaluated[-1] + run.config["eval_every"]])
+    reached = run.curve(method, step, lr=lr) >= own[:, None]
     first = np.where(reached.any(axis=1), reached.argmax(axis=1), len(rounds) - 1)
     return rounds[first].astype(float)
 
@@ -119,50 +164,47 @@ def _rounds(values: Values, run: Summary) -> str:
     return f"{values.mean():.0f}{more}"
 
 
-def _harder(easy: Summary, hard: Summary) -> Iterator[Claim]:
+def _harder(easy: Summary, hard: Summary) -> Claim:
+    """One claim about all methods: their mean accuracy on one data set and on the other."""
+    a, b = (np.mean([run.agents(m, 3) for m in easy.methods], axis=0) for run in (easy, hard))
+    spread = np.sqrt(a.var(ddof=1) / a.size + b.var(ddof=1) / b.size)
+    seeds = Estimate.of(a.mean(axis=1) - b.mean(axis=1))
+    agents = Estimate(seeds.mean, float(1.96 * spread))  # other agents: not paired
+    difference = Difference(seeds, agents)
     words = "accuracies are degraded on CIFAR-100 compared to CIFAR-10"
-    for method in easy.methods:
-        a, b = easy.agents(method, 3), hard.agents(method, 3)
-        spread = np.sqrt(a.var(ddof=1) / a.size + b.var(ddof=1) / b.size)
-        seeds = Estimate.of(a.mean(axis=1) - b.mean(axis=1))
-        agents = Estimate(seeds.mean, float(1.96 * spread))  # other agents: not paired
-        difference = Difference(seeds, agents)
-        compared = f"{method}: CIFAR-10 against CIFAR-100"
-        yield _accuracy("fig2", words, compared, a, b, difference, "above")
-
-
-def _larger_batch(run: Summary) -> Iterator[Claim]:
-    degraded = "FedAvg is degraded by a batch three times as large and one step"
-    little = "Per-FedAvg is not much affected by a larger batch and one step"
-    for method, words, kind in (
-        ("fedavg", degraded, "above"),
-        ("per-fedavg-fo", little, "small"),
-        ("per-fedavg-hf", little, "small"),
-    ):
-        a, b = run.agents(f"{method}-40", 3), run.agents(f"{method}-120", 1)
-        compared = f"{method}: D = 40, 3 steps against D = 120, 1 step"
-        yield _accuracy("fig3", words, compared, a, b, Difference.paired(a, b), kind)
-
-
-def _own_batch(run: Summary) -> Iterator[Claim]:
-    one = "gMeta is significantly degraded when a single step is used"
-    three = "with three steps, D = 120 does not change gMeta much"
-    for step, words, kind in ((1, one, "above"), (3, three, "small")):
-        for method in ("gmeta-fo", "gmeta-hf"):
-            a, b = run.agents(f"{method}-40", 3), run.agents(f"{method}-120", step)
-            compared = f"{method}: D = 40, 3 steps against D = 120, {step} step{'s'[: step > 1]}"
-            yield _accuracy("fig4", words, compared, a, b, Difference.paired(a, b), kind)
-
-
-def _accuracy(
-    figure: str,
-    words: str,
-    compared: str,
-    a: Values,
-    b: Values,
-    difference: Difference,
-    kind: str,
-) -> Claim:
-    verdict = difference.above(MATTERS) if kind == "above" else difference.small(LITTLE)
     values = f"{100 * a.mean():.1f} % against {100 * b.mean():.1f} %"
-    return Claim(figure, words, compared, values, difference, "points", verdict)
+    compared = "all methods: CIFAR-10 against CIFAR-100"
+    verdict = difference.above(MATTERS)
+    return Claim("fig2", words, [Comparison(compared, values, difference, "points", verdict)])
+
+
+def _batches(
+    small: Summary, large: Summary, stage: str, methods: Sequence[str], suffix: str
+) -> Iterator[Claim]:
+    """D = 40 and three steps against D = 120; the former are called ``method + suffix``."""
+    degraded: Judge = lambda difference: difference.above(MATTERS)  # noqa: E731
+    little: Judge = lambda difference: difference.small(LITTLE)  # noqa: E731
+    for family, words, step, judge in (
+        ("fedavg", "FedAvg is degraded by a batch three times as large and one step", 1, degraded),
+        ("per-fedavg", "Per-FedAvg is not much affected by a larger batch and one step", 1, little),
+        ("gmeta", "gMeta is significantly degraded when a single step is used", 1, degraded),
+        ("gmeta", "with three steps, D = 120 does not change gMeta much", 3, little),
+    ):
+        comparisons = [
+            _accuracies(
+                f"{method}: D = 40, 3 steps against D = 120, {step} step{'s'[: step > 1]}",
+                small.agents(f"{method}{suffix}", 3),
+                large.agents(f"{method}-120", step),
+                judge,
+            )
+            for method in methods
+            if method.startswith(family)
+        ]
+        if comparisons:
+            yield Claim(stage, words, comparisons)
+
+
+def _accuracies(compared: str, a: Values, b: Values, judge: Judge) -> Comparison:
+    difference = Difference.paired(a, b)
+    values = f"{100 * a.mean():.1f} % against {100 * b.mean():.1f} %"
+    return Comparison(compared, values, difference, "points", judge(difference))

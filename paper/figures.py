@@ -1,6 +1,6 @@
 """The figures of docs/results.md."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import vl_convert
 
 from nufed.report.charts import GREY, PALETTE, spread_labels
-from paper.stages import ALPHAS, DELTAS, FOUR, NUS, RESULTS, alpha_stage
+from paper.stages import ALPHAS, DELTAS, FOUR, NUS, WHERE, alpha_stage
 from paper.summary import Summary, Values, distances, summary
 
 NAMES = {
@@ -31,6 +31,7 @@ MEASURES = {
     "balanced": "balanced accuracy",
     "minority": "accuracy on minority classes",
 }
+FIGURES = ("fig1", "fig2", "fig3", "fig4", "fair-fig1", "fair-fig2", "fair-standardised")
 WIDTH, HEIGHT = 290, 260
 
 Line = tuple[str, str, int]  # label, method, fine-tuning steps
@@ -44,7 +45,7 @@ def name(method: str) -> str:
 
 def save(chart: Any, file: str) -> Path:
     """Write a chart as SVG."""
-    path = RESULTS / f"{file}.svg"
+    path = WHERE.results / f"{file}.svg"
     styled = (
         chart.configure_axis(labelFontSize=12, titleFontSize=13, gridColor="#eeeeee")
         .configure_legend(labelFontSize=12, titleFontSize=12, labelLimit=260, symbolStrokeWidth=2)
@@ -98,22 +99,19 @@ def _levels(run: Summary, measure: str, group: str = "seen") -> dict[str, float]
     return found
 
 
-def compute_figure(runs: Iterable[tuple[str, Summary, str]]) -> Any:
-    """Accuracy by gradient evaluations, as many as the first run made; minority classes beside."""
+def compute_figure(run: Summary) -> Any:
+    """Accuracy by gradient evaluations, as many as FedAvg made; minority classes beside."""
     panels = []
-    runs = list(runs)
-    _, first, cheapest = runs[0]
-    most = first.config["rounds"] * first.compute(cheapest)
     for measure in ("score", "minority"):
         points = [
-            _point(label, round * run.compute(method) / 1000, values)
-            for label, run, method in runs
+            _point(NAMES[method], round * run.compute(method) / 1000, values)
+            for method in FOUR
             for round, values in zip(
-                run.rounds(method), _level_seeds(run, method, 3, measure)[:3].T, strict=True
+                run.rounds(method), _level_seeds(run, method, 3, measure).T, strict=True
             )
-            if round * run.compute(method) <= most
+            if round * run.compute(method) <= run.budget
         ]
-        dashed = _levels(runs[0][1], measure)
+        dashed = _levels(run, measure)
         title = "gradient evaluations, thousands"
         panels.append(_panel(points, dashed, title, MEASURES[measure], symbols=False))
     return _side_by_side(panels)
@@ -280,7 +278,7 @@ def all_figures() -> dict[str, Path]:
     """Draw every figure whose runs are there; file names by figure."""
     drawn: dict[str, Path] = {}
     one = summary("fig1")
-    for figure in ("fig1", "fig1-standardised", "fig2", "fig3", "fig4"):
+    for figure in FIGURES:
         if run := summary(figure):
             lines = [
                 (_line_name(method, steps, figure), method, steps)
@@ -297,30 +295,19 @@ def all_figures() -> dict[str, Path]:
     maps = [
         (title, run)
         for title, stage in (
-            ("the paper's setting, exact", "steps"),
-            ("α_d = 0.1, tuned step sizes, first-order", "steps-tuned"),
+            ("the paper's setting, exact, α chosen", "steps"),
+            ("α_d = 0.1, tuned step sizes, first-order, α chosen", "steps-tuned"),
         )
         if (run := summary(stage))
     ]
     if maps:
         drawn["heat"] = save(heat_figure(maps), "heat")
-    fedavg, per_fedavg = summary("compute-fedavg"), summary("compute-per-fedavg")
-    if one and fedavg and per_fedavg:
-        longer = [
-            ("FedAvg", fedavg, "fedavg"),
-            ("Per-FedAvg (FO)", per_fedavg, "per-fedavg-fo"),
-            ("gMeta (FO)", one, "gmeta-fo"),
-            ("gMeta (exact)", one, "gmeta-exact"),
-        ]
-        drawn["compute"] = save(compute_figure(longer), "compute")
-    for stage in ("writers", "writers-tuned"):
-        if run := summary(stage):
-            lines = [(NAMES[m], m, 3) for m in FOUR]
-            drawn[stage] = save(rounds_figure(run, lines), stage)
+    if run := summary("fair-fig1"):
+        drawn["compute"] = save(compute_figure(run), "compute")
     return drawn
 
 
 def _line_name(method: str, steps: int, figure: str) -> str:
-    if figure in ("fig1", "fig1-standardised", "fig2"):
+    if figure not in ("fig3", "fig4"):
         return name(method)
     return f"{name(method)}, {steps} step{'s'[: steps > 1]}"

@@ -1,8 +1,9 @@
 """Writes docs/results.md from the summaries: every number on it comes from there.
 
-The words are in results.md.j2; the tables and the numbers in sentences are made here.
+The words are in results.md.j2 and in_short.md.j2; tables and the numbers in sentences are made here.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,13 +12,30 @@ import numpy as np
 
 from nufed.runs.compare import Difference
 from nufed.runs.results import Estimate
-from paper.claims import BELOW, LITTLE, MATTERS, Claim, claims, lowest_final, rounds_to
+from paper.claims import (
+    BELOW,
+    LITTLE,
+    MATTERS,
+    Claim,
+    fair_claims,
+    lowest_final,
+    protocol_claims,
+    rounds_to,
+)
 from paper.figures import NAMES, NULL_STEPS, NULLS, all_figures, name
-from paper.stages import ALPHAS, DELTAS, FOUR, GRID, ROUNDS, SEEDS, STAGES, TUNED_AT, alpha_stage
-from paper.summary import Summary, Values, distances, summary
-
-PAGE = Path("docs/results.md")
-TEMPLATE = Path(__file__).parent / "results.md.j2"
+from paper.stages import (
+    ALPHAS,
+    DELTAS,
+    FOUR,
+    NUS,
+    ROUNDS,
+    SEEDS,
+    STAGES,
+    TUNED_AT,
+    WHERE,
+    alpha_stage,
+)
+from paper.summary import Lr, Summary, Values, distances, summary
 
 Lines = Iterable[tuple[str, str, int]]
 
@@ -25,13 +43,19 @@ Lines = Iterable[tuple[str, str, int]]
 def write() -> Path:
     """Draw the figures and write the page; stages that were not run are named."""
     drawn = all_figures()
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
     runs = {stage.replace("-", "_").replace(".", "_"): summary(stage) for stage in STAGES}
-    text = environment.from_string(TEMPLATE.read_text("utf-8")).render(
+    text = environment.get_template("results.md.j2").render(
         missing=[stage for stage in STAGES if not summary(stage)],
         image=lambda figure, words: f"![{words}](results/{drawn[figure].name})",
         drawn=drawn,
-        found=claims(),
+        protocol=protocol_claims(),
+        fair=fair_claims(),
+        verdicts=verdicts,
         claims_table=claims_table,
         figure_lines=figure_lines,
         scores_table=scores_table,
@@ -41,6 +65,7 @@ def write() -> Path:
         alpha_table=alpha_table,
         tuning_table=tuning_table,
         paired_table=paired_table,
+        steps_table=steps_table,
         compute_table=compute_table,
         stages_table=stages_table,
         four_lines=[(NAMES[m], m, 3) for m in FOUR],
@@ -48,72 +73,106 @@ def write() -> Path:
         gain=gain,
         until=until,
         work=work,
-        grid=", ".join(f"{'α' if k == 'adapt_lr' else 'β'} in {v}" for k, v in GRID.items()),
+        search=search,
         matters=MATTERS,
         little=LITTLE,
         rounds=ROUNDS,
         seeds=len(SEEDS),
         tuned_at=TUNED_AT,
         minutes=sum(run.minutes for run in runs.values() if run),
-        budget=budget(),
         **runs,
     )
-    PAGE.write_text(text, "utf-8")
-    return PAGE
+    WHERE.page.write_text(text, "utf-8")
+    return WHERE.page
 
 
 def accuracy(
-    run: Summary, method: str, step: int = 3, measure: str = "score", group: str = "seen"
+    run: Summary,
+    method: str,
+    step: int = 3,
+    measure: str = "score",
+    group: str = "seen",
+    lr: Lr = "chosen",
 ) -> str:
     """A mean accuracy for a sentence."""
     values = (
-        run.minority(method, step, group)
+        run.minority(method, step, group, lr)
         if measure == "minority"
-        else run.agents(method, step, measure, group)
+        else run.agents(method, step, measure, group, lr)
     )
     return percent(values.mean())
 
 
-def gain(run: Summary, a: str, b: str, steps: tuple[int, int] = (3, 3), group: str = "seen") -> str:
+def gain(
+    run: Summary,
+    a: str,
+    b: str,
+    steps: tuple[int, int] = (3, 3),
+    group: str = "seen",
+    lr: Lr = "chosen",
+) -> str:
     """A paired difference of accuracies for a sentence, each after its number of steps."""
-    mine, others = (run.agents(m, s, group=group) for m, s in zip((a, b), steps, strict=True))
+    mine, others = (
+        run.agents(m, s, group=group, lr=lr) for m, s in zip((a, b), steps, strict=True)
+    )
     return points(Difference.paired(mine, others))
 
 
-def until(run: Summary, method: str) -> str:
+def until(run: Summary, method: str, lr: Lr = "chosen") -> str:
     """The rounds until a method is within half a point of the lowest final accuracy."""
-    rounds = rounds_to(run, method, 3, lowest_final(run) - BELOW)
+    rounds = rounds_to(run, method, 3, lowest_final(run, lr) - BELOW, lr)
     return f"{rounds.mean():.0f}"
 
 
-def work(run: Summary, method: str) -> str:
+def work(run: Summary, method: str, lr: Lr = "chosen") -> str:
     """The same in gradient evaluations, a Hessian-vector product counted as two."""
-    rounds = rounds_to(run, method, 3, lowest_final(run) - BELOW)
+    rounds = rounds_to(run, method, 3, lowest_final(run, lr) - BELOW, lr)
     return f"{rounds.mean() * run.compute(method):,.0f}"
+
+
+def verdicts(found: Sequence[Claim]) -> str:
+    """How many claims held, in words."""
+    counts = Counter(claim.verdict for claim in found)
+    kinds = {
+        "held": "held",
+        "not held": "did not hold",
+        "undecided": "undecided",
+        "mixed": "mixed (their comparisons disagree)",
+    }
+    return ", ".join(f"{counts[kind]} {words}" for kind, words in kinds.items() if counts[kind])
 
 
 def claims_table(found: Sequence[Claim]) -> str:
     rows = []
     for claim in found:
-        d, factor = claim.difference, 100 if claim.unit == "points" else 1
-        digits = 2 if claim.unit == "points" else 0
-        agents = d.over_agents
-        spread = f"± {factor * (d.over_seeds.half_width or 0):.{digits}f}"
-        if agents is not None:
-            spread += f" (agents ± {factor * (agents.half_width or 0):.{digits}f})"
-        shown = f"{factor * d.mean:+.{digits}f} {claim.unit} {spread}"
-        rows.append(
-            [
-                claim.figure,
-                claim.sentence,
-                claim.compared,
-                claim.values,
-                shown,
-                f"**{claim.verdict}**",
-            ]
-        )
-    headings = ["figure", "the paper says", "compared", "measured", "difference", ""]
+        for number, comparison in enumerate(claim.comparisons):
+            d, factor = comparison.difference, 100 if comparison.unit == "points" else 1
+            digits = 2 if comparison.unit == "points" else 0
+            agents = d.over_agents
+            spread = f"± {factor * (d.over_seeds.half_width or 0):.{digits}f}"
+            if agents is not None:
+                spread += f" (agents ± {factor * (agents.half_width or 0):.{digits}f})"
+            rows.append(
+                [
+                    "" if number else claim.sentence,
+                    "" if number else f"**{claim.verdict}**",
+                    comparison.compared,
+                    comparison.values,
+                    f"{factor * d.mean:+.{digits}f} {comparison.unit} {spread}",
+                    comparison.verdict,
+                ]
+            )
+    headings = ["the paper says", "claim", "compared", "measured", "difference", ""]
     return table(headings, rows, texts=len(headings))
+
+
+def search(found: Summary) -> str:
+    """How a search went: how much was tried, and where the best step sizes lie."""
+    tried = {method: len(points) for method, points in found.data["tried"].items()}
+    counts = ", ".join(f"{NAMES[method]} {number}" for method, number in tried.items())
+    outside = [NAMES[m] for m, inside in found.data["inside"].items() if not inside]
+    where = f"still on an edge: {', '.join(outside)}" if outside else "all inside what was tried"
+    return f"trainings: {counts}; best step sizes {where}"
 
 
 def figure_lines(run: Summary) -> Lines:
@@ -126,26 +185,42 @@ def figure_lines(run: Summary) -> Lines:
 
 
 def scores_table(run: Summary, lines: Lines, group: str = "seen") -> str:
-    """Accuracy beside what it hides, for methods and null baselines."""
+    """Accuracy beside what it hides, for methods and null baselines.
+
+    Where step sizes were chosen, also with the one of training.
+    """
     nulls = [(NULLS[null], null, NULL_STEPS[null]) for null in run.data["baselines"]]
     majority = run.agents("majority", 0, group=group)
+    lines = list(lines)
+    chosen = any(run.chosen_lr(method, step) for _, method, step in lines)
     rows = []
     for label, method, step in (*lines, *nulls):
         own = run.agents(method, step, group=group)
         before = run.agents(method, 0, group=group)
+        trained = run.agents(method, step, group=group, lr="as_trained")
+        values = run.chosen_lr(method, step)
+        sizes = [span(values), estimate(trained.mean(axis=1)) if values else "–"] if chosen else []
         rows.append(
             [
                 label,
                 str(step) if method not in ("majority", "local") else "–",
                 percent(before.mean()),
                 estimate(own.mean(axis=1)),
+                *sizes,
                 points(Difference.paired(own, majority)) if method != "majority" else "–",
                 estimate(run.agents(method, step, "balanced", group).mean(axis=1)),
                 estimate(run.minority(method, step, group)),
             ]
         )
-    headings = ["", "steps", "before", "after", "above majority, points", "balanced", "minority"]
-    return table(headings, rows)
+    sizes = ["chosen α", "with α as trained"] if chosen else []
+    headings = ["", "steps", "before", "after", *sizes, "above majority, points", "balanced"]
+    return table([*headings, "minority"], rows)
+
+
+def span(values: Sequence[float]) -> str:
+    """Step sizes, from the smallest to the largest over seeds."""
+    texts = [f"{value:.2g}" for value in sorted(set(values))]
+    return "–" if not texts else texts[0] if len(texts) == 1 else f"{texts[0]} … {texts[-1]}"
 
 
 def rounds_table(run: Summary) -> str:
@@ -161,8 +236,8 @@ def rounds_table(run: Summary) -> str:
 def choices_table(one: Summary) -> str:
     """Pixels and exhausted classes: the same round, the same seeds, another choice."""
     stages = {
+        "fair-standardised": "standardised pixels",
         "pixels-symmetric": "pixels in −1 … 1",
-        "pixels-standardised": "standardised pixels",
         "reuse": "classes never run out: agents may share samples",
     }
     runs = {label: run for stage, label in stages.items() if (run := summary(stage))}
@@ -208,75 +283,68 @@ def alpha_table() -> str:
     return table(["α_d", "agents", *(NAMES[m] for m in FOUR), *NULLS.values()], rows)
 
 
-def tuning_table(tried: Summary, tuned: Summary, plain: Summary) -> str:
-    """Every method with the paper's step sizes and with its best ones, then the baselines."""
-    lines = [
-        (
-            NAMES[method],
-            method,
-            f"{words}: α = {own['adapt_lr']:g}, β = {own['meta_lr']:g}",
-            run,
+def tuning_table(tried: Summary, tuned: Summary) -> str:
+    """Every method with its best step sizes, then the baselines."""
+    lines = []
+    for method in FOUR:
+        own = tried.data["chosen"][method]
+        alpha = "" if method == "fedavg" else f"α = {own['adapt_lr']:g}, "
+        lines.append((NAMES[method], method, f"{alpha}β = {own['meta_lr']:g}"))
+    for null in tuned.data["baselines"]:
+        words = f"β = {span(tuned.chosen_lr(null, 0))}" if null == "local" else "–"
+        lines.append((NULLS[null], null, words))
+    rows = []
+    for label, which, words in lines:
+        step = NULL_STEPS.get(which, 3)
+        chosen = "–" if which == "local" else span(tuned.chosen_lr(which, step))
+        rows.append(
+            [
+                label,
+                words,
+                chosen,
+                estimate(tuned.agents(which, step).mean(axis=1)),
+                estimate(tuned.agents(which, step, group="unseen").mean(axis=1)),
+                estimate(tuned.agents(which, step, "balanced").mean(axis=1)),
+                estimate(tuned.minority(which, step)),
+            ]
         )
-        for method in FOUR
-        for words, run, own in (
-            ("the paper's", plain, plain.config["method"]),
-            ("tuned", tuned, tried.data["chosen"][method]),
-        )
-    ]
-    nulls = [
-        (NULLS[null], null, words, run)
-        for words, run in (("the paper's", plain), ("as FedAvg tuned", tuned))
-        for null in run.data["baselines"]
-        if null != "majority" or run is plain
-    ]
-    rows = [
-        [
-            label,
-            words,
-            estimate(run.agents(which, step).mean(axis=1)),
-            estimate(run.agents(which, step, group="unseen").mean(axis=1)),
-            estimate(run.agents(which, step, "balanced").mean(axis=1)),
-            estimate(run.minority(which, step)),
-        ]
-        for label, which, words, run in (*lines, *nulls)
-        for step in [NULL_STEPS.get(which, 3)]
-    ]
-    headings = ["", "step sizes", "seen agents", "unseen agents", "balanced", "minority"]
-    return table(headings, rows, texts=2)
+    headings = ["", "trained with", "α at evaluation", "seen agents", "unseen agents"]
+    return table([*headings, "balanced (seen)", "minority (seen)"], rows, texts=2)
 
 
 def paired_table(run: Summary, group: str = "seen") -> str:
-    """Every method against FedAvg and Per-FedAvg, paired."""
+    """Every method against FedAvg, Per-FedAvg and training alone, paired."""
+    others = {"fedavg": 3, "per-fedavg-fo": 3, "local": 0}
     rows = [
         [
             NAMES[method],
             *(
-                "–" if method == other else f"{gain(run, method, other, group=group)}"
-                for other in ("fedavg", "per-fedavg-fo")
+                "–" if method == other else gain(run, method, other, (3, step), group)
+                for other, step in others.items()
             ),
         ]
-        for method in list(FOUR)[1:]
+        for method in FOUR
     ]
-    return table(["points (paired)", "above FedAvg", "above Per-FedAvg (FO)"], rows)
+    names = [{**NAMES, **NULLS}[other] for other in others]
+    return table(["points (paired)", *(f"minus {name}" for name in names)], rows)
 
 
-def budget() -> float:
-    """The gradient evaluations that every method may use at equal compute."""
-    run = summary("compute-fedavg")
-    return run.config["rounds"] * run.compute("fedavg") if run else 0.0
+def steps_table(run: Summary) -> str:
+    """What training for ν steps adds to FedAvg, by number of steps in evaluation, paired."""
+    steps = [s for s in NUS if s]
+    rows = [
+        [f"ν = {nu}", *(gain(run, f"nu-{nu}", "nu-0", (s, s)) for s in steps)] for nu in NUS if nu
+    ]
+    return table(["minus ν = 0, points", *(f"after {s}" for s in steps)], rows)
 
 
-def compute_table(fedavg: Summary, per_fedavg: Summary, one: Summary) -> str:
+def compute_table(run: Summary) -> str:
+    """The four methods when each has evaluated as many gradients as FedAvg did."""
     rows = []
-    for run, method in (
-        (fedavg, "fedavg"),
-        (per_fedavg, "per-fedavg-fo"),
-        (one, "gmeta-fo"),
-        (one, "gmeta-exact"),
-    ):
-        last = max(r for r in run.rounds(method) if r * run.compute(method) <= budget())
+    for method in FOUR:
+        last = max(r for r in run.rounds(method) if r * run.compute(method) <= run.budget)
         cells = [
-            estimate(run.at_round(method, 3, last, measure)[: len(SEEDS)])
+            estimate(run.at_round(method, 3, last, measure))
             for measure in ("score", "balanced", "minority")
         ]
         rows.append([NAMES[method], str(last), *cells])
@@ -313,5 +381,5 @@ def estimate(by_seed: Values) -> str:
 
 
 def points(difference: Difference) -> str:
-    spread = 100 * max(difference.high - difference.mean, 0)
-    return f"{100 * difference.mean:+.2f} ± {spread:.2f}"
+    """A difference in points with its interval over seeds."""
+    return f"{100 * difference.mean:+.2f} ± {100 * (difference.over_seeds.half_width or 0):.2f}"

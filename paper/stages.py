@@ -1,28 +1,30 @@
 """The stages of `make paper`: what is trained, in which order.
 
-Stages 1 to 4 are the paper's figures, as shipped with nufed; the others change one thing each. They
-use the seeds of the figures, hence the same splits and batches, but fewer of them and fewer rounds.
+`fig1` to `fig4` are the paper's figures in the paper's protocol, as shipped with nufed: one step
+size α of fine-tuning for all methods, 800 samples to train on and 200 to test on. All other stages
+keep the same 800 samples for training and cut the 200 into 50 for validation and 150 for test, so
+that every method's α at evaluation can be chosen on validation samples. They use the seeds of the
+figures, hence the same splits and batches; most have fewer seeds and rounds.
 """
 
 import copy
-import json
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-RUNS = Path("runs/paper")  # run directories, large
-RESULTS = Path("docs/results")  # summaries and figures, small
+from paper import tuning
+
 ROUNDS, SEEDS = 200, [0, 1, 2]  # beyond the paper
 UNSEEN = 10  # of 50 agents, beyond the paper
 ALPHAS = [0.01, 0.05, 0.1, 0.5, 1.0, math.inf]
 NUS = [0, 1, 2, 3, 5, 10]
 DELTAS = ["1e-2", "1e-3", "1e-4", "1e-5", "1e-6", "1e-7"]
 TUNED_AT = 0.1  # α_d of the stages with tuned step sizes
-GRID = {"adapt_lr": [0.003, 0.01, 0.03, 0.1], "meta_lr": [0.001, 0.01, 0.1]}
+PARTS = {"validation": 0.05, "test": 0.15}  # of an agent's samples; the rest is as in the paper
 FOUR: dict[str, dict[str, Any]] = {
     "fedavg": {"algorithm": "fedavg"},
     "per-fedavg-fo": {"algorithm": "per_fedavg", "curvature": "first_order"},
@@ -33,24 +35,54 @@ FOUR: dict[str, dict[str, Any]] = {
 Tables = dict[str, Any]
 
 
+@dataclass
+class Where:
+    """Where things are written; the tests write elsewhere, and make every stage small."""
+
+    runs: Path = Path("runs/paper")  # run directories, large
+    results: Path = Path("docs/results")  # summaries and figures, small
+    page: Path = Path("docs/results.md")
+    shrink: Callable[[Tables], Tables] = lambda tables: tables
+
+
+WHERE = Where()
+
+
 @dataclass(frozen=True)
 class Stage:
-    """A run: what it is for, and its configuration (made when its turn comes)."""
+    """A run: what it is for, and its configuration (made when its turn comes).
+
+    A stage that is a search (``tuning``) makes several runs, until the best step sizes lie inside
+    what was tried.
+    """
 
     about: str
     config: Callable[[], Tables]
+    search: bool = False
 
 
 def preset(name: str) -> Tables:
     return tomllib.loads((files("nufed.runs") / "presets" / f"{name}.toml").read_text("utf-8"))
 
 
-def shorter(**changes: Any) -> Tables:
-    """Figure 1 with four methods, fewer seeds and fewer rounds; ``changes`` to its tables."""
-    tables = preset("fig1") | {"seeds": SEEDS, "rounds": ROUNDS, "methods": copy.deepcopy(FOUR)}
+def changed(tables: Tables, **changes: Any) -> Tables:
+    """The same tables with other values; of ``data`` only the keys given."""
     for key, value in changes.items():
-        tables[key] = tables[key] | value if isinstance(tables.get(key), dict) else value
+        own = tables.get(key)
+        tables = tables | {key: own | value if isinstance(own, Mapping) else value}
     return tables
+
+
+def fair(figure: str, methods: Tables, **changes: Any) -> Tables:
+    """A figure with all its seeds and rounds, every method's α chosen at every evaluation."""
+    tables = changed(preset(figure), eval_lr="chosen_by_round", eval_every=20, data=PARTS)
+    return changed(tables, **changes) | {"methods": copy.deepcopy(methods)}
+
+
+def shorter(methods: Tables | None = None, **changes: Any) -> Tables:
+    """Figure 1 with four methods, fewer seeds and fewer rounds; ``changes`` to its tables."""
+    tables = changed(preset("fig1"), seeds=SEEDS, rounds=ROUNDS, eval_every=50, data=PARTS)
+    return changed(tables, **changes) | {"methods": copy.deepcopy(methods or FOUR)}
 
 
 def spread_like(alpha: float) -> Tables:
@@ -59,53 +91,40 @@ def spread_like(alpha: float) -> Tables:
     return {**way, "unseen_agents": UNSEEN}
 
 
-def tuning() -> Tables:
-    """Every method with every pair of step sizes, scored on validation data."""
-    methods = {
-        f"{name}_{a}_{b}": {**own, "adapt_lr": a, "meta_lr": b}
-        for name, own in FOUR.items()
-        for a in GRID["adapt_lr"]
-        for b in GRID["meta_lr"]
-    }
-    tables = shorter(
-        seeds=[0],
-        rounds=100,
-        eval_every=50,
-        eval_on="validation",
-        baselines=["majority"],
-        data=spread_like(TUNED_AT) | {"validation": 0.1},
-    )
-    return tables | {"methods": methods}
+WRITERS = {
+    "participation": 0.02,
+    "eval_agents": 100,
+    "data": {
+        "source": "mnist-writers",
+        "partition": "given",
+        "samples_per_agent": None,
+        "small_agents": "use_all",
+        "unseen_agents": 100,
+        "validation": 0.1,
+        "test": 0.2,
+    },
+}
+HETEROGENEOUS = {"data": spread_like(TUNED_AT)}
 
 
-def tuned_methods() -> Tables:
-    """The four methods, each with the step sizes that were best on validation data."""
-    chosen = json.loads((RESULTS / "tuning.json").read_text("utf-8"))["chosen"]
-    return {n: {**own, **{key: chosen[n][key] for key in GRID}} for n, own in FOUR.items()}
-
-
-def by_steps(how: str, step_sizes: Tables) -> Tables:
-    return {f"nu-{nu}": {"adapt_steps": nu, "curvature": how, **step_sizes} for nu in NUS}
-
-
-def tuned_step_sizes() -> Tables:
-    own = tuned_methods()["gmeta-fo"]
-    return {key: own[key] for key in GRID}
-
-
-def writers(methods: Tables) -> Tables:
+def trials(**changes: Any) -> Tables:
+    """Short trainings of one seed, scored on validation samples; the search adds methods."""
     return shorter(
-        participation=0.02,
-        eval_every=20,
-        eval_agents=100,
-        data={
-            "source": "mnist-writers",
-            "partition": "given",
-            "samples_per_agent": None,
-            "small_agents": "use_all",
-            "unseen_agents": 100,
-        },
-    ) | {"methods": methods}
+        {},
+        **changed(changes, seeds=[0], rounds=100, eval_on="validation", baselines=["majority"]),
+    )
+
+
+def tuned(search: str, **changes: Any) -> Tables:
+    """The four methods with their best step sizes, beside training alone with its own best one."""
+    methods = {name: own | tuning.chosen(search, name) for name, own in FOUR.items()}
+    return shorter(methods, tune_local=True, **changes)
+
+
+def by_steps(how: str, step_sizes: Tables, **changes: Any) -> Tables:
+    methods = {f"nu-{nu}": {"adapt_steps": nu, "curvature": how, **step_sizes} for nu in NUS}
+    nulls = ["majority", "untrained"]
+    return shorter(methods, eval_steps=max(NUS), baselines=nulls, **changes)
 
 
 def deltas() -> Tables:
@@ -117,20 +136,8 @@ def deltas() -> Tables:
         "hf-auto": {"curvature": "hessian_free"},
         **hessian_free,
     }
-    tables = shorter(seeds=[0, 1], eval_every=20, baselines=["majority"])
-    return tables | {"methods": methods}
-
-
-def longer(method: str, rounds: int) -> Tables:
-    tables = shorter(rounds=rounds, eval_every=rounds // 40, baselines=["majority", "untrained"])
-    return tables | {"methods": {method: FOUR[method]}}
-
-
-def heat(how: str, **changes: Any) -> Tables:
-    sizes = changes.pop("sizes", {})
-    nulls = ["majority", "untrained"]
-    tables = shorter(eval_steps=max(NUS), eval_every=50, baselines=nulls, **changes)
-    return tables | {"methods": by_steps(how, sizes)}
+    parts = {"validation": 0.0, "test": 0.2}  # as in the paper: nothing is chosen here
+    return shorter(methods, seeds=[0, 1], eval_every=20, baselines=["majority"], data=parts)
 
 
 def alpha_stage(alpha: float) -> tuple[str, Stage]:
@@ -144,37 +151,48 @@ def beside(**data: Any) -> Callable[[], Tables]:
     return lambda: shorter(data=data, baselines=["majority", "untrained"])
 
 
-def standardised() -> Tables:
-    """Figure 1 with four methods and standardised inputs, all else as it is."""
-    tables = shorter(data={"args": {"pixels": "standardised"}}, baselines=["majority", "untrained"])
-    return tables | {key: preset("fig1")[key] for key in ("seeds", "rounds")}
+def large_batches() -> Tables:
+    """Three methods with D = 120, after three fine-tuning steps and after one."""
+    methods = {
+        f"{name}-120": {**FOUR[name], "batch_size": 120, "eval_steps": [3, 1]}
+        for name in ("fedavg", "per-fedavg-fo", "gmeta-fo")
+    }
+    return fair("fig1", methods, eval_every=100, baselines=["majority", "untrained"])
 
 
 STAGES: dict[str, Stage] = {
-    "fig1": Stage("Figure 1", lambda: preset("fig1")),
-    "fig2": Stage("Figure 2", lambda: preset("fig2")),
-    "fig3": Stage("Figure 3", lambda: preset("fig3")),
-    "fig4": Stage("Figure 4", lambda: preset("fig4")),
+    "fig1": Stage("Figure 1, the paper's protocol", lambda: preset("fig1")),
+    "fig2": Stage("Figure 2, the paper's protocol", lambda: preset("fig2")),
+    "fig3": Stage("Figure 3, the paper's protocol", lambda: preset("fig3")),
+    "fig4": Stage("Figure 4, the paper's protocol", lambda: preset("fig4")),
     "delta": Stage("steps of finite differences", deltas),
-    "pixels-symmetric": Stage("inputs in −1 … 1", beside(args={"pixels": "symmetric"})),
-    "pixels-standardised": Stage("standardised inputs", beside(args={"pixels": "standardised"})),
-    "fig1-standardised": Stage("Figure 1, standardised inputs", standardised),
-    "reuse": Stage("agents may share samples", beside(reuse="across_agents")),
-    "tuning": Stage("step sizes tried on validation data", tuning),
-    "tuned": Stage(
-        "the best step sizes of every method",
-        lambda: shorter(data=spread_like(TUNED_AT)) | {"methods": tuned_methods()},
+    "fair-standardised": Stage(
+        "Figure 1, standardised inputs, α chosen",
+        lambda: fair(
+            "fig1",
+            FOUR,
+            baselines=["majority", "untrained"],
+            data={"args": {"pixels": "standardised"}},
+        ),
     ),
-    "steps": Stage("ν in training × ν in evaluation, the paper's setting", lambda: heat("exact")),
+    "tuning": Stage("step sizes tried on validation data", lambda: trials(**HETEROGENEOUS), True),
+    "tuned": Stage("the best step sizes of every method", lambda: tuned("tuning", **HETEROGENEOUS)),
     "steps-tuned": Stage(
-        "ν in training × ν in evaluation, tuned step sizes",
-        lambda: heat("first_order", data=spread_like(TUNED_AT), sizes=tuned_step_sizes()),
+        "ν in training × ν in evaluation, tuned step sizes, α chosen",
+        lambda: by_steps("first_order", tuning.chosen("tuning", "gmeta-fo"), **HETEROGENEOUS),
+    ),
+    "fair-fig1": Stage("Figure 1, α chosen", lambda: fair("fig1", FOUR)),
+    "fair-fig2": Stage("Figure 2, α chosen", lambda: fair("fig2", FOUR)),
+    "writers-tuning": Stage("the same search on MNIST by writer", lambda: trials(**WRITERS), True),
+    "writers": Stage(
+        "one agent per writer of MNIST, tuned there", lambda: tuned("writers-tuning", **WRITERS)
+    ),
+    "fair-batch": Stage("Figures 3 and 4: D = 120, α chosen", large_batches),
+    "steps": Stage(
+        "ν in training × ν in evaluation, the paper's setting, α chosen",
+        lambda: by_steps("exact", {}),
     ),
     **dict(map(alpha_stage, ALPHAS)),
-    "compute-fedavg": Stage("FedAvg, four times the rounds", lambda: longer("fedavg", 1600)),
-    "compute-per-fedavg": Stage(
-        "Per-FedAvg, twice the rounds", lambda: longer("per-fedavg-fo", 800)
-    ),
-    "writers": Stage("one agent per writer of MNIST", lambda: writers(FOUR)),
-    "writers-tuned": Stage("the same, tuned step sizes", lambda: writers(tuned_methods())),
+    "pixels-symmetric": Stage("inputs in −1 … 1", beside(args={"pixels": "symmetric"})),
+    "reuse": Stage("agents may share samples", beside(reuse="across_agents")),
 }

@@ -4,26 +4,27 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from safetensors.torch import load_file
 
+from nufed.evaluate import AgentScores
 from nufed.runs import Run
 from nufed.runs.build import build_module, build_samples
 from nufed.runs.results import Trained
-from paper.stages import DELTAS, FOUR, GRID, RESULTS, RUNS
+from paper.stages import DELTAS, WHERE
+from paper.tuning import Scores, best, next_points, step_size
 
 Values = np.ndarray[Any, Any]
+Lr = Literal["chosen", "as_trained"]  # the step size of fine-tuning
 
 
-def summarise_run(stage: str, run: Run) -> dict[str, Any]:
+def summarise_run(stage: str, run: Run, seconds: float) -> dict[str, Any]:
     """A run as plain data; scores keep four digits."""
     config = run.config
     found = {
-        "stage": stage,
-        "seconds": json.loads((run.path / "stage.json").read_text("utf-8"))["seconds"],
-        "config": json.loads(config.model_dump_json(exclude={"methods"}, exclude_none=True)),
+        **_about(stage, run, seconds),
         "methods": {
             name: {
                 "settings": config.methods[name].model_dump(exclude_unset=True),
@@ -33,20 +34,52 @@ def summarise_run(stage: str, run: Run) -> dict[str, Any]:
                 "seeds": {
                     s: _curves(trained, config.steps_of(name)) for s, trained in part.items()
                 },
-                "agents": {seed: _agents(trained) for seed, trained in part.items()},
+                **_seeds(part),
             }
             for name, part in run.methods.items()
         },
-        "baselines": {
-            name: {seed: _agents(trained) for seed, trained in part.items()}
-            for name, part in run.baselines.items()
-        },
+        "baselines": {name: _seeds(part) for name, part in run.baselines.items()},
         "failures": run.failures,
     }
-    if stage == "tuning":
-        found["chosen"] = {name: _best(run, name) for name in FOUR}
     if stage == "delta":
         found["distance"] = {name: _distances(run, name) for name in run.methods}
+    return found
+
+
+def summarise_search(stage: str, run: Run, scores: Scores, seconds: float) -> dict[str, Any]:
+    """What a search for step sizes tried and chose."""
+    chosen = {}
+    for method, own in scores.items():
+        a, b = best(own)
+        chosen[method] = {"adapt_lr": step_size(a), "meta_lr": step_size(b), "score": own[a, b]}
+    tried = {
+        method: [[step_size(a), step_size(b), *_short([score])] for (a, b), score in own.items()]
+        for method, own in scores.items()
+    }
+    inside = {method: not next_points(method, own) for method, own in scores.items()}
+    about = _about(stage, run, seconds)
+    return {**about, "tried": tried, "chosen": chosen, "inside": inside}
+
+
+def _about(stage: str, run: Run, seconds: float) -> dict[str, Any]:
+    config = run.config.model_dump_json(exclude={"methods"}, exclude_none=True)
+    return {"stage": stage, "seconds": seconds, "config": json.loads(config)}
+
+
+def _seeds(part: dict[int, Trained]) -> dict[str, Any]:
+    """Final scores of single agents by seed: as trained, and with chosen step sizes."""
+    found = {"agents": {seed: _agents(trained.scores) for seed, trained in part.items()}}
+    if all(trained.chosen for trained in part.values()):
+        found["agents_chosen"] = {s: _agents(t.chosen or []) for s, t in part.items()}
+    if all(trained.step_sizes for trained in part.values()):
+        found["step_sizes"] = {
+            seed: [
+                {"steps": own.steps, "scale": own.scale, "at_edge": own.at_edge}
+                for own in trained.step_sizes.chosen
+            ]
+            for seed, trained in part.items()
+            if trained.step_sizes
+        }
     return found
 
 
@@ -58,17 +91,21 @@ def _costs(part: dict[int, Trained]) -> dict[str, float]:
 
 def _curves(trained: Trained, steps: list[int]) -> dict[str, Any]:
     """Means over agents seen in training, by measure, number of steps shown, and round."""
-    lines = [m for m in trained.metrics if "evaluation" in m]
-    seen = [m["evaluation"]["seen"] for m in lines]
+    found = _curve([m for m in trained.metrics if "evaluation" in m], "evaluation", steps)
+    chosen = [m for m in trained.metrics if "evaluation_chosen" in m]
+    return found | ({"chosen": _curve(chosen, "evaluation_chosen", steps)} if chosen else {})
+
+
+def _curve(lines: list[dict[str, Any]], key: str, steps: list[int]) -> dict[str, Any]:
+    seen = [m[key]["seen"] for m in lines]
     return {"rounds": [m["round"] for m in lines]} | {
         measure: {step: _short(at[measure][step] for at in seen) for step in steps}
         for measure in ("score", "balanced", "minority")
     }
 
 
-def _agents(trained: Trained) -> dict[str, Any]:
+def _agents(scores: list[AgentScores]) -> dict[str, Any]:
     """Final scores of single agents, by step."""
-    scores = trained.scores
     return {
         "seen": [s.seen for s in scores],
         "minority_samples": [s.minority_samples for s in scores],
@@ -78,15 +115,6 @@ def _agents(trained: Trained) -> dict[str, Any]:
 
 def _short(values: Iterable[float]) -> list[float | None]:
     return [round(v, 4) if np.isfinite(v) else None for v in values]
-
-
-def _best(run: Run, method: str) -> dict[str, float]:
-    """The step sizes with the best mean validation accuracy after the shown number of steps."""
-    assert run.config.eval_on == "validation"
-    rows = {row.name: row.after.mean for row in run.rows() if row.group == "seen"}
-    pairs = [(a, b) for a in GRID["adapt_lr"] for b in GRID["meta_lr"]]
-    a, b = max(pairs, key=lambda pair: np.nan_to_num(rows.get(f"{method}_{pair[0]}_{pair[1]}", 0)))
-    return {"adapt_lr": a, "meta_lr": b, "score": round(rows[f"{method}_{a}_{b}"], 4)}
 
 
 def _distances(run: Run, method: str) -> list[float]:
@@ -102,7 +130,7 @@ def _distances(run: Run, method: str) -> list[float]:
 
 
 def _model(method: str, seed: int) -> Values:
-    path = RUNS / "delta" / "methods" / method / f"seed-{seed}" / "model.safetensors"
+    path = WHERE.runs / "delta" / "methods" / method / f"seed-{seed}" / "model.safetensors"
     return load_file(path)["model"].double().numpy()
 
 
@@ -124,44 +152,53 @@ class Summary:
     def minutes(self) -> float:
         return self.data["seconds"] / 60
 
+    @property
+    def budget(self) -> float:
+        """The gradient evaluations of FedAvg in all rounds."""
+        return self.config["rounds"] * self.compute("fedavg")
+
     def compute(self, method: str) -> float:
         """Gradient evaluations of a round, a Hessian-vector product counted as two."""
         own = self.data["methods"][method]
         return own["gradients"] + 2 * own["hvps"]
 
-    def rounds(self, method: str) -> list[int]:
-        return next(iter(self.data["methods"][method]["seeds"].values()))["rounds"]
+    def rounds(self, method: str, lr: Lr = "chosen") -> list[int]:
+        """The evaluated rounds."""
+        return next(iter(self._curves(method, lr)))["rounds"]
 
-    def curve(self, method: str, step: int, measure: str = "score") -> Values:
+    def curve(self, method: str, step: int, measure: str = "score", lr: Lr = "chosen") -> Values:
         """Means over agents by seed and round."""
-        seeds = self.data["methods"][method]["seeds"].values()
+        seeds = self._curves(method, lr)
         return np.array([seed[measure][str(step)] for seed in seeds], dtype=float)
 
     def at_round(self, method: str, step: int, round: int, measure: str = "score") -> Values:
         """Means over agents after one of the evaluated rounds, by seed."""
         return self.curve(method, step, measure)[:, self.rounds(method).index(round)]
 
-    def agents(self, name: str, step: int, measure: str = "score", group: str = "seen") -> Values:
-        """Final scores by seed and agent."""
-        methods, nulls = self.data["methods"], self.data["baselines"]
-        seeds = (methods[name]["agents"] if name in methods else nulls[name]).values()
+    def agents(
+        self,
+        name: str,
+        step: int,
+        measure: str = "score",
+        group: str = "seen",
+        lr: Lr = "chosen",
+    ) -> Values:
+        """Final scores by seed and agent, with the chosen step size where one was chosen."""
         return np.array(
             [
                 [at[step] for at, seen in zip(s[measure], s["seen"], strict=True) if seen == wanted]
-                for s in seeds
+                for s in self._finals(name, lr)
                 for wanted in [group == "seen"]
             ],
             dtype=float,
         )
 
-    def minority(self, name: str, step: int, group: str = "seen") -> Values:
+    def minority(self, name: str, step: int, group: str = "seen", lr: Lr = "chosen") -> Values:
         """Final accuracy on the minority samples of all agents of a group, by seed."""
-        methods, nulls = self.data["methods"], self.data["baselines"]
-        seeds = (methods[name]["agents"] if name in methods else nulls[name]).values()
-        right = self.agents(name, step, "minority", group)
+        right = self.agents(name, step, "minority", group, lr)
         counts = [
             [n for n, seen in zip(s["minority_samples"], s["seen"], strict=True) if seen == wanted]
-            for s in seeds
+            for s in self._finals(name, lr)
             for wanted in [group == "seen"]
         ]
         return np.array(
@@ -171,11 +208,41 @@ class Summary:
             ]
         )
 
+    def chosen_lr(self, name: str, step: int) -> list[float]:
+        """The step sizes that were chosen, by seed; empty where none was.
+
+        Of training alone it is that of training (β), of the others that of fine-tuning (α).
+        """
+        settings = {**self.config["method"], **self._part(name).get("settings", {})}
+        if name in self.data["baselines"]:  # they use the first method's settings
+            first = next(iter(self.data["methods"].values()))
+            settings = {**self.config["method"], **first["settings"]}
+        base = settings["meta_lr" if name == "local" else "adapt_lr"]
+        return [
+            base * own["scale"]
+            for seed in self._part(name).get("step_sizes", {}).values()
+            for own in seed
+            if own["steps"] == step
+        ]
+
+    def _part(self, name: str) -> dict[str, Any]:
+        methods = self.data["methods"]
+        return methods[name] if name in methods else self.data["baselines"][name]
+
+    def _curves(self, method: str, lr: Lr) -> Iterable[dict[str, Any]]:
+        seeds = self.data["methods"][method]["seeds"].values()
+        return [seed.get("chosen", seed) if lr == "chosen" else seed for seed in seeds]
+
+    def _finals(self, name: str, lr: Lr) -> Iterable[dict[str, Any]]:
+        part = self._part(name)
+        found = part.get("agents_chosen") if lr == "chosen" else None
+        return list((found or part["agents"]).values())
+
 
 @cache
 def summary(stage: str) -> Summary | None:
     """The summary of a stage, if it has been run."""
-    path = RESULTS / f"{stage}.json"
+    path = WHERE.results / f"{stage}.json"
     return Summary(json.loads(path.read_text("utf-8"))) if path.exists() else None
 
 

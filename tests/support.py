@@ -155,9 +155,11 @@ class Scaffold:
             "control": server["control"] + 0.5 * change,
         }
 
-    def personalize(self, objective, server, state, batches, steps) -> Iterator[torch.Tensor]:
-        w = server["model"]
+    def personalize(
+        self, objective, server, state, batches, steps, scale=1.0
+    ) -> Iterator[torch.Tensor]:
+        w, lr = server["model"], scale * self.lr
         yield w
         for batch in batches.draw("adapt", self.batch_size, steps):
-            w = w - self.lr * (objective.grad(w, batch) - state["control"] + server["control"])
+            w = w - lr * (objective.grad(w, batch) - state["control"] + server["control"])
             yield w

@@ -32,7 +32,7 @@ from nufed.runs.schema import OWN
 from nufed.seeding import stream
 from nufed.threads import torch_threads
 
-TIMES = (0.1, 0.3, 1.0, 3.0, 10.0)  # step sizes tried, in units of the one trained for
+TIMES = (1 / 9, 1 / 3, 1.0, 3.0, 9.0)  # step sizes tried, in units of the bundle's
 AMOUNTS = (5, 10, 20, 50, 100, 200, 500)  # samples tried
 HELD_BACK = 0.3  # of an agent's training part, where it has no validation part
 MAX_STEPS = 10
@@ -53,7 +53,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, a step size in units of the one trained for, and a number of steps."""
+    """A method, a step size in units of its bundle's, and a number of steps."""
 
     method: str
     times: float
@@ -94,7 +94,7 @@ def _advise(run: Run, max_steps: int | None, on_progress: OnProgress) -> dict[st
     for number, name in enumerate(methods):
         bundles |= {(name, seed): _bundle(run, name, seed, samples) for seed in seeds}
         for place, times in enumerate(TIMES):
-            on_progress(f"{name}, α × {times:g}", (number + place / len(TIMES)) / len(methods))
+            on_progress(f"{name}, α × {times:.3g}", (number + place / len(TIMES)) / len(methods))
             scores[name, times] = np.array(
                 [_curve(bundles[name, p.seed], p, most, times) for p in places]
             )
@@ -133,7 +133,7 @@ def _advise(run: Run, max_steps: int | None, on_progress: OnProgress) -> dict[st
 def recommend(scores: dict[tuple[str, float], Array]) -> Choice:
     """The cheapest choice that is as good as the best: within one standard error over agents.
 
-    Fewer steps are cheaper; then the step size that was trained for, then the better score.
+    Fewer steps are cheaper; then the step size of the bundle, then the better score.
     ``scores`` has a row per agent and a column per number of steps, for methods and step sizes.
     """
     found = {

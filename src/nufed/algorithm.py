@@ -114,9 +114,19 @@ class Algorithm(Protocol):
         ...
 
     def personalize(
-        self, objective: AnyObjective, server: State, state: State, batches: BatchSource, steps: int
+        self,
+        objective: AnyObjective,
+        server: State,
+        state: State,
+        batches: BatchSource,
+        steps: int,
+        scale: float = 1.0,
     ) -> Iterator[Tensor]:
-        """What an agent does before it is evaluated or served: its models after 0 … ``steps``."""
+        """What an agent does before it is evaluated or served: its models after 0 … ``steps``.
+
+        ``scale`` multiplies the step size of fine-tuning: the best one at use need not be the one
+        that the model was trained with.
+        """
         ...
 
 

@@ -72,6 +72,7 @@ def test_a_run_leaves_a_bundle_per_method_that_holds_its_model(run):
         assert bundle.about.adapt.model_dump() == {
             "steps": 2,
             "lr": 0.1,
+            "lr_scale": None,  # no validation samples to choose one on
             "batch_size": 6,
             "optimiser": "sgd",
         }

@@ -75,11 +75,11 @@ def agents_data(agents, seed=0, samples=24):
     return [(x, (x @ rule).argmax(axis=1)) for x in inputs]
 
 
-def federation_of(data, seed, unseen):
+def federation_of(data, seed, unseen, validation=0.0):
     """The same data in one place, as the simulator takes it."""
     sizes = [len(y) for _, y in data]
     rows = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    split = make_split(rows, seed, validation=0.0, test=TEST, unseen_agents=unseen)
+    split = make_split(rows, seed, validation=validation, test=TEST, unseen_agents=unseen)
     inputs, targets = (np.concatenate(part) for part in zip(*data, strict=True))
     return Federation(as_samples((inputs, targets)), split)
 
@@ -90,7 +90,13 @@ def plan_of(algorithm, agents=4, rounds=3, **more):
     return Plan(algorithm, Objective(mlp()), agents, rounds, **{**settings, **more})
 
 
-def federate(plan, data, tamper=lambda agent, message, reply: reply, prepare=lambda grid: None):
+def federate(
+    plan,
+    data,
+    tamper=lambda agent, message, reply: reply,
+    prepare=lambda grid: None,
+    choose=False,
+):
     """The progress of every round and the outcome, from the real server and ClientApp."""
     site = client_app(lambda: plan, lambda config: data[config["partition-id"]])
     with TemporaryDirectory() as folder:
@@ -98,4 +104,4 @@ def federate(plan, data, tamper=lambda agent, message, reply: reply, prepare=lam
         prepare(grid)
         server = Server(plan, grid, RUN)
         rounds = list(server.train())
-        return rounds, server.evaluate(rounds[-1]), grid
+        return rounds, server.evaluate(rounds[-1], choose), grid

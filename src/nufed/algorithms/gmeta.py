@@ -117,11 +117,17 @@ class GMeta:
         return {name: self.aggregation.combine(updates, name, server[name]) for name in self.sends}
 
     def personalize(
-        self, objective: AnyObjective, server: State, state: State, batches: BatchSource, steps: int
+        self,
+        objective: AnyObjective,
+        server: State,
+        state: State,
+        batches: BatchSource,
+        steps: int,
+        scale: float = 1.0,
     ) -> Iterator[Tensor]:
         (draw,) = self.personal_draws(steps)
         own = batches.draw(*draw)
-        return trajectory(objective, server["model"], own, self.rate(objective, server))
+        return trajectory(objective, server["model"], own, scale * self.rate(objective, server))
 
     def rate(self, objective: AnyObjective, vectors: State) -> Rate:
         """The step size of fine-tuning: as given, or as learned so far."""

@@ -105,11 +105,14 @@ class InputsAbout(_Table):
 class AdaptAbout(_Table):
     """How the model is meant to be fine-tuned: ν steps of size α on batches of D samples.
 
-    ``lr`` is one number, or one for every parameter by its name (learned step sizes).
+    ``lr`` is one number, or one for every parameter by its name (learned step sizes). Where it was
+    chosen on validation samples of agents seen in training, ``lr_scale`` is what it is over that of
+    training.
     """
 
     steps: Annotated[int, Field(ge=0, le=100_000)]
     lr: Annotated[Finite, Field(ge=0)] | dict[str, Annotated[Finite, Field(ge=0)]]
+    lr_scale: Annotated[Finite, Field(gt=0)] | None = None
     batch_size: Size
     optimiser: Literal["sgd"] = "sgd"
 

@@ -52,6 +52,7 @@ class Bundle:
         *,
         input_shape: tuple[int, ...],
         adapt_lr: float | Mapping[str, float],
+        lr_scale: float | None = None,
         adapt_steps: int = 1,
         batch_size: int = 40,
         classes: tuple[str, ...] = (),
@@ -74,6 +75,7 @@ class Bundle:
             input_shape, input_dtype, scale, shift: one input, and how bytes become numbers.
             adapt_lr, adapt_steps, batch_size: α (one number, or one per parameter by name), ν and
                 D of fine-tuning.
+            lr_scale: where α was chosen on validation samples, what it is over that of training.
             classes: names of classes, in the order of outputs; none for regression.
             loss: ``"cross_entropy"``, ``"mse"``, an import path, or a function, which then has to
                 be passed again when the bundle is loaded; by default what suits the targets.
@@ -105,6 +107,7 @@ class Bundle:
                 adapt=AdaptAbout(
                     steps=adapt_steps,
                     lr=dict(adapt_lr) if isinstance(adapt_lr, Mapping) else adapt_lr,
+                    lr_scale=lr_scale,
                     batch_size=batch_size,
                 ),
                 loss=str(loss) if named else None,

@@ -20,7 +20,12 @@ def _lines(about: About) -> Iterator[str]:
     yield "A meta-model: meant to be fine-tuned on your own data before use."
     yield ""
     yield "## Use"
-    rate = f"{adapt.lr:g}" if isinstance(adapt.lr, float) else "one per parameter, learned"
+    rate = f"{adapt.lr:.4g}" if isinstance(adapt.lr, float) else "one per parameter, learned"
+    if adapt.lr_scale is not None:
+        rate += (
+            f" (chosen on validation samples of agents seen in training: {adapt.lr_scale:.3g} "
+            "times that of training)"
+        )
     yield (
         f"- fine-tuning: {adapt.steps} steps (ν) of plain gradient descent, step size (α) {rate}, "
         f"{adapt.batch_size} samples per batch (D)"

@@ -78,6 +78,8 @@ def bundle_of(run: Run, method: str, seed: int | None, objective: Objective) -> 
     server = load(path.read_bytes())
     name = loss_name(config, bool(inputs["classes"]))
     module = objective.module(server["model"])
+    sizes = run.methods[method][seed].step_sizes
+    scale = sizes.scale(shown_steps(run, method)) if sizes else None
     return Bundle.of(
         module,
         input_shape=tuple(inputs["shape"]),
@@ -85,7 +87,8 @@ def bundle_of(run: Run, method: str, seed: int | None, objective: Objective) -> 
         scale=inputs["scale"],
         shift=inputs["shift"],
         classes=tuple(inputs["classes"]),
-        adapt_lr=_rate(algorithm, server, module),
+        adapt_lr=_rate(algorithm, server, module, scale or 1.0),
+        lr_scale=scale,
         adapt_steps=shown_steps(run, method),
         batch_size=algorithm.batch_size,
         loss=objective.loss if name == OWN else name,
@@ -127,12 +130,15 @@ def _arguments(run: Run) -> dict[str, Any]:
     return {**shapes, **run.config.model.args}
 
 
-def _rate(algorithm: GMeta, server: State, module: nn.Module) -> float | dict[str, float]:
-    """The step size of fine-tuning; learned ones by the names of their parameters."""
+def _rate(
+    algorithm: GMeta, server: State, module: nn.Module, scale: float
+) -> float | dict[str, float]:
+    """``scale`` times the step size of training; learned ones by the names of their parameters."""
     if "log_rates" not in server:
-        return float(algorithm.adapt_lr)
+        return scale * float(algorithm.adapt_lr)
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return dict(zip(names, server["log_rates"].exp().tolist(), strict=True))
+    rates = (scale * server["log_rates"].exp()).tolist()
+    return dict(zip(names, rates, strict=True))
 
 
 def _trained(run: Run, method: str, seed: int, algorithm: GMeta) -> dict[str, Any]:
@@ -168,7 +174,7 @@ def _measured(run: Run, method: str, seed: int) -> dict[str, Any]:
     steps = shown_steps(run, method)
     groups: dict[str, dict[str, Any]] = {}
     for group in run.groups:
-        mine = [s for s in run.methods[method][seed].scores if s.seen == (group == "seen")]
+        mine = [s for s in run.methods[method][seed].final if s.seen == (group == "seen")]
         if not mine:
             continue
         before, after = (summarise(mine, step, run.measure) for step in (0, steps))
@@ -182,7 +188,7 @@ def _measured(run: Run, method: str, seed: int) -> dict[str, Any]:
         }
         for line in run.lines():
             if line.kind == "baseline" and seed in line.seeds:
-                null = [s for s in line.seeds[seed].scores if s.seen == (group == "seen")]
+                null = [s for s in line.seeds[seed].final if s.seen == (group == "seen")]
                 groups[group][line.name] = summarise(null, line.steps, run.measure).mean
     if not groups:
         return {}

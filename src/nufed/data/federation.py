@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -44,6 +45,14 @@ class Federation:
         """The rows of what an agent is scored on."""
         parts = self.split.test if self.scored_on == "test" else self.split.validation
         return parts[agent]
+
+    def scoring(self, part: ScoredOn) -> Federation:
+        """The same federation, whose agents are scored on ``part``."""
+        return self if part == self.scored_on else replace(self, scored_on=part)
+
+    def scorable(self, agents: Iterable[int]) -> list[int]:
+        """Those of ``agents`` that have samples to be scored on."""
+        return [agent for agent in agents if len(self.scored_rows(agent))]
 
     def check_batch_size(self, size: int) -> None:
         """Refuse, before anything runs, a batch size that some agent can't fill."""

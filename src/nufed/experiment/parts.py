@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from nufed.algorithm import Algorithm, BatchSource, Combining, State
 from nufed.algorithms import GMeta
+from nufed.data import ScoredOn
 from nufed.errors import TrainingError
-from nufed.evaluate import AgentScores, majority_class
+from nufed.evaluate import (
+    AgentScores,
+    ByScale,
+    Evaluation,
+    choose_step_sizes,
+    chooses,
+    evaluate_with_choice,
+    majority_class,
+)
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.metagrad import FirstOrder
 from nufed.objective import AnyObjective
 from nufed.runs import RunDirectory
-from nufed.runs.lines import by_group, round_line
+from nufed.runs.lines import evaluation_line, round_line
 from nufed.runs.part import PartFiles
 from nufed.simulation import Engine, EngineName, Progress, WorkerEngine, train
 
@@ -105,7 +114,7 @@ def _run_method(
     stop: Stop,
 ) -> None:
     config, seed = setup.config, engine.seed
-    began, scores, score = time.perf_counter(), [], None
+    began, score = time.perf_counter(), None
     saved = files.begin(config.rounds, config.eval_every)
     start = Progress(saved.round, saved.server, saved.clients) if saved else None
     with closing(files):
@@ -125,8 +134,10 @@ def _run_method(
                 continue
             line = round_line(algorithm, progress)
             if progress.round % config.eval_every == 0 or last:
-                scores = _evaluate(setup, engine, algorithm, progress)
-                line["evaluation"] = by_group(scores, config.steps_evaluated, setup.measure)
+                states = progress.client_states(algorithm, setup.evaluated[seed])
+                choose = chooses(config.eval_lr, last)
+                evaluation = _evaluate(setup, engine, algorithm, progress.server, states, choose)
+                line |= evaluation_line(evaluation, config.steps_evaluated, setup.measure)
                 score = line["evaluation"]["seen"]["score"][config.steps_of(name)[0]]
             if not saved_before:
                 files.add(line)
@@ -135,7 +146,7 @@ def _run_method(
                 if last or stop() or _due(config.checkpoint_every, progress.round):
                     files.checkpoint(progress.round, progress.server, progress.clients)
             if last:  # also of a run that was killed between its last checkpoint and here
-                files.finish(config.rounds, scores, progress.server)
+                files.finish(config.rounds, evaluation, progress.server)
             listener(Event(seed, name, progress.round, score))
             if stop() and not last:
                 break
@@ -156,45 +167,75 @@ def _run_baselines(
     rounds = setup.config.rounds
     files = {name: _files(setup, directory, "baselines", name, seed) for name in setup.baselines()}
     missing = [name for name, own in files.items() if not own.is_done(rounds)]
-    for name, scores in _baselines(setup, seed, spread, missing) if missing else ():
-        files[name].finish_baseline(rounds, scores)
+    for name, evaluation in _baselines(setup, seed, spread, missing) if missing else ():
+        files[name].finish_baseline(rounds, evaluation)
 
 
 def _evaluate(
-    setup: Setup, engine: Engine, algorithm: Algorithm, progress: Progress
-) -> list[AgentScores]:
-    states = progress.client_states(algorithm, setup.evaluated[engine.seed])
-    return engine.evaluate(
-        algorithm,
-        progress.server,
-        states,
-        steps=setup.config.steps_evaluated,
-        measure=setup.measure,
-    )
+    setup: Setup,
+    engine: Engine,
+    algorithm: Algorithm,
+    server: State,
+    states: Mapping[int, State],
+    choose: bool,
+) -> Evaluation:
+    """Scores as trained and, if ``choose`` and where it can be done, with chosen step sizes."""
+    steps, measure = setup.config.steps_evaluated, setup.measure
+
+    def on(part: ScoredOn, states: Mapping[int, State]) -> ByScale:
+        return lambda scales: engine.evaluate_scales(
+            algorithm, server, states, steps=steps, measure=measure, scales=scales, part=part
+        )
+
+    seen = {a: s for a, s in states.items() if a in setup.validated(engine.seed)}
+    validate = on("validation", seen) if choose and seen else None
+    return evaluate_with_choice(on(setup.config.eval_on, states), validate, steps, measure)
 
 
 def _baselines(
     setup: Setup, seed: int, spread: Callable[[EngineName], Engine], wanted: Sequence[str]
-) -> Iterator[tuple[str, list[AgentScores]]]:
+) -> Iterator[tuple[str, Evaluation]]:
     """The null baselines that are wanted."""
-    steps = setup.config.steps_evaluated
+    config, steps = setup.config, setup.config.steps_evaluated
     agents, engines = setup.evaluated[seed], setup.engines[seed]
     alone, measure = _alone(setup), setup.measure
     own = _OwnModel(**vars(alone))
-    named = setup.config.engine
+    named = config.engine
     engine = spread(engines.choose(own, "auto" if named == "gram" else named))
     if "majority" in wanted:
-        yield "majority", [majority_class(engine.federation, a, steps) for a in agents]
+        scores = [majority_class(engine.federation, a, steps) for a in agents]
+        yield "majority", Evaluation(scores)
     initial = {"model": engine.objective.initial()}
     if "untrained" in wanted:
         untrained: dict[int, State] = dict.fromkeys(agents, initial)
-        yield "untrained", engine.evaluate(own, initial, untrained, steps=steps, measure=measure)
+        yield (
+            "untrained",
+            _evaluate(setup, engine, own, initial, untrained, chooses(config.eval_lr, True)),
+        )
     if "local" not in wanted:
         return
     trainer = spread(engines.choose(alone, named))
-    results = trainer.client_updates(alone, initial, {agent: {} for agent in agents}, round=1)
-    local = {agent: result.vectors for agent, result in results.items()}
-    yield "local", engine.evaluate(own, initial, local, steps=steps, measure=measure)
+
+    def trained_alone(scale: float) -> dict[int, State]:
+        sized = replace(alone, meta_lr=scale * float(alone.meta_lr))
+        results = trainer.client_updates(sized, initial, {agent: {} for agent in agents}, round=1)
+        return {agent: result.vectors for agent, result in results.items()}
+
+    def validate(scales: Sequence[float]) -> list[list[AgentScores]]:
+        validation: list[list[AgentScores]] = []
+        for scale in scales:
+            states = {a: s for a, s in trained_alone(scale).items() if a in setup.validated(seed)}
+            validation += engine.evaluate_scales(
+                own, initial, states, steps=0, measure=measure, scales=[1.0], part="validation"
+            )
+        return validation
+
+    sizes = None
+    if config.tune_local:
+        sizes = choose_step_sizes(validate, [0], measure)
+    local = trained_alone(sizes.scale(0) if sizes else 1.0)
+    scores = engine.evaluate(own, initial, local, steps=steps, measure=measure)
+    yield "local", Evaluation(scores, step_sizes=sizes)
 
 
 class _OwnModel(GMeta):
@@ -205,9 +246,15 @@ class _OwnModel(GMeta):
         return "elementwise"
 
     def personalize(
-        self, objective: AnyObjective, server: State, state: State, batches: BatchSource, steps: int
+        self,
+        objective: AnyObjective,
+        server: State,
+        state: State,
+        batches: BatchSource,
+        steps: int,
+        scale: float = 1.0,
     ) -> Iterator[Tensor]:
-        return super().personalize(objective, state, {}, batches, steps)
+        return super().personalize(objective, state, {}, batches, steps, scale)
 
 
 def _alone(setup: Setup) -> GMeta:

@@ -60,6 +60,13 @@ class Setup:
             "split": self.federations[seed].split.fingerprint,
         }
 
+    def validated(self, seed: int) -> frozenset[int]:
+        """The seen agents on whose validation samples step sizes are chosen."""
+        federation = self.federations[seed].scoring("validation")
+        unseen = set(federation.split.unseen)
+        seen = (agent for agent in self.evaluated[seed] if agent not in unseen)
+        return frozenset(federation.scorable(seen))
+
     def baselines(self) -> list[str]:
         """The null baselines that are asked for and make sense here."""
         classes = self.samples.classes and self.measure.name == "accuracy"
@@ -107,6 +114,11 @@ class Setup:
         first = engines[config.seeds[0]]
         chosen = {name: first.choose(a, config.engine) for name, a in algorithms.items()}
         names = {**chosen, **(engines_then or {})}
+        if config.tune_local and not len(federations[config.seeds[0]].split.validation[0]):
+            raise InputError(
+                "tune_local = true: agents have no validation part to choose the step size on; set "
+                "data.validation, for example to 0.1, or tune_local = false"
+            )
         for seed in config.seeds:  # before processes are forked, so that they share what is kept
             for name in set(names.values()):
                 engines[seed].get(name)

@@ -107,6 +107,7 @@ class App:
             scored_on=config.eval_on,
             small_agents=config.data.small_agents,
             eval_steps=config.steps_evaluated,
+            eval_lr=config.eval_lr,
             measure=measure,
             rules=Rules(config.min_updates, max_update_norm=config.max_update_norm),
             threads=config.threads,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nufed.aggregate import MOST_SAMPLES, Unreadable
 from nufed.algorithm import ClientUpdate, Cost, State
+from nufed.data import ScoredOn
 from nufed.errors import InputError, shown
 from nufed.evaluate import AgentScores
 
@@ -30,6 +31,7 @@ BY_CLASS = ("balanced", "minority", "majority")
 VERSION = version("nufed")
 STORED_AS = "numpy.ndarray"
 DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
+MOST_SCALES = 32  # of the step size, that a site is scored with at once
 MOST_WORK = 10**15  # gradients that a site may say it computed
 MOST_LETTERS = 100  # of a site's name
 MOST_RELEASES = 10**6  # noisy updates that a site may say it sent
@@ -39,9 +41,9 @@ class PayloadError(Exception):
     """Something that was sent can't be used: it says why."""
 
 
-def content(vectors: State | None = None, **about: int | str) -> RecordDict:
+def content(vectors: State | None = None, **about: int | str | list[float]) -> RecordDict:
     """Vectors, and numbers about them, as the content of a message."""
-    records = RecordDict({ABOUT: ConfigRecord(dict(about))})
+    records = RecordDict({ABOUT: ConfigRecord(cast(Any, dict(about)))})
     if vectors is not None:
         records[ARRAYS] = to_arrays(vectors)
     return records
@@ -154,8 +156,15 @@ def read_update(
     return update, cost, whole(began, "began", 10**9)
 
 
-def scores_content(scores: AgentScores, majority: AgentScores | None, round: int) -> RecordDict:
-    """An agent's scores as plain numbers, with those of always answering its majority class."""
+def scores_content(
+    by_scale: Sequence[AgentScores], majority: AgentScores | None, round: int
+) -> RecordDict:
+    """An agent's scores as plain numbers, with those of always answering its majority class.
+
+    ``by_scale`` are its scores for every scale of the step size that was asked for; their lists are
+    sent one behind the other.
+    """
+    scores = by_scale[0]
     records = content(
         agent=scores.agent,
         round=round,
@@ -163,9 +172,8 @@ def scores_content(scores: AgentScores, majority: AgentScores | None, round: int
         test_samples=scores.test_samples,
         minority_samples=scores.minority_samples,
     )
-    lists = {name: list(getattr(scores, name)) for name in ("loss", "score")}
-    if scores.balanced:
-        lists |= {"balanced": list(scores.balanced), "minority": list(scores.minority)}
+    names = ("loss", "score", *(("balanced", "minority") if scores.balanced else ()))
+    lists = {name: [x for own in by_scale for x in getattr(own, name)] for name in names}
     if majority is not None:
         first = (majority.score[0], majority.balanced[0], majority.minority[0])
         lists["majority"] = list(first)
@@ -181,11 +189,14 @@ def read_scores(
     name: str,
     seen: bool,
     steps: int,
+    scales: int,
     by_class: bool,
-) -> tuple[AgentScores, AgentScores | None]:
-    """An agent's scores, every number of them checked, and those of its majority class.
+    diverged: bool,
+) -> tuple[list[AgentScores], AgentScores | None]:
+    """An agent's scores by scale, every number checked, and those of its majority class.
 
-    With ``by_class`` they are accuracies, also class by class; without, any numbers.
+    With ``by_class`` they are accuracies, also class by class; without, any numbers. They must be
+    finite unless ``diverged`` allows others.
     """
     _only(records, ABOUT, SCORES)
     says, of, train, test, minority = read_about(
@@ -199,24 +210,38 @@ def read_scores(
         raise PayloadError(f"it holds {shown(sorted(lists))} instead of scores")
     test_samples = whole(test, "test_samples", MOST_SAMPLES, least=1)
     most = test_samples if by_class else 0
-    scores = AgentScores(
-        agent=agent,
-        name=name,
-        seen=seen,
-        train_samples=whole(train, "train_samples", MOST_SAMPLES, least=1),
-        test_samples=test_samples,
-        minority_samples=whole(minority, "minority_samples", most),
-        loss=_numbers(lists["loss"], "loss", steps + 1),
-        score=_numbers(lists["score"], "score", steps + 1, share=by_class),
-    )
+    minority_samples = whole(minority, "minority_samples", most)
+    none, length = minority_samples == 0, scales * (steps + 1)
+
+    def read(key: str, share: bool, none: bool = False) -> list[tuple[float, ...]]:
+        """The numbers after 0, 1, … steps, by scale."""
+        numbers = _numbers(lists[key], key, length, share=share, none=none, diverged=diverged)
+        return [numbers[at : at + steps + 1] for at in range(0, length, steps + 1)]
+
+    by_steps: dict[str, list[tuple[float, ...]]] = {
+        "loss": read("loss", share=False),
+        "score": read("score", share=by_class),
+        "balanced": read("balanced", share=True) if by_class else [()] * scales,
+        "minority": read("minority", share=True, none=none) if by_class else [()] * scales,
+    }
+    train_samples = whole(train, "train_samples", MOST_SAMPLES, least=1)
+    scores = [
+        AgentScores(
+            agent=agent,
+            name=name,
+            seen=seen,
+            train_samples=train_samples,
+            test_samples=test_samples,
+            minority_samples=minority_samples,
+            loss=loss,
+            score=score,
+            balanced=balanced,
+            minority=on_minority,
+        )
+        for loss, score, balanced, on_minority in zip(*by_steps.values(), strict=True)
+    ]
     if not by_class:
         return scores, None
-    none = scores.minority_samples == 0
-    scores = replace(
-        scores,
-        balanced=_numbers(lists["balanced"], "balanced", steps + 1, share=True),
-        minority=_numbers(lists["minority"], "minority", steps + 1, share=True, none=none),
-    )
     null = lists["majority"]
     first, last = (null[:2], null[2:]) if isinstance(null, list) else (null, null)
     answers = (
@@ -225,7 +250,23 @@ def read_scores(
     )
     score, balanced, on_minority = ((number,) * (steps + 1) for number in answers)
     loss = (math.nan,) * (steps + 1)
-    return scores, replace(scores, loss=loss, score=score, balanced=balanced, minority=on_minority)
+    constant = {"loss": loss, "score": score, "balanced": balanced, "minority": on_minority}
+    return scores, replace(scores[0], **cast(Any, constant))
+
+
+def read_scales(scales: object) -> list[float]:
+    """The scales of the step size that a site is asked to be scored with."""
+    ok = isinstance(scales, list) and 1 <= len(scales) <= MOST_SCALES
+    if not ok or not all(isinstance(s, float) and 0 < s < math.inf for s in cast(Any, scales)):
+        raise PayloadError(f"scales is {shown(scales)}, not up to {MOST_SCALES} numbers above 0")
+    return cast(list[float], scales)
+
+
+def read_part(part: object) -> ScoredOn:
+    """The part that a site is asked to be scored on."""
+    if part not in get_args(ScoredOn):
+        raise PayloadError(f"part is {shown(part)}, not one of {get_args(ScoredOn)}")
+    return cast(ScoredOn, part)
 
 
 def read_who(records: Mapping[str, object], agents: int) -> tuple[int, str]:
@@ -249,16 +290,25 @@ def whole(value: object, name: str, most: int, least: int = 0) -> int:
 
 
 def _numbers(
-    values: object, name: str, length: int, *, share: bool = False, none: bool = False
+    values: object,
+    name: str,
+    length: int,
+    *,
+    share: bool = False,
+    none: bool = False,
+    diverged: bool = False,
 ) -> tuple[float, ...]:
-    """So many finite numbers; a ``share`` is in 0 … 1, and of no samples (``none``) it is NaN."""
+    """So many finite numbers; a ``share`` is in 0 … 1, and of no samples (``none``) it is NaN.
+
+    With ``diverged`` they need not be finite.
+    """
     if not isinstance(values, list) or len(values) != length:
         raise PayloadError(f"{name!r} is not a list of as many numbers as it should be")
     if none:
         return (math.nan,) * length
-    if not all(isinstance(v, float) and math.isfinite(v) for v in values):
+    if not all(isinstance(v, float) and (diverged or math.isfinite(v)) for v in values):
         raise PayloadError(f"{name!r} is {shown(values)}: every number must be finite")
-    if share and not all(0 <= v <= 1 for v in values):
+    if share and not all(0 <= v <= 1 for v in values if math.isfinite(v)):
         raise PayloadError(f"{name!r} is {shown(values)}: every number must be in 0 … 1")
     return tuple(values)
 

@@ -13,7 +13,7 @@ from nufed.aggregate import Mean
 from nufed.algorithm import Algorithm, State
 from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
 from nufed.errors import InputError, require
-from nufed.evaluate import Measure, accuracy
+from nufed.evaluate import EvalLr, Measure, accuracy
 from nufed.flower.privacy import Privacy
 from nufed.objective import Objective
 from nufed.server import Rules, cohort_size, to_send
@@ -35,6 +35,7 @@ class Plan:
         scored_on: the part that it is scored on.
         small_agents: what a site with fewer training samples than a batch does.
         eval_steps: fine-tuning steps of the evaluation.
+        eval_lr: whether its step size is also chosen on validation samples, as in a configuration.
         measure: what sites are scored by.
         rules: when the server takes a round.
         threads: torch's threads at server and sites; bits depend on it.
@@ -57,6 +58,7 @@ class Plan:
     scored_on: ScoredOn = "test"
     small_agents: SmallAgents = "refuse"
     eval_steps: int = 1
+    eval_lr: EvalLr = "as_trained"
     measure: Measure = Measure("accuracy")
     rules: Rules = Rules()
     threads: int = 1

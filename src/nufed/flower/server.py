@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from nufed.algorithm import ClientUpdate, Cost, State
+from nufed.data import ScoredOn
 from nufed.errors import UpdateError
-from nufed.evaluate import AgentScores
+from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
 from nufed.flower.account import Account
 from nufed.flower.asking import LOG, Roster, ask
 from nufed.flower.payload import PayloadError, content, read_scores, read_update
@@ -27,9 +28,14 @@ class Outcome:
     classes.
     """
 
-    scores: tuple[AgentScores, ...]
-    missing: tuple[UpdateError, ...]
+    evaluation: Evaluation
+    missing: tuple[UpdateError, ...] = ()
     majority: tuple[AgentScores, ...] = ()
+
+    @property
+    def scores(self) -> list[AgentScores]:
+        """With the step size of fine-tuning as trained."""
+        return self.evaluation.as_trained
 
 
 class Server:
@@ -137,18 +143,51 @@ class Server:
             cost=cost,
         )
 
-    def evaluate(self, progress: Progress) -> Outcome:
+    def evaluate(self, progress: Progress, choose: bool = False) -> Outcome:
         """What the sites score after personalising the server's model, each on its own data.
 
-        Nobody is asked where the plan says that sites keep their scores.
+        With ``choose`` also with step sizes of fine-tuning that are chosen on the validation
+        samples of seen agents. Nobody is asked where the plan says that sites keep their scores.
         """
-        plan, k = self._plan, progress.round
+        plan = self._plan
         if not plan.sends_scores:
-            return Outcome((), ())
-        agents = range(plan.agents)
-        answers, away = self._ask(MessageType.EVALUATE, progress.server, k, agents)
+            return Outcome(Evaluation([]))
+        missing: list[UpdateError] = []
+        majority: list[AgentScores] = []
+
+        def score(scales: Sequence[float]) -> list[list[AgentScores]]:
+            scores, without, nulls = self._scores(
+                progress, range(plan.agents), scales, plan.scored_on, diverged=False
+            )
+            missing.extend(without)
+            majority.extend(nulls)
+            return scores
+
+        def validate(scales: Sequence[float]) -> list[list[AgentScores]]:
+            # steps that are too large are tried too
+            return self._scores(progress, plan.seen, scales, "validation", diverged=True)[0]
+
+        possible = choose and plan.validation > 0
+        evaluation = evaluate_with_choice(
+            score, validate if possible else None, plan.eval_steps, plan.measure
+        )
+        return Outcome(evaluation, tuple(missing), tuple(majority))
+
+    def _scores(
+        self,
+        progress: Progress,
+        agents: Iterable[int],
+        scales: Sequence[float],
+        part: ScoredOn,
+        diverged: bool,
+    ) -> tuple[list[list[AgentScores]], list[UpdateError], list[AgentScores]]:
+        """The scores of these agents by scale, who has none and why, and their majority classes."""
+        plan, k = self._plan, progress.round
+        how: dict[str, Any] = {"scales": list(scales), "part": part}
+        answers, away = self._ask(MessageType.EVALUATE, progress.server, k, agents, **how)
         missing = [UpdateError(agent, k, "its site is not there") for agent in away]
-        scores, majority = [], []
+        scores: list[list[AgentScores]] = [[] for _ in scales]
+        majority: list[AgentScores] = []
         for agent, answer in answers.items():
             try:
                 own, null = read_scores(
@@ -158,18 +197,22 @@ class Server:
                     name=self._roster.names[agent],
                     seen=agent in plan.seen,
                     steps=plan.eval_steps,
+                    scales=len(scales),
                     by_class=plan.scores_by_class,
+                    diverged=diverged,
                 )
-                scores.append(own)
-                majority += [null] if null else []
-            except PayloadError as error:
-                missing.append(UpdateError(agent, k, str(error)))
-        for each in missing:
-            LOG.warning("scores left out: %s", each)
-        return Outcome(tuple(scores), tuple(missing), tuple(majority))
+            except PayloadError as reason:
+                missing.append(UpdateError(agent, k, str(reason)))
+                continue
+            for by_scale, each in zip(scores, own, strict=True):
+                by_scale.append(each)
+            majority += [null] if null else []
+        for error in missing:
+            LOG.warning("scores left out: %s", error)
+        return scores, missing, majority
 
     def _ask(
-        self, kind: str, server: State, round: int, agents: Iterable[int]
+        self, kind: str, server: State, round: int, agents: Iterable[int], **more: Any
     ) -> tuple[dict[int, RecordDict | str], list[int]]:
         """What these agents answer, in their order, and those that have no site now."""
         self._roster.refresh()
@@ -187,6 +230,7 @@ class Server:
                 round=round,
                 taken=self._taken.get(agent, 0),
                 released=self.account.released_by(agent) if self.account else 0,
+                **more,
             )
             for agent, node in there.items()
         }

@@ -27,7 +27,9 @@ from nufed.flower.payload import (
     PayloadError,
     content,
     read_about,
+    read_part,
     read_run,
+    read_scales,
     read_vectors,
     release_record,
     scores_content,
@@ -229,22 +231,27 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
 
 
 def _evaluate(site: Site, asked: RecordDict) -> RecordDict:
-    plan, task = site.plan, _read(site, asked)
+    plan, task = site.plan, _read(site, asked, "scales", "part")
     if not plan.sends_scores:
         raise InputError("this site sends no scores: privacy.scores is false")
-    scores = evaluate_agent(
-        plan.algorithm,
-        plan.objective,
-        site.federation,
-        site.agent,
-        task.received,
-        task.state,
-        seed=plan.seed,
-        steps=plan.eval_steps,
-        measure=plan.measure,
-    )
+    federation = site.federation.scoring(read_part(task.more["part"]))
+    scores = [
+        evaluate_agent(
+            plan.algorithm,
+            plan.objective,
+            federation,
+            site.agent,
+            task.received,
+            task.state,
+            seed=plan.seed,
+            steps=plan.eval_steps,
+            measure=plan.measure,
+            scale=scale,
+        )
+        for scale in read_scales(task.more["scales"])
+    ]
     # its classes are counted where scores by class are
-    majority = majority_class(site.federation, site.agent, 0) if scores.balanced else None
+    majority = majority_class(federation, site.agent, 0) if scores[0].balanced else None
     return scores_content(scores, majority, task.round)
 
 
@@ -253,7 +260,8 @@ class Task:
     """What the server asks for, and what the site sets out from.
 
     ``began`` is the round that ``state`` is of; 0 is the state of an agent that never took part.
-    ``released`` is how many noisy updates of this agent the server knows of.
+    ``released`` is how many noisy updates of this agent the server knows of. ``more`` is what else
+    it says, not checked yet.
     """
 
     run: str
@@ -263,6 +271,7 @@ class Task:
     state: State
     began: int
     file: Path
+    more: Mapping[str, object]
 
     @property
     def question(self) -> str:
@@ -270,14 +279,14 @@ class Task:
         return sha256(f"{self.run}/{self.round}/".encode() + save(dict(self.received)))
 
 
-def _read(site: Site, asked: RecordDict) -> Task:
+def _read(site: Site, asked: RecordDict, *more: str) -> Task:
     if site.limit is not None and site.plan.privacy is None:
         raise InputError(
             f"this site spends at most epsilon = {site.limit:g}, and without [privacy] in the "
             "federation's configuration there is no bound"
         )
-    run, agent, round, taken, released = read_about(
-        asked, "run", "agent", "round", "taken", "released"
+    run, agent, round, taken, released, *rest = read_about(
+        asked, "run", "agent", "round", "taken", "released", *more
     )
     if agent != site.agent:
         raise InputError(f"the server takes agent {site.agent} for agent {shown(agent)}")
@@ -298,4 +307,5 @@ def _read(site: Site, asked: RecordDict) -> Task:
         kept or fresh,
         began,
         file,
+        dict(zip(more, rest, strict=True)),
     )

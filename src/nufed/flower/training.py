@@ -17,7 +17,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from nufed.errors import NufedError, RunError, TrainingError
-from nufed.evaluate import summarise
+from nufed.evaluate import Evaluation, chooses, summarise
 from nufed.flower.asking import LOG
 from nufed.flower.plan import Plan
 from nufed.flower.privacy import check_plan
@@ -25,7 +25,7 @@ from nufed.flower.server import Outcome, Server
 from nufed.runs import Config, RunDirectory
 from nufed.runs.directory import PRIVACY
 from nufed.runs.durable import cannot_write, locked, read_signed, signed, write_durably
-from nufed.runs.lines import by_group, round_line
+from nufed.runs.lines import evaluation_line, round_line
 from nufed.runs.part import PartFiles
 from nufed.server import Progress
 from nufed.threads import torch_threads
@@ -131,7 +131,7 @@ def _train(
                     line["epsilon"] = server.account.spent()
                 outcome = None
                 if k % config.eval_every == 0 or last:
-                    outcome = server.evaluate(progress)
+                    outcome = server.evaluate(progress, chooses(plan.eval_lr, last))
                     line |= _evaluation(outcome, plan)
                 if not again:
                     files.add(line)
@@ -148,10 +148,10 @@ def _train(
 
 def _evaluation(outcome: Outcome, plan: Plan) -> dict[str, Any]:
     """What a line of metrics says of an evaluation."""
-    groups = by_group(outcome.scores, plan.eval_steps, plan.measure)
+    line = evaluation_line(outcome.evaluation, plan.eval_steps, plan.measure)
     unscored = [{"agent": m.agent, "reason": m.reason} for m in outcome.missing]
     return {
-        **({"evaluation": groups} if "seen" in groups else {}),
+        **(line if "seen" in line["evaluation"] else {}),
         **({"unscored": unscored} if unscored else {}),
     }
 
@@ -172,7 +172,8 @@ def _tell(
     if outcome and outcome.scores:
         (method,) = config.algorithms()
         steps = config.steps_of(method)[0]
-        before, after = (summarise(outcome.scores, s, plan.measure).mean for s in (0, steps))
+        final = outcome.evaluation.chosen or outcome.scores
+        before, after = (summarise(final, s, plan.measure).mean for s in (0, steps))
         parts.append(f"{plan.measure.name} {before:.3f}, after {steps} steps {after:.3f}")
     if epsilon:
         parts.append(
@@ -196,8 +197,10 @@ def _end(
     directory.write_sites(plan.agents, plan.seen, outcome.scores, plan.seed)
     if outcome.majority and len(outcome.majority) == len(outcome.scores):
         folder = directory.part("baselines", "majority", plan.seed)
-        PartFiles(folder, files.belongs_to).finish_baseline(plan.rounds, outcome.majority)
-    files.finish(plan.rounds, outcome.scores, progress.server)
+        PartFiles(folder, files.belongs_to).finish_baseline(
+            plan.rounds, Evaluation(list(outcome.majority))
+        )
+    files.finish(plan.rounds, outcome.evaluation, progress.server)
 
 
 @contextmanager

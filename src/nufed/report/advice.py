@@ -33,7 +33,7 @@ def advice_notes(advice: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "steps=auto, where each agent chooses by itself, reaches "
         f"{_score(advice, automatic['mean'])} with {automatic['steps']:.1f} steps on average "
-        f"(α as trained): {_beside(advice, automatic['default'])}, and "
+        f"(α of the bundle): {_beside(advice, automatic['default'])}, and "
         f"{_beside(advice, automatic['best'])}, the best number for all."
     )
     majority = advice["majority"]
@@ -74,7 +74,7 @@ def advice_tables(advice: Mapping[str, Any]) -> Iterator[tuple[str, Table]]:
         cells = [f"{_score(advice, top['mean'])} @{top['steps']}" for top in tops]
         cost = advice["training"][name]
         rows.append([name, *cells, f"{cost['gradients'] + cost['hvps']:,.0f}"])
-    tried = [f"α × {c['times']:g}" for c in advice["curves"] if c["method"] == name]
+    tried = [f"α × {c['times']:.3g}" for c in advice["curves"] if c["method"] == name]
     yield (
         "best mean @ its steps, by step size; gradients and products that training took",
         _table(["method", *tried, "training"], rows),

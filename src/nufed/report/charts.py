@@ -29,8 +29,9 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
         agents = f"agents {group} in training"
         yield (
             f"rounds-{group}",
-            f"{_score(runs)} after {steps} fine-tuning steps by round, {agents}. Lines: mean over "
-            "agents and seeds; bands: range over seeds; dashed: null baselines.",
+            f"{_score(runs)} after {steps} fine-tuning steps by round, {agents}, with the step "
+            f"size of fine-tuning {_sized_by_round(runs)}. Lines: mean over agents and seeds; "
+            "bands: range over seeds; dashed: null baselines, last round.",
             rounds_chart(runs, group),
         )
     yield (
@@ -54,15 +55,28 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
             yield name, caption, split_chart(run)
 
 
+def evaluation_by_round(run: Run) -> str:
+    """The key of a round's line that learning curves are drawn from."""
+    by_round = run.config.eval_lr == "chosen_by_round" and run.step_sizes_chosen
+    return "evaluation_chosen" if by_round else "evaluation"
+
+
+def _sized_by_round(runs: Sequence[Run]) -> str:
+    keys = {evaluation_by_round(run) for run in runs}
+    words = {"evaluation": "as trained", "evaluation_chosen": "chosen in every round"}
+    return " or ".join(words[key] for key in sorted(keys))
+
+
 def rounds_chart(runs: Sequence[Run], group: str) -> Any:
     """Score by round."""
     points = []
     for run, name, line in _lines(runs, "method"):
         if group not in run.groups:
             continue
-        seeds = [[m for m in t.metrics if "evaluation" in m] for t in line.seeds.values()]
+        key = evaluation_by_round(run)
+        seeds = [[m for m in t.metrics if key in m] for t in line.seeds.values()]
         for same_round in zip(*seeds, strict=True):
-            scores = [m["evaluation"][group]["score"][line.steps] for m in same_round]
+            scores = [m[key][group]["score"][line.steps] for m in same_round]
             points.append(_point(name, "round", same_round[0]["round"], scores))
     return _curves(runs, points, "round", "communication round", group, last_step=True)
 
@@ -73,7 +87,7 @@ def steps_chart(runs: Sequence[Run]) -> Any:
     for run in runs:
         for method, part in run.methods.items():
             for step in range(run.config.steps_evaluated + 1):
-                scores = [_seen_mean(t.scores, step) for t in part.values()]
+                scores = [_seen_mean(t.final, step) for t in part.values()]
                 points.append(_point(label(run, method, runs), "step", step, scores))
     return _curves(runs, points, "step", "fine-tuning steps", "seen", last_step=False)
 

@@ -45,6 +45,8 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         headlines=[headline(run) for run in runs],
         results=[(group, results_table(runs, group)) for group in all_groups(runs)],
         baselines=baseline_notes(runs[0]),
+        step_sizes_chosen=any(run.step_sizes_chosen for run in runs),
+        step_size_notes=list(dict.fromkeys(n for run in scored for n in run.step_size_notes())),
         scored_on=runs[0].config.eval_on,
         classes=runs[0].measure.name == "accuracy",
         one_seed=any(len(run.config.seeds) == 1 for run in runs),

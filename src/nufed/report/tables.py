@@ -53,10 +53,12 @@ def results_table(runs: Sequence[Run], group: str, *, narrow: bool = False) -> T
     ``narrow`` leaves out what can be read from other cells or is less asked for, so that it fits
     into a terminal.
     """
+    chosen = any(run.step_sizes_chosen for run in runs)
     columns = [
         name
         for name in _COLUMNS
         if not (name in _WIDE and narrow)
+        and (name not in _STEP_SIZES or chosen)
         and (name not in _BY_CLASS or all(run.measure.name == "accuracy" for run in runs))
     ]
     rows, quiet = [], []
@@ -82,6 +84,8 @@ _COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
     "before": lambda row, show: show(row.before.mean),
     "after": lambda row, show: show(row.after.mean),
     "± 95 %": lambda row, show: _half_width(row.after, show),
+    "as trained": lambda row, show: show(row.as_trained.mean) if row.lr_scale else "–",
+    "α": lambda row, show: _chosen_lr(row),
     "std": lambda row, show: show(row.std),
     "worst 10 %": lambda row, show: show(row.worst_tenth),
     "harmed": lambda row, show: f"{100 * row.harmed:.0f} %",
@@ -90,7 +94,23 @@ _COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
     "minority": lambda row, show: _or_dash(row.minority.mean, show),
 }
 _BY_CLASS = ("over majority", "balanced", "minority")
-_WIDE = ("std", "over majority")
+_STEP_SIZES = ("as trained", "α")
+_WIDE = ("std", "over majority", "balanced")
+
+
+def _chosen_lr(row: Row) -> str:
+    """The chosen step size, or the range over seeds; of learned ones what they are multiplied by.
+
+    Of training alone it is that of training, since it is not fine-tuned.
+    """
+    values = [lr for lr in row.adapt_lr if lr is not None]
+    times = "" if values else "×"
+    shown = sorted(
+        {f"{times}{value:.2g}": value for value in values or row.lr_scale}.items(),
+        key=lambda item: item[1],
+    )
+    texts = [text for text, _ in shown]
+    return texts[0] if len(texts) == 1 else f"{texts[0]}–{texts[-1]}" if texts else "–"
 
 
 def _half_width(estimate: Estimate, show: Callable[[float], str]) -> str:
@@ -105,7 +125,7 @@ def agents_table(run: Run) -> Table:
     rows: dict[int, list[str]] = {}
     for number, line in enumerate(lines):
         headings += [f"{line.label}: before", "after"]
-        for s in line.seeds[seed].scores[:LISTED]:
+        for s in line.seeds[seed].final[:LISTED]:
             about = [s.name if s.seen else f"{s.name}, unseen"]
             about += [f"{s.train_samples:,}", f"{s.test_samples:,}"]
             row = rows.setdefault(s.agent, about + ["–"] * 2 * len(lines))
@@ -114,8 +134,8 @@ def agents_table(run: Run) -> Table:
 
 
 def costs_table(runs: Sequence[Run]) -> Table:
-    """What training each method cost, per seed."""
-    headings = ["", "gradients", "HVPs", "MB up", "MB down", "seconds"]
+    """What training each method cost, and what evaluating it did, per seed."""
+    headings = ["", "gradients", "HVPs", "MB up", "MB down", "gradients of evaluation", "seconds"]
     rows = []
     for run in runs:
         for name in run.methods:
@@ -127,6 +147,7 @@ def costs_table(runs: Sequence[Run]) -> Table:
                     f"{cost['hvps']:,.0f}",
                     f"{cost['bytes_up'] / 1e6:.2f}",
                     f"{cost['bytes_down'] / 1e6:.2f}",
+                    f"{cost['evaluation_gradients']:,.0f}",
                     f"{cost['seconds']:.1f}",
                 ]
             )
@@ -197,6 +218,10 @@ def settings_table(run: Run) -> Table:
         "parts": f"validation {config.data.validation:g}, test {config.data.test:g}, rest training",
         "model": f"{config.model.name} {config.model.args or ''}, {config.dtype}",
         "fine-tuning steps": _steps_shown(run),
+        "step size of fine-tuning": "chosen on validation samples, one per method, seed and "
+        "number of steps"
+        if run.step_sizes_chosen
+        else "as trained",
         "scored on": f"the agents' {config.eval_on} parts",
         "agents evaluated": "all" if config.eval_agents is None else _sampled(run),
         "engine": ", ".join(f"{method} {engine}" for method, engine in run.engines.items()),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nufed.algorithm import Algorithm, State
-from nufed.evaluate import AgentScores, Measure, summarise
+from nufed.evaluate import AgentScores, Evaluation, Measure, summarise
 from nufed.server import Progress
 
 
@@ -30,6 +30,18 @@ def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
 
 def _bytes(server: State, names: Sequence[str]) -> int:
     return sum(server[name].nbytes for name in names)
+
+
+def evaluation_line(evaluation: Evaluation, steps: int, measure: Measure) -> dict[str, Any]:
+    """What an evaluation adds to a round's line: scores as trained, and with chosen step sizes."""
+    line: dict[str, Any] = {
+        "evaluation": by_group(evaluation.as_trained, steps, measure),
+        "evaluation_gradients": evaluation.gradients,
+    }
+    if evaluation.chosen is not None and evaluation.step_sizes is not None:
+        line["evaluation_chosen"] = by_group(evaluation.chosen, steps, measure)
+        line["scales"] = [own.scale for own in evaluation.step_sizes.chosen]
+    return line
 
 
 def by_group(

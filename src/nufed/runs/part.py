@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from nufed.algorithm import State
 from nufed.errors import NumericalWarning, RunError
-from nufed.evaluate import AgentScores
+from nufed.evaluate import AgentScores, Evaluation
 from nufed.runs.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -30,7 +30,8 @@ from nufed.runs.durable import cannot_write, read_signed, sha256, signed, write_
 from nufed.runs.files import finite
 
 DONE = "done.json"
-FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # that it may name
+CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"
+FILES = ("metrics.jsonl", "agents.jsonl", CHOSEN, STEP_SIZES, "model.safetensors")  # it may name
 
 
 class PartFiles:
@@ -127,16 +128,16 @@ class PartFiles:
             self.belongs_to,
         )
 
-    def finish(self, rounds: int, scores: Iterable[AgentScores], server: State) -> None:
+    def finish(self, rounds: int, evaluation: Evaluation, server: State) -> None:
         """Write the final scores and state, and that all is done."""
         self._sync()
         model = save({k: v.detach().cpu().contiguous() for k, v in server.items()})
-        files = {"agents.jsonl": _lines(scores), "model.safetensors": model}
+        files = {**_score_files(evaluation), "model.safetensors": model}
         self._write_done(rounds, files, {"metrics.jsonl": self._hash.hexdigest()})
 
-    def finish_baseline(self, rounds: int, scores: Iterable[AgentScores]) -> None:
+    def finish_baseline(self, rounds: int, evaluation: Evaluation) -> None:
         """Write the scores of a null baseline, and that it is done."""
-        self._write_done(rounds, {"agents.jsonl": _lines(scores)}, {})
+        self._write_done(rounds, _score_files(evaluation), {})
 
     def _write_done(
         self, rounds: int, files: Mapping[str, bytes], others: Mapping[str, str]
@@ -165,6 +166,16 @@ class PartFiles:
             os.fsync(self._metrics.fileno())
         except OSError as error:
             raise cannot_write(self.folder / "metrics.jsonl", error) from error
+
+
+def _score_files(evaluation: Evaluation) -> dict[str, bytes]:
+    files = {"agents.jsonl": _lines(evaluation.as_trained)}
+    if evaluation.chosen is not None:
+        files[CHOSEN] = _lines(evaluation.chosen)
+    if evaluation.step_sizes is not None:
+        text = json.dumps(finite(evaluation.step_sizes.record()), indent=1, allow_nan=False)
+        files[STEP_SIZES] = f"{text}\n".encode()
+    return files
 
 
 def _lines(scores: Iterable[AgentScores]) -> bytes:

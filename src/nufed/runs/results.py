@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from nufed.errors import InputError, RunError
-from nufed.evaluate import AgentScores, Measure, Summary, summarise
+from nufed.evaluate import AgentScores, Measure, ScaleChoice, StepSizes, Summary, summarise
 from nufed.runs.config import load_config
 from nufed.runs.directory import PRIVACY, RunDirectory
 from nufed.runs.durable import read_signed
 from nufed.runs.files import finite, read_about, read_lines, refuse_links
-from nufed.runs.part import DONE, check_done
+from nufed.runs.part import CHOSEN, DONE, STEP_SIZES, check_done
 from nufed.runs.schema import Config
 
 GROUPS = ("seen", "unseen")
@@ -70,11 +70,21 @@ class Line:
     seeds: dict[int, Trained]
 
     def scores(self, group: str) -> list[list[AgentScores]]:
-        """The final scores of the agents of a group, seed by seed."""
-        return [
-            [s for s in trained.scores if s.seen == (group == "seen")]
-            for trained in self.seeds.values()
-        ]
+        """The final scores of a group's agents by seed, with chosen step sizes where there are."""
+        return self._scores(group, [t.final for t in self.seeds.values()])
+
+    def scores_as_trained(self, group: str) -> list[list[AgentScores]]:
+        """The same with the step size as trained."""
+        return self._scores(group, [t.scores for t in self.seeds.values()])
+
+    def scales(self) -> list[float]:
+        """The chosen scale of the step size, seed by seed; empty where none was chosen."""
+        sizes = [t.step_sizes for t in self.seeds.values()]
+        return [own.scale(self.steps) for own in sizes if own is not None]
+
+    @staticmethod
+    def _scores(group: str, found: Iterable[list[AgentScores]]) -> list[list[AgentScores]]:
+        return [[s for s in scores if s.seen == (group == "seen")] for scores in found]
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,9 @@ class Row:
     """One method or baseline, on the agents seen in training or held out from it.
 
     Means over agents; averaged over seeds, with an interval over seeds (with one seed, over
-    agents).
+    agents). ``after`` and what follows from it are with the chosen step size of fine-tuning where
+    one was chosen, ``as_trained`` with the one of training; ``adapt_lr`` is the chosen step size,
+    seed by seed (null where it is not one number), ``lr_scale`` the same over that of training.
     """
 
     name: str
@@ -90,6 +102,9 @@ class Row:
     group: str
     before: Estimate
     after: Estimate
+    as_trained: Estimate
+    adapt_lr: tuple[float | None, ...]
+    lr_scale: tuple[float, ...]
     weighted_mean: float
     std: float
     worst_tenth: float
@@ -103,10 +118,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Trained:
-    """One method (or baseline) and seed: its lines per round and its agents' final scores."""
+    """One method (or baseline) and seed: its lines per round and its agents' final scores.
+
+    ``scores`` are with the step size of fine-tuning as trained, ``chosen`` with the one of
+    ``step_sizes`` that was chosen on validation samples.
+    """
 
     metrics: list[dict[str, Any]]
     scores: list[AgentScores]
+    chosen: list[AgentScores] | None = None
+    step_sizes: StepSizes | None = None
+
+    @property
+    def final(self) -> list[AgentScores]:
+        """The scores that results show: with chosen step sizes where there are any."""
+        return self.chosen or self.scores
 
 
 @dataclass(frozen=True)
@@ -169,18 +195,17 @@ class Run:
 
     def _row(self, line: Line, group: str) -> Row:
         chosen, steps = line.scores(group), line.steps
-        before = [summarise(scores, 0, self.measure) for scores in chosen]
         after = [summarise(scores, steps, self.measure) for scores in chosen]
-        if len(chosen) == 1:
-            before_values, after_values = ([s.score[i] for s in chosen[0]] for i in (0, steps))
-        else:
-            before_values, after_values = ([s.mean for s in part] for part in (before, after))
+        lr = self._adapt_lr(line)
         return Row(
             name=line.label,
             kind=line.kind,
             group=group,
-            before=Estimate.of(before_values),
-            after=Estimate.of(after_values),
+            before=_estimate(chosen, 0),
+            after=_estimate(chosen, steps),
+            as_trained=_estimate(line.scores_as_trained(group), steps),
+            adapt_lr=tuple(None if lr is None else scale * lr for scale in line.scales()),
+            lr_scale=tuple(line.scales()),
             balanced=Estimate.of([s.balanced for s in after]),
             minority=Estimate.of([m for s in after if (m := s.minority) == m] or [math.nan]),
             above_majority=Estimate.of(self._above_majority(line, group)),
@@ -190,6 +215,14 @@ class Run:
                 for f in ("weighted_mean", "std", "worst_tenth", "harmed", "loss")
             },
         )
+
+    def _adapt_lr(self, line: Line) -> float | None:
+        """The step size that the scales of a line multiply, where it is one number."""
+        algorithms = self.config.algorithms()
+        own = algorithms.get(line.name) or next(iter(algorithms.values()))
+        lr = getattr(own, "meta_lr" if line.name == "local" else "adapt_lr", None)
+        learned = getattr(own, "rates_lr", 0) and line.kind == "method"
+        return lr if isinstance(lr, float) and not learned else None
 
     def _above_majority(self, line: Line, group: str) -> list[float]:
         """By how much the mean score lies above always answering the most frequent class."""
@@ -206,10 +239,38 @@ class Run:
     def costs(self, name: str) -> dict[str, float]:
         """What training a method cost, per seed: work, traffic and seconds."""
         part = self.methods[name]
-        keys = ("gradients", "hvps", "bytes_up", "bytes_down")
+        keys = ("gradients", "hvps", "bytes_up", "bytes_down", "evaluation_gradients")
         total = {k: sum(m.get(k, 0) for t in part.values() for m in t.metrics) for k in keys}
         seconds = sum(t["seconds"] for t in self.timing if t.get("method") == name)
         return {k: v / len(part) for k, v in {**total, "seconds": seconds}.items()}
+
+    @property
+    def step_sizes_chosen(self) -> bool:
+        """Whether step sizes of fine-tuning were chosen at evaluation."""
+        return any(t.chosen for part in self.methods.values() for t in part.values())
+
+    def step_size_notes(self) -> list[str]:
+        """What a reader must know about the step sizes of fine-tuning, in words."""
+        if not self.step_sizes_chosen:
+            why = (
+                "eval_lr is as_trained"
+                if self.config.eval_lr == "as_trained"
+                else "agents have no validation samples to choose another one on (data.validation)"
+            )
+            return [
+                f"Every method is fine-tuned with the step size (α) of its settings: {why}. "
+                "FedAvg's training does not depend on α, so that its α here is an arbitrary one: "
+                "differences between methods may be differences of α."
+            ]
+        return [
+            f"{line.label}, seed {seed}: the best step size is the last one tried (scale "
+            f"{own.scale:.3g}); a better one may lie beyond."
+            for line in self.lines()
+            for seed, trained in line.seeds.items()
+            if trained.step_sizes
+            for own in trained.step_sizes.chosen
+            if own.steps == line.steps and own.at_edge
+        ]
 
     def rejected(self) -> list[str]:
         """Every update that was left out, in words; of a private run not who was asked when."""
@@ -270,6 +331,8 @@ class Run:
             "rounds": self.config.rounds,
             "scored_on": self.config.eval_on,
             "fine_tuning_steps": self.config.steps_shown,
+            "eval_lr": "chosen" if self.step_sizes_chosen else "as_trained",
+            "notes": self.step_size_notes(),
             "seeds": self.config.seeds,
             "rows": [finite(asdict(row)) for row in self.rows()],
         }
@@ -336,13 +399,37 @@ def _part(folder: Path) -> Trained:
             f"{folder} is not finished: go on with `nufed run --resume {folder.parents[2]}`"
         )
     check_done(folder)
-    metrics = folder / "metrics.jsonl"
-    try:
-        scores = [_agent_scores(line) for line in read_lines(folder / "agents.jsonl")]
-    except (TypeError, KeyError) as error:
-        raise RunError(f"{folder / 'agents.jsonl'} can't be read: {error}") from error
+    metrics, chosen, sizes = (folder / n for n in ("metrics.jsonl", CHOSEN, STEP_SIZES))
     lines = read_lines(metrics) if metrics.exists() else ()
-    return Trained([_numbers(line) for line in lines], scores)
+    return Trained(
+        [_numbers(line) for line in lines],
+        _read_scores(folder / "agents.jsonl"),
+        _read_scores(chosen) if chosen.exists() else None,
+        _read_step_sizes(sizes) if sizes.exists() else None,
+    )
+
+
+def _read_scores(path: Path) -> list[AgentScores]:
+    try:
+        return [_agent_scores(line) for line in read_lines(path)]
+    except (TypeError, KeyError) as error:
+        raise RunError(f"{path} can't be read: {error}") from error
+
+
+def _read_step_sizes(path: Path) -> StepSizes:
+    try:
+        found = _numbers(json.loads(path.read_bytes()))
+        chosen = tuple(ScaleChoice(**own) for own in found["chosen"])
+        return StepSizes(tuple(found["tried"]), chosen, found["gradients"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path} can't be read: {error}") from error
+
+
+def _estimate(by_seed: Sequence[Sequence[AgentScores]], steps: int) -> Estimate:
+    """The mean score over agents with its interval over seeds; with one seed, over agents."""
+    if len(by_seed) == 1:
+        return Estimate.of([s.score[steps] for s in by_seed[0]])
+    return Estimate.of([float(np.mean([s.score[steps] for s in own])) for own in by_seed])
 
 
 def _agent_scores(line: dict[str, Any]) -> AgentScores:

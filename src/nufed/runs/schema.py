@@ -18,6 +18,7 @@ from nufed.algorithm import Algorithm
 from nufed.algorithms import ALGORITHMS
 from nufed.data import Reuse, ScoredOn, SmallAgents
 from nufed.errors import InputError, shown
+from nufed.evaluate import EvalLr
 from nufed.metagrad import Curvature, Exact, FirstOrder, HessianFree
 from nufed.runs.durable import sha256
 from nufed.runs.messages import suggest
@@ -198,6 +199,15 @@ class Config(_Table):
     )
     eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto", description="fine-tuning steps shown; auto: the largest ν, at least 1"
+    )
+    eval_lr: EvalLr = Field(
+        default="chosen",
+        description="step size of fine-tuning at evaluation; chosen: also with the best one on "
+        "validation samples, for the final model; chosen_by_round: for every evaluated one",
+    )
+    tune_local: bool = Field(
+        default=False,
+        description="choose the step size of the baseline 'local' on validation samples",
     )
     eval_on: ScoredOn = Field(
         default="test", description="the part that agents are scored on; choices use validation"

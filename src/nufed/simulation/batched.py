@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from nufed.algorithm import Algorithm, ClientResult, State
-from nufed.data import AgentBatches, Federation
+from nufed.data import AgentBatches, Federation, ScoredOn
 from nufed.data.partition import Rows
 from nufed.evaluate import AgentScores, Measure, score_agent
 from nufed.objective import Batch, Inputs, Objective
-from nufed.simulation.engine import work_of
+from nufed.simulation.engine import EvaluatesScales, work_of
 
 
 @dataclass(frozen=True)
-class BatchedEngine:
+class BatchedEngine(EvaluatesScales):
     """Chunks of agents, stacked (an :class:`~nufed.simulation.engine.Engine`).
 
     ``most`` is how many agents a chunk has at most. The algorithm must combine vectors elementwise
@@ -59,7 +59,7 @@ class BatchedEngine:
             for row, agent in enumerate(states)
         }
 
-    def evaluate(
+    def evaluate_scales(
         self,
         algorithm: Algorithm,
         server: State,
@@ -67,23 +67,32 @@ class BatchedEngine:
         *,
         steps: int,
         measure: Measure,
-    ) -> list[AgentScores]:
-        scores: dict[int, AgentScores] = {}
-        for chunk in self.chunks(algorithm, list(states)):
-            with work_of(chunk, "evaluation"):
-                own = {agent: states[agent] for agent in chunk}
-                scores |= self._evaluate_chunk(algorithm, server, own, steps, measure)
-        return [scores[agent] for agent in states]
+        scales: Sequence[float],
+        part: ScoredOn,
+    ) -> list[list[AgentScores]]:
+        federation = self.federation.scoring(part)
+        agents = federation.scorable(states)
+        scores: list[dict[int, AgentScores]] = [{} for _ in scales]
+        for chunk in self.chunks(algorithm, agents):
+            own = {agent: states[agent] for agent in chunk}
+            for found, scale in zip(scores, scales, strict=True):
+                with work_of(chunk, "evaluation"):
+                    found |= self._evaluate_chunk(
+                        algorithm, federation, server, own, steps, measure, scale
+                    )
+        return [[found[agent] for agent in agents] for found in scores]
 
     def _evaluate_chunk(
         self,
         algorithm: Algorithm,
+        federation: Federation,
         server: State,
         states: Mapping[int, State],
         steps: int,
         measure: Measure,
+        scale: float,
     ) -> dict[int, AgentScores]:
-        sources = [self.federation.batches(agent, self.seed, "evaluate") for agent in states]
+        sources = [federation.batches(agent, self.seed, "evaluate") for agent in states]
         models = list(
             algorithm.personalize(
                 self.objective,
@@ -91,15 +100,16 @@ class BatchedEngine:
                 stack(list(states.values())),
                 StackedBatches(sources),
                 steps,
+                scale,
             )
         )
-        rows = [self.federation.scored_rows(agent) for agent in states]
+        rows = [federation.scored_rows(agent) for agent in states]
         outputs: list[list[Tensor]]
         if len({len(own) for own in rows}) == 1:
-            inputs, _ = take_stacked(self.federation, rows)
+            inputs, _ = take_stacked(federation, rows)
             outputs = [list(self.objective.predict(w, inputs)) for w in models]
         else:
-            tests = [self.federation.scored(agent)[0] for agent in states]
+            tests = [federation.scored(agent)[0] for agent in states]
             outputs = [
                 [self.objective.predict(own, test) for own, test in zip(w, tests, strict=True)]
                 for w in models
@@ -107,7 +117,7 @@ class BatchedEngine:
         scores = {}
         for row, agent in enumerate(states):
             own = (each[row] for each in outputs)
-            scores[agent] = score_agent(self.objective, self.federation, agent, own, measure)
+            scores[agent] = score_agent(self.objective, federation, agent, own, measure)
         return scores
 
 

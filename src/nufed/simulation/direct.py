@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nufed.algorithm import Algorithm, ClientResult, State
-from nufed.data import Federation
+from nufed.data import Federation, ScoredOn
 from nufed.evaluate import AgentScores, Measure, evaluate_agent
 from nufed.objective import Objective
-from nufed.simulation.engine import work_of
+from nufed.simulation.engine import EvaluatesScales, work_of
 
 
 @dataclass(frozen=True)
-class DirectEngine:
+class DirectEngine(EvaluatesScales):
     """Every agent alone (an :class:`~nufed.simulation.engine.Engine`)."""
 
     objective: Objective
@@ -33,7 +33,7 @@ class DirectEngine:
                 results[agent] = algorithm.client_update(self.objective, received, state, batches)
         return results
 
-    def evaluate(
+    def evaluate_scales(
         self,
         algorithm: Algorithm,
         server: State,
@@ -41,21 +41,26 @@ class DirectEngine:
         *,
         steps: int,
         measure: Measure,
-    ) -> list[AgentScores]:
-        scores = []
-        for agent, state in states.items():
+        scales: Sequence[float],
+        part: ScoredOn,
+    ) -> list[list[AgentScores]]:
+        federation = self.federation.scoring(part)
+        scores: list[list[AgentScores]] = [[] for _ in scales]
+        for agent in federation.scorable(states):
             with work_of([agent], "evaluation"):
-                scores.append(
-                    evaluate_agent(
-                        algorithm,
-                        self.objective,
-                        self.federation,
-                        agent,
-                        server,
-                        state,
-                        seed=self.seed,
-                        steps=steps,
-                        measure=measure,
+                for own, scale in zip(scores, scales, strict=True):
+                    own.append(
+                        evaluate_agent(
+                            algorithm,
+                            self.objective,
+                            federation,
+                            agent,
+                            server,
+                            states[agent],
+                            seed=self.seed,
+                            steps=steps,
+                            measure=measure,
+                            scale=scale,
+                        )
                     )
-                )
         return scores

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from nufed.algorithm import Algorithm, ClientResult, State
-from nufed.data import Federation
+from nufed.data import Federation, ScoredOn
 from nufed.errors import NufedError, TrainingError
 from nufed.evaluate import AgentScores, Measure
 from nufed.objective import Objective
@@ -65,3 +65,44 @@ class Engine(Protocol):
     ) -> list[AgentScores]:
         """The scores of every agent in ``states`` after 0 … ``steps`` fine-tuning steps."""
         ...
+
+    def evaluate_scales(
+        self,
+        algorithm: Algorithm,
+        server: State,
+        states: Mapping[int, State],
+        *,
+        steps: int,
+        measure: Measure,
+        scales: Sequence[float],
+        part: ScoredOn,
+    ) -> list[list[AgentScores]]:
+        """The same with the step size of fine-tuning times each of ``scales``.
+
+        Agents are scored on ``part``; those that have no samples there are left out.
+        """
+        ...
+
+
+class EvaluatesScales:
+    """:meth:`Engine.evaluate` of engines that have :meth:`Engine.evaluate_scales`."""
+
+    def evaluate(
+        self: Engine,
+        algorithm: Algorithm,
+        server: State,
+        states: Mapping[int, State],
+        *,
+        steps: int,
+        measure: Measure,
+    ) -> list[AgentScores]:
+        (scores,) = self.evaluate_scales(
+            algorithm,
+            server,
+            states,
+            steps=steps,
+            measure=measure,
+            scales=[1.0],
+            part=self.federation.scored_on,
+        )
+        return scores

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from nufed.algorithm import Algorithm, ClientResult, Combining, Draw, State
-from nufed.data import AgentBatches, Federation
+from nufed.data import AgentBatches, Federation, ScoredOn
 from nufed.data.partition import Rows
 from nufed.evaluate import AgentScores, Measure, score_agent
 from nufed.gram import FirstLayer, GramObjective, GramVector
 from nufed.objective import Batch, Objective
 from nufed.simulation.batched import even_chunks
-from nufed.simulation.engine import work_of
+from nufed.simulation.engine import EvaluatesScales, work_of
 from nufed.simulation.shared import shared_zeros
 
 
-class GramEngine:
+class GramEngine(EvaluatesScales):
     """Chunks of agents in Gram space (an :class:`~nufed.simulation.engine.Engine`).
 
     The algorithm must combine vectors linearly (:class:`nufed.algorithm.Combining`) and use nothing
@@ -43,7 +43,7 @@ class GramEngine:
         agents = len(federation.split.agents)
         self._grams = shared_zeros((agents, largest, largest), objective.dtype)
         self._gram_is_there = shared_zeros((agents,), torch.uint8)
-        self._test_grams: dict[tuple[int, tuple[Draw, ...]], Tensor] = {}
+        self._test_grams: dict[tuple[int, tuple[Draw, ...], ScoredOn], Tensor] = {}
         self._table = torch.empty(0, layer.inputs, dtype=objective.dtype)
         self._touched = torch.empty(largest, layer.inputs, dtype=objective.dtype)
 
@@ -77,7 +77,7 @@ class GramEngine:
             for row, agent in enumerate(chunk)
         }
 
-    def evaluate(
+    def evaluate_scales(
         self,
         algorithm: Algorithm,
         server: State,
@@ -85,30 +85,43 @@ class GramEngine:
         *,
         steps: int,
         measure: Measure,
-    ) -> list[AgentScores]:
-        scores: dict[int, AgentScores] = {}
-        for chunk in self.chunks(algorithm, list(states)):
-            with work_of(chunk, "evaluation"):
-                scores |= self._evaluate_chunk(algorithm, server["model"], chunk, steps, measure)
-        return [scores[agent] for agent in states]
-
-    def _evaluate_chunk(
-        self, algorithm: Algorithm, model: Tensor, chunk: list[int], steps: int, measure: Measure
-    ) -> dict[int, AgentScores]:
+        scales: Sequence[float],
+        part: ScoredOn,
+    ) -> list[list[AgentScores]]:
         assert isinstance(algorithm, Combining)
-        sources = [self.federation.batches(agent, self.seed, "evaluate") for agent in chunk]
+        federation = self.federation.scoring(part)
+        agents = federation.scorable(states)
         draws = tuple(algorithm.personal_draws(steps))
-        batches = PlacedBatches.make(sources, draws, among_used=True)
-        space = self._test_space(model, chunk, batches.used, draws)
-        models = algorithm.personalize(space.objective, space.start, {}, batches, steps)
+        scores: list[dict[int, AgentScores]] = [{} for _ in scales]
+        for chunk in self.chunks(algorithm, agents):
+            with work_of(chunk, "evaluation"):
+                sources = [federation.batches(agent, self.seed, "evaluate") for agent in chunk]
+                batches = PlacedBatches.make(sources, draws, among_used=True)
+                space = self._test_space(federation, server["model"], chunk, batches.used, draws)
+                for found, scale in zip(scores, scales, strict=True):
+                    models = algorithm.personalize(
+                        space.objective, space.start, {}, batches, steps, scale
+                    )
+                    found |= self._score_chunk(federation, chunk, batches, space, models, measure)
+        return [[found[agent] for agent in agents] for found in scores]
+
+    def _score_chunk(
+        self,
+        federation: Federation,
+        chunk: list[int],
+        batches: PlacedBatches,
+        space: _Space,
+        models: Iterable[Any],
+        measure: Measure,
+    ) -> dict[int, AgentScores]:
         trained, tested = max(map(len, batches.used)), len(space.objective.start[0])
         places = torch.arange(trained, tested).expand(len(chunk), -1)
         outputs = [space.objective.predict(w, places) for w in models]
         scores = {}
         for row, agent in enumerate(chunk):
-            size = len(self.federation.scored_rows(agent))
+            size = len(federation.scored_rows(agent))
             own = (each[row, :size] for each in outputs)
-            scores[agent] = score_agent(self.objective, self.federation, agent, own, measure)
+            scores[agent] = score_agent(self.objective, federation, agent, own, measure)
         return scores
 
     def _vector(self, model: Tensor, w: GramVector, row: int, used: Rows, inputs: Tensor) -> Tensor:
@@ -136,12 +149,17 @@ class GramEngine:
         return self._space(model, self._grams, torch.tensor(chunk), outputs, inputs)
 
     def _test_space(
-        self, model: Tensor, chunk: list[int], used: list[Rows], draws: tuple[Draw, ...]
+        self,
+        federation: Federation,
+        model: Tensor,
+        chunk: list[int],
+        used: list[Rows],
+        draws: tuple[Draw, ...],
     ) -> _Space:
         """The same for fine-tuning and test; places count the used samples, then those for test."""
-        split = self.federation.split
+        split = federation.split
         both = [
-            (split.train[agent][own], self.federation.scored_rows(agent))
+            (split.train[agent][own], federation.scored_rows(agent))
             for agent, own in zip(chunk, used, strict=True)
         ]
         inputs = self._inputs([np.concatenate(pair) for pair in both])
@@ -151,7 +169,10 @@ class GramEngine:
         for row, (agent, x) in enumerate(zip(chunk, inputs, strict=True)):
             n, m = map(len, both[row])
             values = self._layer.apply(model, x)
-            products = self._test_gram(agent, draws, x, n)
+            key = agent, draws, federation.scored_on
+            if key not in self._test_grams:  # the same in every round
+                self._test_grams[key] = self._layer.gram(x, x[:n])
+            products = self._test_grams[key]
             for table, own in ((outputs[row], values), (gram[row, :, :n], products)):
                 table[:n] = own[:n]
                 table[trained : trained + m] = own[n:]
@@ -185,14 +206,6 @@ class GramEngine:
                 (inputs,) = self._inputs([rows])
                 self._layer.fill_gram(self._grams[agent], inputs)
                 self._gram_is_there[agent] = 1
-
-    def _test_gram(
-        self, agent: int, draws: tuple[Draw, ...], inputs: Tensor, trained: int
-    ) -> Tensor:
-        """K of the samples for fine-tuning and test with the former, the same in every round."""
-        if (agent, draws) not in self._test_grams:
-            self._test_grams[agent, draws] = self._layer.gram(inputs, inputs[:trained])
-        return self._test_grams[agent, draws]
 
 
 class _Space(NamedTuple):

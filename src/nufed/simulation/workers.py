@@ -7,15 +7,15 @@ from itertools import accumulate, chain
 from typing import Any
 
 from nufed.algorithm import Algorithm, ClientResult, State
-from nufed.data import Federation
+from nufed.data import Federation, ScoredOn
 from nufed.evaluate import AgentScores, Measure
 from nufed.objective import Objective
-from nufed.simulation.engine import Engine
+from nufed.simulation.engine import Engine, EvaluatesScales
 from nufed.simulation.processes import Note, Workers
 from nufed.simulation.shared import Board, room_for
 
 
-class WorkerEngine:
+class WorkerEngine(EvaluatesScales):
     """Runs the chunks of an engine in processes (an :class:`~nufed.simulation.engine.Engine`).
 
     The same bits as that engine alone, for any number of workers: the chunks are the same, and each
@@ -69,7 +69,7 @@ class WorkerEngine:
             for agent, (vectors, state, cost) in answer.items()
         }
 
-    def evaluate(
+    def evaluate_scales(
         self,
         algorithm: Algorithm,
         server: State,
@@ -77,18 +77,25 @@ class WorkerEngine:
         *,
         steps: int,
         measure: Measure,
-    ) -> list[AgentScores]:
+        scales: Sequence[float],
+        part: ScoredOn,
+    ) -> list[list[AgentScores]]:
         sizes = [room_for(server), *map(room_for, states.values())]
         places = self._prepare([algorithm, measure], sizes)
         layout = self._board.put(server, next(places))
         own = {agent: self._board.put(state, next(places)) for agent, state in states.items()}
         numbers = self._number(algorithm), self._number(measure)
-        chunks = [{a: own[a] for a in c} for c in self.chunks(algorithm, list(states))]
+        agents = self.federation.scoring(part).scorable(states)
+        chunks = [{a: own[a] for a in c} for c in self.chunks(algorithm, agents)]
+        how = (list(scales), part, steps)
         answers = self._ask(
-            [("evaluate", *numbers, layout, chunk, steps) for chunk in chunks], "evaluation"
+            [("evaluate", *numbers, how, layout, chunk, None) for chunk in chunks], "evaluation"
         )
-        scores = {score.agent: score for answer in answers for score in answer}
-        return [scores[agent] for agent in states]
+        found: list[dict[int, AgentScores]] = [{} for _ in scales]
+        for answer in answers:
+            for own_scale, scores in zip(found, answer, strict=True):
+                own_scale |= {score.agent: score for score in scores}
+        return [[by_agent[agent] for agent in agents] for by_agent in found]
 
     def __enter__(self) -> WorkerEngine:
         return self
@@ -133,13 +140,15 @@ class WorkerEngine:
         """In a process: the work on one chunk."""
         kind, *rest = question
         if kind == "evaluate":
-            algorithm, measure, layout, chunk, steps = rest
-            return self._engine.evaluate(
+            algorithm, measure, (scales, part, steps), layout, chunk, _ = rest
+            return self._engine.evaluate_scales(
                 self._objects[algorithm],
                 self._board.take(layout),
                 {agent: self._board.take(state) for agent, state in chunk.items()},
                 steps=steps,
                 measure=self._objects[measure],
+                scales=scales,
+                part=part,
             )
         number, layout, chunk, round = rest
         results = self._engine.client_updates(

@@ -104,14 +104,15 @@ def evaluate_agent(
     seed: int,
     steps: int,
     measure: Measure,
+    scale: float = 1.0,
 ) -> AgentScores:
     """Personalise the server's model for one agent and score it on what was kept back.
 
     The batches of fine-tuning depend on seed and agent only, so that methods and rounds are
-    compared on the same ones.
+    compared on the same ones. ``scale`` multiplies the step size of fine-tuning.
     """
     batches = federation.batches(agent, seed, "evaluate")
-    models = algorithm.personalize(objective, server, state, batches, steps)
+    models = algorithm.personalize(objective, server, state, batches, steps, scale)
     inputs, _ = federation.scored(agent)
     outputs = (objective.predict(w, inputs) for w in models)
     return score_agent(objective, federation, agent, outputs, measure)
