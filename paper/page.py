@@ -1,6 +1,6 @@
 """Writes docs/results.md from the summaries: every number on it comes from there.
 
-The words are in results.md.j2 and in_short.md.j2; tables and the numbers in sentences are made here.
+The words are in results.md.j2 and in_short.md.j2; tables and numbers in sentences are made here.
 """
 
 from collections import Counter

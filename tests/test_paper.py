@@ -160,7 +160,7 @@ def test_every_stage_runs_to_its_end_and_is_on_the_page(tmp_path, monkeypatch):
     assert (
         images
         == drawn
-        == {f"{name}.svg" for name in (*FIGURES, *"delta alpha heat compute".split())}
+        == {f"{name}.svg" for name in (*FIGURES, *["delta", "alpha", "heat", "compute"])}
     )
     for stage in ("fair-fig1", "tuned", "writers"):
         run = load_run(tmp_path / "runs" / stage)

@@ -57,7 +57,7 @@ def results_table(runs: Sequence[Run], group: str, *, narrow: bool = False) -> T
     columns = [
         name
         for name in _COLUMNS
-        if not (name in _WIDE and narrow)
+        if not (narrow and name in (_WIDE if chosen else _WIDEST))
         and (name not in _STEP_SIZES or chosen)
         and (name not in _BY_CLASS or all(run.measure.name == "accuracy" for run in runs))
     ]
@@ -95,7 +95,8 @@ _COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
 }
 _BY_CLASS = ("over majority", "balanced", "minority")
 _STEP_SIZES = ("as trained", "α")
-_WIDE = ("std", "over majority", "balanced")
+_WIDEST = ("std", "over majority")
+_WIDE = (*_WIDEST, "balanced", "minority")
 
 
 def _chosen_lr(row: Row) -> str:
