@@ -56,6 +56,8 @@ def test_numbers(tmp_path):
         (("rounds = 1000", "roundz = 1000"), "the key 'rounds' is missing|unknown key 'roundz'"),
         (("L = 1.5\n", ""), "missing or unknown: smoothness"),
         (("L = 1.5", "L = 0.0"), "smoothness = 0.0: must be above 0"),
+        (("kurtosis = 1.1", "kurtosis = 0.1"), "gradient_kurtosis = 0.1: must be at least"),
+        (("kurtosis = 0.3", "kurtosis = 0.01"), "hessian_kurtosis = 0.01: must be at least"),
         (("cohort = 10", "cohort = 60"), "cohort = 60: must lie in 1 … 50"),
         (("adapt_lr = 0.1", "adapt_lr = -0.1"), "alpha = -0.1"),
         (("adapt_lr = 0.1", "adapt_lr = = 1"), "can't be read as TOML"),

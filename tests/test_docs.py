@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from nufed.data.sources import mnist_writers
+from nufed import Samples
+from nufed.data.sources import SOURCES, mnist_writers
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,13 +46,28 @@ def test_the_script_that_makes_mnist_by_writer(tmp_path, monkeypatch):
     for part, images in (("train", "train"), ("test", "t10k")):
         write_idx(f"{images}-images-idx3-ubyte.gz", digits, ">u1")
         write_idx(f"qmnist-{part}-labels-idx2-int.gz", labels, ">i4")
-    script = re.search(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)[1]
-    exec(script, {})
+    exec(python_of("docs/data.md")[0], {})
     monkeypatch.setenv("NUFED_DATA", str(tmp_path))
     samples = mnist_writers()
     assert samples.targets.tolist() == [7, 2, 1]
     assert samples.owners.tolist() == ["train-300", "train-300", "train-2599"]
     assert (samples.inputs.numpy() == digits).all()
+
+
+def test_the_shares_of_rows_that_agents_share(monkeypatch, capsys):
+    """The table of docs/data.md is what its script prints, for labels as CIFAR-10 has them."""
+    labels = torch.arange(10).repeat(5000)
+    cifar10 = Samples(torch.zeros(len(labels), 1), labels, tuple("0123456789"))
+    monkeypatch.setitem(SOURCES, "cifar10", lambda: cifar10)
+    exec(python_of("docs/data.md")[1], {})
+    page = (ROOT / "docs/data.md").read_text()
+    listed = re.findall(r"^\| (?:train|test).* \| .* \| (\d+ % .*) \|$", page, re.MULTILINE)
+    assert len(listed) == 5 and capsys.readouterr().out.splitlines() == listed
+
+
+def python_of(page):
+    """The Python scripts on a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def write_idx(file, array, number):

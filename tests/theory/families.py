@@ -127,6 +127,20 @@ class Noise:
         return tuple(2 * self.rng.binomial(size, 0.5, shape) / size - 1 for _ in range(2))
 
 
+class EverySign:
+    """Every combination of the signs of the draws once, for exact means: 4 per draw of a sample."""
+
+    def __init__(self):
+        self.drawn = 0
+
+    def signs(self, size, shape):
+        assert size == 1 and shape[1:] == (1, 1)
+        bits = [np.arange(shape[0]) >> self.drawn + i & 1 for i in range(2)]
+        self.drawn += 2
+        assert 2**self.drawn <= shape[0]
+        return tuple((2.0 * b - 1).reshape(shape) for b in bits)
+
+
 def iterates(problem, w, alpha, batches, noise):
     models = [w]
     for size in batches.adapt:

@@ -220,7 +220,7 @@ def everything(constants, alpha=0.3, steps=3, size=8):
 @pytest.mark.parametrize("constant", [f.name for f in fields(ProblemConstants)])
 def test_bounds_are_monotone_in_every_constant(constant):
     before = everything(CONSTANTS)
-    after = everything(replace(CONSTANTS, **{constant: getattr(CONSTANTS, constant) * 1.5}))
+    after = everything(replace(CONSTANTS, **{constant: getattr(CONSTANTS, constant) * 1.1}))
     assert all(after[name] >= before[name] for name in before)
     assert any(after[name] > before[name] for name in before)
 
@@ -237,7 +237,10 @@ def test_tight_bounds_are_tighter():
 def test_the_hessian_free_bound_is_never_above_the_printed_one():
     rng = np.random.default_rng(0)
     for _ in range(300):
-        constants = ProblemConstants(*10 ** rng.uniform(-1, 1, size=9))
+        values = 10 ** rng.uniform(-1, 1, size=9)
+        values[5:7] = np.maximum(values[5:7], values[3:5] ** 4)  # κ ≥ σ⁴
+        values[7] = min(values[7], 2 * values[0])  # γ_G ≤ 2B
+        constants = ProblemConstants(*values)
         batches = BatchSizes.equal(int(rng.integers(1, 20)), int(rng.integers(1, 6)))
         for fd_step in (1e-3, 0.1, 1.0, 10.0):
             tight, paper = (
@@ -269,6 +272,20 @@ def test_how_errors_scale():
         (lambda: replace(CONSTANTS, smoothness=0.0), "smoothness = 0.0: must be above 0"),
         (lambda: replace(CONSTANTS, gradient=-1.0), "gradient = -1.0: must be a finite number"),
         (lambda: replace(CONSTANTS, gradient=math.nan), "gradient = nan"),
+        (
+            lambda: replace(CONSTANTS, gradient_kurtosis=0.6),
+            r"gradient_kurtosis = 0.6: must be at least gradient_noise⁴ with gradient_noise = 0.9, "
+            r".* lower gradient_noise to 0.88$",
+        ),
+        (
+            lambda: replace(CONSTANTS, hessian_noise=0.8),
+            r"hessian_kurtosis = 0.3: must be at least hessian_noise⁴ .* lower .* to 0.74$",
+        ),
+        (lambda: replace(CONSTANTS, gradient_noise=1e200), "gradient_kurtosis = 1.1"),
+        (
+            lambda: replace(CONSTANTS, gradient_dissimilarity=4.2),
+            r"gradient_dissimilarity = 4.2: must be at most 2·gradient = 4, .* or raise gradient",
+        ),
         (lambda: BatchSizes((1, 2), 3, (1,)), "must hold 2 sizes"),
         (lambda: BatchSizes((0,), 3, (1,)), "batch size = 0"),
         (lambda: theory.meta_smoothness(CONSTANTS, -0.1, 1), "alpha = -0.1"),
@@ -286,3 +303,36 @@ def test_how_errors_scale():
 def test_values_outside_the_conditions_are_refused(call, message):
     with pytest.raises(TheoryError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_noise": 0.9, "gradient_kurtosis": 0.9**4},
+        {"gradient_noise": 1.23, "gradient_kurtosis": 2.25},  # 1.2251 and its fourth power, rounded
+        {"gradient_noise": 1e-90, "gradient_kurtosis": 0.0},  # the fourth power underflows
+        {"gradient_dissimilarity": 4.0},  # what the paper says always holds
+        {"hessian_dissimilarity": 30.0},  # a Frobenius norm may be above 2L
+    ],
+)
+def test_constants_at_the_edge_of_what_is_possible(changes):
+    assert replace(CONSTANTS, **changes)
+
+
+def test_why_hessian_dissimilarity_is_not_refused_below_twice_the_smoothness():
+    """∇²f_i = L(I − 2e_ie_iᵀ): all of norm L, and 2L(1 − 1/N) from their mean."""
+    agents = 50
+    hessians = np.eye(agents) - 2 * np.einsum("ij,ik->ijk", np.eye(agents), np.eye(agents))
+    from_mean = hessians - hessians.mean(axis=0)
+    norms, apart = (np.linalg.norm(h, 2, axis=(1, 2)) for h in (hessians, from_mean))
+    assert norms == pytest.approx(np.ones(agents))
+    assert apart == pytest.approx(np.full(agents, 2 * (1 - 1 / agents)))
+
+
+@given(problems())
+def test_the_constants_of_problems_are_possible(case):
+    """γ_G ≤ B, κ_G ≥ σ_G⁴ and κ_H ≥ σ_H⁴, whichever norm σ_H is in."""
+    for constants in (case[0].constants, frobenius(case[0])):
+        assert constants.gradient_dissimilarity <= constants.gradient * (1 + 1e-9)
+        assert constants.gradient_kurtosis >= constants.gradient_noise**4 * (1 - 1e-9)
+        assert constants.hessian_kurtosis >= constants.hessian_noise**4 * (1 - 1e-9)

@@ -57,8 +57,9 @@ class DirichletReusing(Sequence[list[Rows]]):
 
     The data is cut once into as many pools as there are ``sizes`` (training, validation, test), in
     their proportions and class by class, and an agent's parts come from their pools by one class
-    distribution. So no agent trains on what another one is tested on. A sequence with a list of
-    parts per agent; no part holds a row twice.
+    distribution. So no agent trains on what another one is tested on; but agents train on the same
+    rows, those held out from training too (docs/data.md). A sequence with a list of parts per
+    agent; no part holds a row twice.
 
     An agent's parts are a function of the seed and its number, and are drawn when they are asked
     for: a million agents take no memory.

@@ -47,7 +47,11 @@ class DataConfig(_Table):
     agents: Count = Field(default=50, description="N; not used by the partition 'given'")
     samples_per_agent: Count | None = None
     dirichlet: float = Field(default=0.01, gt=0, lt=float("inf"), description="α_d")
-    reuse: Reuse = "never"
+    reuse: Reuse = Field(
+        default="never",
+        description="whether agents share samples; if so, most training samples of unseen agents "
+        "are seen agents' too (docs/data.md)",
+    )
     classes_per_agent: Count = Field(default=2, description="of the partition 'shards'")
     validation: Fraction = 0.0
     test: Annotated[float, Field(gt=0, lt=1)] = 0.2

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+ROUNDING = 0.01  # relative; constants may be copied from a table of three digits
+UNDERFLOW = 1e-77  # the fourth power of less is no normal float
+
 
 class TheoryError(ValueError):
     """A value outside the conditions of a result; the message says which."""
@@ -31,10 +34,13 @@ class ProblemConstants:
         gradient_noise: σ_G, the standard deviation of one sample's gradient.
         hessian_noise: σ_H, the same of one sample's Hessian. For the bounds as printed it is taken
             in the Frobenius norm; for the others the spectral norm is enough.
-        gradient_kurtosis: κ_G, the fourth moment of one sample's gradient about its mean.
-        hessian_kurtosis: κ_H, the same of one sample's Hessian.
-        gradient_dissimilarity: γ_G, the standard deviation of ∇f_i over agents.
-        hessian_dissimilarity: γ_H, the same of ∇²f_i.
+        gradient_kurtosis: κ_G ≥ σ_G⁴, the fourth moment of one sample's gradient about its mean.
+        hessian_kurtosis: κ_H ≥ σ_H⁴, the same of one sample's Hessian, in the Frobenius norm (only
+            the bounds as printed use it).
+        gradient_dissimilarity: γ_G ≤ 2B, the standard deviation of ∇f_i over agents.
+        hessian_dissimilarity: γ_H, the same of ∇²f_i; the spectral norm is enough.
+
+    Constants that no problem has are refused, up to rounding (docs/theory.md, The constants).
     """
 
     gradient: float
@@ -53,6 +59,29 @@ class ProblemConstants:
             ok = isinstance(value, int | float) and math.isfinite(value) and value >= 0
             need(ok, field.name, value, "must be a finite number, 0 or more")
         need(self.smoothness > 0, "smoothness", self.smoothness, "must be above 0")
+        self._need_fourth_moment("gradient_kurtosis", "gradient_noise")
+        self._need_fourth_moment("hessian_kurtosis", "hessian_noise")
+        most = 2 * self.gradient
+        need(
+            self.gradient_dissimilarity <= (1 + ROUNDING) * most,
+            "gradient_dissimilarity",
+            self.gradient_dissimilarity,
+            f"must be at most 2·gradient = {most:g}, since gradients no longer than gradient are "
+            "no further than that from their mean; lower it, or raise gradient",
+        )
+
+    def _need_fourth_moment(self, kurtosis: str, noise: str) -> None:
+        """κ ≥ σ⁴ (Jensen), compared as κ^¼ ≥ σ, which does not overflow."""
+        fourth, deviation = getattr(self, kurtosis), getattr(self, noise)
+        most = fourth**0.25
+        need(
+            most >= (1 - ROUNDING) * deviation or deviation < UNDERFLOW,
+            kurtosis,
+            fourth,
+            f"must be at least {noise}⁴ with {noise} = {deviation}, since a fourth moment is never "
+            f"below the square of the second; raise it (a standardised kurtosis is to be "
+            f"multiplied by {noise}⁴), or lower {noise} to {most:.3g}",
+        )
 
 
 GREEK = {
