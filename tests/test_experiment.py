@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -317,7 +318,7 @@ def test_the_results_say_what_lies_above_the_majority(finished):
 
 
 def test_scoring_on_validation_data_needs_some(tmp_path):
-    with pytest.raises(InputError, match=r'eval_on = "validation": agents have no validation part'):
+    with pytest.raises(InputError, match=r"eval_on = .* agent '0' has no validation part"):
         nufed.run(SMALL, ["eval_on=validation"], out=tmp_path / "none")
     assert not (tmp_path / "none").exists()
     overrides = ["eval_on=validation", "data.validation=0.2", "seeds=[0]", "rounds=2"]
@@ -377,13 +378,31 @@ def test_a_saved_split_is_used_as_it_is(finished, tmp_path):
     split = finished.path / "splits" / "seed-{seed}.safetensors"
     again = nufed.run(SMALL, [f"data.split_file={split}", "data.agents=2"], out=tmp_path / "again")
     assert again.to_json() == finished.to_json()
-    with pytest.raises(InputError, match="about more samples than the 100"):
+    with pytest.raises(InputError, match="outside of the data, rows 0 … 99; give"):
         nufed.run(
             SMALL,
             [f"data.split_file={split}"],
             data=(np.zeros((100, 64)), np.arange(100) % 10),
             out=tmp_path / "no",
         )
+
+
+def test_a_split_that_tests_on_training_rows_is_refused(finished, tmp_path):
+    split = Split.load(finished.path / "splits" / "seed-0.safetensors")
+    leaking = replace(split, test=[rows[: len(rows) // 4] for rows in split.train])
+    leaking.save(tmp_path / "split.safetensors")
+    config = {**SMALL, "seeds": [0], "data": {"split_file": str(tmp_path / "split.safetensors")}}
+    with pytest.raises(InputError, match="must not be what is scored on"):
+        nufed.run(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_agent_without_a_part_to_score_on_is_named(finished, tmp_path):
+    split = Split.load(finished.path / "splits" / "seed-0.safetensors")
+    replace(split, test=[*split.test[:-1], split.test[-1][:0]]).save(tmp_path / "s.safetensors")
+    config = {**SMALL, "seeds": [0], "data": {"split_file": str(tmp_path / "s.safetensors")}}
+    with pytest.raises(InputError, match=f"agent '{len(split.names) - 1}' has no test part"):
+        nufed.run(config, out=tmp_path / "run")
 
 
 def test_threads_are_set_and_restored(tmp_path, monkeypatch):
