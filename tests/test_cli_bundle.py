@@ -100,6 +100,19 @@ def test_bad_csv_is_one_sentence(work, text, words):
         bundle.adapt(given.inputs, given.labels)
 
 
+def test_predict_names_a_sample_that_is_not_finite(work, nufed):
+    library.load_bundle(work / "run/bundles/gmeta.nufed").unadapted().save(work / "as.safetensors")
+    inputs = np.ones((3, 64))
+    for bad, words in ((np.nan, "input of sample 1 "), (np.inf, "input of sample 1 ")):
+        inputs[1, 5] = bad
+        np.savez(work / "bad.npz", inputs=inputs, targets=[0, 1, 2])
+        said = nufed("predict", "as.safetensors", "bad.npz", cwd=work)
+        assert said.returncode == 2 and words in said.stderr and not said.stdout
+    np.savez(work / "bad.npz", inputs=np.ones((3, 64)), targets=[0, 1, np.nan])
+    said = nufed("predict", "as.safetensors", "bad.npz", cwd=work)
+    assert said.returncode == 2 and "target of sample 2 " in said.stderr
+
+
 def test_bad_files_exit_with_one_sentence_and_write_nothing(work, nufed):
     np.savez(work / "object.npz", inputs=np.array([{}, {}], dtype=object), targets=[0, 1])
     np.savez(work / "half.npz", inputs=np.zeros((2, 64)))

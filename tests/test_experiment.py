@@ -129,7 +129,7 @@ def test_spoiling_every_test_input_changes_no_trained_model(finished, tmp_path, 
     for seed in (0, 1):
         split = Split.load(finished.path / "splits" / f"seed-{seed}.safetensors")
         inputs_of_seed = inputs.clone()
-        inputs_of_seed[np.concatenate(split.test)] = float("nan")
+        inputs_of_seed[np.concatenate(split.test)] = 1e30
         spoiled = nufed.Samples(inputs_of_seed, clean.targets, clean.classes)
         run = nufed.run({**SMALL, "seeds": [seed]}, data=spoiled, out=tmp_path / str(seed))
         for method in SMALL["methods"]:
@@ -139,7 +139,29 @@ def test_spoiling_every_test_input_changes_no_trained_model(finished, tmp_path, 
             ]
             assert torch.equal(*models)
         # and what was tested was indeed spoiled
-        assert all(math.isnan(s.loss[-1]) for s in run.methods["exact"][seed].scores)
+        assert all(s.loss[-1] > 1e20 for s in run.methods["exact"][seed].scores)
+
+
+def test_numbers_that_are_not_finite_are_refused_before_anything_is_written(
+    finished, tmp_path, monkeypatch
+):
+    clean = SOURCES["digits"]()
+    split = Split.load(finished.path / "splits" / "seed-0.safetensors")
+    out, config = tmp_path / "run", {**SMALL, "seeds": [0]}
+    for part in (split.train, split.test):
+        for bad in (math.nan, 1e300):
+            inputs, row = clean.inputs.double(), int(part[1][0])
+            inputs[row, 3, 3] = bad
+            with pytest.raises(InputError, match=f"the input of sample {row} .* holds NaN"):
+                nufed.run(config, data=(inputs, clean.targets), out=out)
+    (tmp_path / "broken_source.py").write_text(
+        "import numpy as np\n"
+        "def load():\n    return np.array([[1.0], [2.0]]), np.array([[1.0], [np.nan]])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"the target of sample 1 .* holds NaN"):
+        nufed.run({**config, "data": {"source": "broken_source:load"}}, out=out)
+    assert not out.exists()
 
 
 def test_own_model_data_loss_and_metric(tmp_path):

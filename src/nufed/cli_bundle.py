@@ -17,7 +17,7 @@ from rich.table import Table as RichTable
 from nufed.bundle import Adapted, Prediction, load_adapted, load_bundle
 from nufed.bundle.archive import SUFFIX
 from nufed.bundle.of_run import make_bundle
-from nufed.bundle.table import LABEL, Data, read_data
+from nufed.bundle.table import LABEL, Data, read_data, to_cell
 from nufed.cli_data import AsJson
 from nufed.errors import InputError
 from nufed.runs import load_run
@@ -163,5 +163,8 @@ def _write(out: Path, answers: list[Prediction]) -> None:
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["sample", "answer", "probability"])
-    writer.writerows(_cells(number, answer) for number, answer in enumerate(answers))
+    for number, prediction in enumerate(answers):
+        sample, answer, sure = _cells(number, prediction)
+        is_class = isinstance(prediction.answer, str)
+        writer.writerow([sample, to_cell(answer) if is_class else answer, sure])
     write_durably(out, text.getvalue().encode())
