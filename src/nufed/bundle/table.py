@@ -62,13 +62,12 @@ def to_cell(name: str) -> str:
 
 
 def from_cell(cell: str) -> str:
-    """The class name that :func:`to_cell` wrote, without spaces around it.
+    """The class name that :func:`to_cell` wrote; of others, the text without spaces around it.
 
     >>> from_cell("'=1+1"), from_cell("-0.5"), from_cell("'tis")
     ('=1+1', '-0.5', "'tis")
     """
-    cell = cell.strip()
-    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell.strip()
 
 
 def _from_csv(text: str, label: str, labelled: bool) -> Data:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from nufed.errors import InputError
+from nufed.errors import InputError, shown
 from nufed.objective import Inputs
 
+LONGEST_NAME = 1000  # bytes of the name of a class or owner
 FEW_CLASSES = 1000  # that data may have however few samples there are
 
 
@@ -49,6 +50,8 @@ class Samples:
                 f"the data has arrays of {sorted(lengths)} rows: inputs, targets and owners must "
                 "have the same number of rows, at least one"
             )
+        for name in (*self.classes, *map(str, [] if self.owners is None else self.owners)):
+            _check_name(name)
         if not self.classes:
             return
         low, high = self.targets.min().item(), self.targets.max().item()
@@ -113,6 +116,19 @@ class Samples:
 
     def _rows(self, x: Tensor, index: Tensor) -> Tensor:
         return scaled(x.index_select(0, index), self.scale, self.shift)
+
+
+def _check_name(name: object) -> None:
+    """Refuse names of classes and owners that files can't hold."""
+    try:
+        fits = isinstance(name, str) and len(name.encode()) <= LONGEST_NAME
+    except UnicodeEncodeError:  # half a character
+        fits = False
+    if not fits:
+        raise InputError(
+            f"the class or owner {shown(name)} can't be used: give text of at most {LONGEST_NAME} "
+            "bytes in UTF-8"
+        )
 
 
 def scaled(x: Tensor, scale: float, shift: float) -> Tensor:
