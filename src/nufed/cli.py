@@ -258,7 +258,7 @@ def _first_line(thing: Any) -> str:
 
 def _version(asked: bool) -> None:
     if asked:
-        print(f"nufed {__version__}")
+        say(f"nufed {__version__}")
         raise typer.Exit
 
 

@@ -6,6 +6,8 @@ Every command ends as it should, prints nothing but text, and shows what a name 
 import csv
 import io
 import random
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 import vl_convert
 from torch import nn
 
+import nufed as library
 from nufed import Bundle, InputError, Samples
 from nufed.bundle.table import from_cell, read_data, to_cell
 from nufed.cli_bundle import _write
@@ -193,6 +196,18 @@ def test_a_run_of_hostile_names_ends_well(tmp_path, nufed, tell, times, monkeypa
         body = page[page.index("<body>") :]
         check_text(body)
     tell(f"hostile names: {times} runs of such classes, owners, methods and directories end well")
+
+
+def test_commands_print_through_one_module():
+    """What is printed elsewhere is JSON, which Python writes in ASCII."""
+    root = Path(library.__file__).parent
+    direct = re.compile(r"^(?!\s*>>>).*?((?<![\w.])print\((?!json\.dumps)|\bConsole\()", re.M)
+    found = [
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if direct.search(path.read_text("utf-8"))
+    ]
+    assert found == ["terminal.py"]
 
 
 @pytest.mark.parametrize("name", ["local", "majority", "untrained"])

@@ -50,7 +50,8 @@ class Samples:
                 f"the data has arrays of {sorted(lengths)} rows: inputs, targets and owners must "
                 "have the same number of rows, at least one"
             )
-        for name in (*self.classes, *map(str, [] if self.owners is None else self.owners)):
+        owners = () if self.owners is None else set(map(str, self.owners))
+        for name in (*self.classes, *owners):
             _check_name(name)
         if not self.classes:
             return
