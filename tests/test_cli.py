@@ -100,6 +100,28 @@ def test_data_show_draws_the_split(done, nufed):
     assert shown["classes"] == split["classes"] and len(shown["agents"]) == 30
 
 
+def test_a_directory_may_be_called_like_markup(tmp_path, nufed):
+    quick = ["rounds=1", "seeds=[0]", "data.unseen_agents=0", "workers=1"]
+    quick += ["data.agents=4", "methods={constructor={}}"]
+    for call in (("run", "quickstart", *quick, "--out", "r-[/x]"), ("run", "--resume", "r-[/x]")):
+        said = nufed(*call, cwd=tmp_path)
+        assert said.returncode == 0, said.stderr
+        assert "run directory: r-[/x]\n" in said.stderr
+        assert said.stdout.splitlines()[-1] == "report: r-[/x]/report.html"
+
+
+@pytest.mark.parametrize("name", ["constructor", "toString", "a\u2028b", "a\x00b"])
+def test_classes_and_agents_of_any_name_are_drawn(tmp_path, name):
+    """In a process of its own: some names used to end it."""
+    code = (
+        "from pathlib import Path; from nufed.report import save_counts_chart; "
+        f"names = [{name!r}, 'b']; save_counts_chart(names, names, [[1, 2], [3, 4]], Path('c.svg'))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    svg = (tmp_path / "c.svg").read_text("utf-8")
+    assert svg.count('aria-roledescription="rect mark"') == 4
+
+
 def test_data_list_says_what_is_here_and_how_to_get_the_rest(tmp_path, nufed, monkeypatch):
     monkeypatch.setenv("NUFED_DATA", str(tmp_path / "mine"))
     (tmp_path / "mine/cifar-100-binary").mkdir(parents=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import nufed as library
 
@@ -98,6 +99,48 @@ def test_bad_csv_is_one_sentence(work, text, words):
     with pytest.raises(library.InputError, match=words):
         given = library.bundle.table.read_data(work / "bad.csv")
         bundle.adapt(given.inputs, given.labels)
+
+
+def test_predict_names_a_sample_that_is_not_finite(work, nufed):
+    library.load_bundle(work / "run/bundles/gmeta.nufed").unadapted().save(work / "as.safetensors")
+    inputs = np.ones((3, 64))
+    for bad, words in ((np.nan, "input of sample 1 "), (np.inf, "input of sample 1 ")):
+        inputs[1, 5] = bad
+        np.savez(work / "bad.npz", inputs=inputs, targets=[0, 1, 2])
+        said = nufed("predict", "as.safetensors", "bad.npz", cwd=work)
+        assert said.returncode == 2 and words in said.stderr and not said.stdout
+    np.savez(work / "bad.npz", inputs=np.ones((3, 64)), targets=[0, 1, np.nan])
+    said = nufed("predict", "as.safetensors", "bad.npz", cwd=work)
+    assert said.returncode == 2 and "target of sample 2 " in said.stderr
+
+
+def test_odd_class_names_are_printed_as_text_and_no_formulas_in_csv(tmp_path, nufed):
+    classes = ("[/b]yes", "[b]", "\x1b[2J\u202e", "=1+1")
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 4))
+    torch.nn.init.eye_(module[1].weight)
+    build = {"build": "logistic", "args": {"input_shape": [4], "outputs": 4}}
+    bundle = library.Bundle.of(module, **build, input_shape=(4,), adapt_lr=0.1, classes=classes)
+    bundle.save(tmp_path / "b.nufed")
+    bundle.unadapted().save(tmp_path / "as.safetensors")
+    np.savez(tmp_path / "x.npz", inputs=9 * np.eye(4), targets=np.arange(4))
+    for call in (("inspect", "b.nufed"), ("predict", "as.safetensors", "x.npz", "--out", "p.csv")):
+        said = nufed(*call, cwd=tmp_path)
+        assert said.returncode == 0, said.stderr
+        assert all(sign.isprintable() or sign == "\n" for sign in said.stdout)
+        for shown in ("[/b]yes", "[b]", r"\x1b[2J\u202e", "=1+1"):
+            assert shown in said.stdout
+    with (tmp_path / "p.csv").open(newline="") as file:
+        answers = [row["answer"] for row in csv.DictReader(file)]
+    assert answers == ["[/b]yes", "[b]", "\x1b[2J\u202e", "'=1+1"]
+    rows = "".join(f"{n},0,0,0,{cell}\n" for n, cell in enumerate(answers))
+    (tmp_path / "back.csv").write_text("a,b,c,d,label\n" + rows)
+    said = nufed("predict", "as.safetensors", "back.csv", cwd=tmp_path)
+    assert said.returncode == 0 and "of 4, " in said.stdout
+    (tmp_path / "odd.csv").write_text("\x1b[2J,[/b]\n1,2\n")
+    said = nufed("adapt", "b.nufed", "odd.csv", "--out", "no.safetensors", cwd=tmp_path)
+    (line,) = said.stderr.splitlines()
+    assert said.returncode == 2 and line.isprintable() and "[/b]" in line
 
 
 def test_bad_files_exit_with_one_sentence_and_write_nothing(work, nufed):

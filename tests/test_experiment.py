@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -128,7 +129,7 @@ def test_spoiling_every_test_input_changes_no_trained_model(finished, tmp_path, 
     for seed in (0, 1):
         split = Split.load(finished.path / "splits" / f"seed-{seed}.safetensors")
         inputs_of_seed = inputs.clone()
-        inputs_of_seed[np.concatenate(split.test)] = float("nan")
+        inputs_of_seed[np.concatenate(split.test)] = 1e30
         spoiled = nufed.Samples(inputs_of_seed, clean.targets, clean.classes)
         run = nufed.run({**SMALL, "seeds": [seed]}, data=spoiled, out=tmp_path / str(seed))
         for method in SMALL["methods"]:
@@ -138,7 +139,29 @@ def test_spoiling_every_test_input_changes_no_trained_model(finished, tmp_path, 
             ]
             assert torch.equal(*models)
         # and what was tested was indeed spoiled
-        assert all(math.isnan(s.loss[-1]) for s in run.methods["exact"][seed].scores)
+        assert all(s.loss[-1] > 1e20 for s in run.methods["exact"][seed].scores)
+
+
+def test_numbers_that_are_not_finite_are_refused_before_anything_is_written(
+    finished, tmp_path, monkeypatch
+):
+    clean = SOURCES["digits"]()
+    split = Split.load(finished.path / "splits" / "seed-0.safetensors")
+    out, config = tmp_path / "run", {**SMALL, "seeds": [0]}
+    for part in (split.train, split.test):
+        for bad in (math.nan, 1e300):
+            inputs, row = clean.inputs.double(), int(part[1][0])
+            inputs[row, 3, 3] = bad
+            with pytest.raises(InputError, match=f"the input of sample {row} .* holds NaN"):
+                nufed.run(config, data=(inputs, clean.targets), out=out)
+    (tmp_path / "broken_source.py").write_text(
+        "import numpy as np\n"
+        "def load():\n    return np.array([[1.0], [2.0]]), np.array([[1.0], [np.nan]])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"the target of sample 1 .* holds NaN"):
+        nufed.run({**config, "data": {"source": "broken_source:load"}}, out=out)
+    assert not out.exists()
 
 
 def test_own_model_data_loss_and_metric(tmp_path):
@@ -317,7 +340,7 @@ def test_the_results_say_what_lies_above_the_majority(finished):
 
 
 def test_scoring_on_validation_data_needs_some(tmp_path):
-    with pytest.raises(InputError, match=r'eval_on = "validation": agents have no validation part'):
+    with pytest.raises(InputError, match=r"eval_on = .* agent '0' has no validation part"):
         nufed.run(SMALL, ["eval_on=validation"], out=tmp_path / "none")
     assert not (tmp_path / "none").exists()
     overrides = ["eval_on=validation", "data.validation=0.2", "seeds=[0]", "rounds=2"]
@@ -377,13 +400,31 @@ def test_a_saved_split_is_used_as_it_is(finished, tmp_path):
     split = finished.path / "splits" / "seed-{seed}.safetensors"
     again = nufed.run(SMALL, [f"data.split_file={split}", "data.agents=2"], out=tmp_path / "again")
     assert again.to_json() == finished.to_json()
-    with pytest.raises(InputError, match="about more samples than the 100"):
+    with pytest.raises(InputError, match="outside of the data, rows 0 … 99; give"):
         nufed.run(
             SMALL,
             [f"data.split_file={split}"],
             data=(np.zeros((100, 64)), np.arange(100) % 10),
             out=tmp_path / "no",
         )
+
+
+def test_a_split_that_tests_on_training_rows_is_refused(finished, tmp_path):
+    split = Split.load(finished.path / "splits" / "seed-0.safetensors")
+    leaking = replace(split, test=[rows[: len(rows) // 4] for rows in split.train])
+    leaking.save(tmp_path / "split.safetensors")
+    config = {**SMALL, "seeds": [0], "data": {"split_file": str(tmp_path / "split.safetensors")}}
+    with pytest.raises(InputError, match="must not be what is scored on"):
+        nufed.run(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_agent_without_a_part_to_score_on_is_named(finished, tmp_path):
+    split = Split.load(finished.path / "splits" / "seed-0.safetensors")
+    replace(split, test=[*split.test[:-1], split.test[-1][:0]]).save(tmp_path / "s.safetensors")
+    config = {**SMALL, "seeds": [0], "data": {"split_file": str(tmp_path / "s.safetensors")}}
+    with pytest.raises(InputError, match=f"agent '{len(split.names) - 1}' has no test part"):
+        nufed.run(config, out=tmp_path / "run")
 
 
 def test_threads_are_set_and_restored(tmp_path, monkeypatch):

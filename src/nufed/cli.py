@@ -11,9 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table as RichTable
+from rich.text import Text
 
 from nufed import __version__, cli_bundle
 from nufed.advise import advise
@@ -37,6 +35,7 @@ from nufed.runs import Run, load_run, presets
 from nufed.runs.config import known_fields
 from nufed.runs.files import finite, write_json
 from nufed.simulation import ENGINES
+from nufed.terminal import console, say, table, words
 from nufed.theory import TheoryError
 from nufed.threads import torch_threads
 
@@ -67,12 +66,12 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train and evaluate every method of a configuration, and write a report."""
-    words = [*([source] if source and resume else ()), *(overrides or ())]
+    settings = [*([source] if source and resume else ()), *(overrides or ())]
     if seeds:
-        words.append(f"seeds={list(range(seeds))}")
+        settings.append(f"seeds={list(range(seeds))}")
     if source is None and resume is None:
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
-    with show_progress(Console(stderr=True)) as display:
+    with show_progress(console(stderr=True)) as display:
         follow: dict[str, Any] = {
             "on_start": display.start,
             "on_progress": display.update,
@@ -80,10 +79,10 @@ def run(
         }
         try:
             if resume is not None:
-                finished = resume_experiment(resume, words, **follow)
+                finished = resume_experiment(resume, settings, **follow)
             else:
                 assert source is not None
-                finished = run_experiment(source, words, out=out, **follow)
+                finished = run_experiment(source, settings, out=out, **follow)
         except KeyboardInterrupt:
             how = f"; go on with: nufed run --resume {display.path}" if display.path else ""
             raise typer.Exit(_say(f"stopped{how}", 130)) from None
@@ -92,8 +91,8 @@ def run(
         return
     _print_results([finished])
     if can_be_bundled(finished):
-        print(f"models to adapt: {finished.path / 'bundles'} (see `nufed adapt --help`)")
-    print(f"report: {finished.path / 'report.html'}")
+        say(f"models to adapt: {finished.path / 'bundles'} (see `nufed adapt --help`)")
+    say(f"report: {finished.path / 'report.html'}")
     if finished.failures:
         raise typer.Exit(1)
 
@@ -117,7 +116,7 @@ def report(
         print(json.dumps([{"directory": str(r.path), **r.to_json()} for r in loaded]))
         return
     _print_results(loaded)
-    print(f"report: {page}")
+    say(f"report: {page}")
 
 
 @app.command()
@@ -131,7 +130,7 @@ def bounds(
     """What the theory promises: constants, bounds per ν, allowed step sizes, Theorem 1."""
     if source.is_dir():
         finished = load_run(source)
-        status = Console(stderr=True).status("estimating constants, about half a minute")
+        status = console(stderr=True).status("estimating constants, about half a minute")
         with status, torch_threads(finished.config.threads):
             found = bounds_of_run(finished)
         write_json(source / "bounds.json", found)
@@ -145,7 +144,7 @@ def bounds(
     _print_notes(bounds_tables(found), bounds_notes(found))
     if source.is_dir():
         for figure in save_bounds_charts(found, source / "figures"):
-            print(f"chart: {figure}")
+            say(f"chart: {figure}")
 
 
 @app.command("advise")
@@ -157,11 +156,11 @@ def advise_on(
     as_json: AsJson = False,
 ) -> None:
     """How many fine-tuning steps, how large, on how much data: advice from held-out agents."""
-    finished, console = load_run(run), Console(stderr=True)
-    with console.status("trying") as status:
+    finished = load_run(run)
+    with console(stderr=True).status("trying") as status:
 
         def show(what: str, share: float) -> None:
-            status.update(f"trying {what}, {share:.0%} done")
+            status.update(words(f"trying {what}, {share:.0%} done"))
 
         found = advise(finished, max_steps, show)
     write_json(run / "advice.json", found)
@@ -169,7 +168,7 @@ def advise_on(
         print(json.dumps(finite(found)))
         return
     _print_notes(advice_tables(found), advice_notes(found))
-    print(f"chart: {save_advice_chart(found, run / 'figures')}")
+    say(f"chart: {save_advice_chart(found, run / 'figures')}")
 
 
 @app.command()
@@ -179,14 +178,13 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings]))
     else:
-        console = Console()
-        table = RichTable(box=None, show_header=False, pad_edge=False, padding=(0, 2))
         colours = {"ok": "green", "note": "yellow", "problem": "red"}
+        rows: list[list[str | Text]] = []
         for finding in findings:
-            advice = f"\n→ {finding.advice}" if finding.advice else ""
-            state = f"[{colours[finding.state]}]{finding.state}[/]"
-            table.add_row(state, finding.name, escape(finding.found + advice))
-        console.print(table, highlight=False)
+            advice = [Text("\n→ "), words(finding.advice)] if finding.advice else []
+            said = Text.assemble(words(finding.found), *advice)
+            rows.append([words((finding.state, colours[finding.state])), finding.name, said])
+        console().print(table(rows))
     if any(finding.state == "problem" for finding in findings):
         raise typer.Exit(1)
 
@@ -211,53 +209,40 @@ def list_all(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(contents))
         return
-    console = Console()
     for title, entries in contents.items():
-        console.print(f"[bold]{title}[/bold]", highlight=False)
-        table = RichTable(box=None, show_header=False, pad_edge=False, padding=(0, 2))
-        for name, line in entries.items():
-            table.add_row("  " + name, line)
-        console.print(table, highlight=False)
+        console().print(words((title, "bold")))
+        console().print(table([["  " + name, line] for name, line in entries.items()]))
 
 
 def _print_results(runs: list[Run]) -> None:
-    console = Console()
+    terminal = console()
     for line in (headline(run) for run in runs):
-        console.print(line, highlight=False)
+        terminal.print(words(line))
     for group in all_groups(runs):
-        console.print()
-        _print_table(
-            console, f"agents {group} in training", results_table(runs, group, narrow=True)
-        )
+        terminal.print()
+        _print_table(f"agents {group} in training", results_table(runs, group, narrow=True))
     for line in (line for run in runs for line in run.failures):
-        console.print(
-            f"[red]could not be trained[/red], left out above: {escape(line)}", highlight=False
-        )
+        terminal.print(words(("could not be trained", "red"), f", left out above: {line}"))
     for line in (line for run in runs for line in run.unanswered()):
-        console.print(f"[yellow]agents did not answer[/yellow], {line}", highlight=False)
+        terminal.print(words(("agents did not answer", "yellow"), f", {line}"))
     rejected = [line for run in runs for line in run.rejected()]
     if rejected:
-        console.print(
-            f"[yellow]{len(rejected)} updates were left out[/yellow], first: {escape(rejected[0])}"
-        )
+        many = f"{len(rejected)} updates were left out"
+        terminal.print(words((many, "yellow"), f", first: {rejected[0]}"))
 
 
 def _print_notes(tables: Iterable[tuple[str, Table]], notes: Iterable[str]) -> None:
-    console = Console()
-    for title, table in tables:
-        _print_table(console, title, table)
-        console.print()
+    for title, each in tables:
+        _print_table(title, each)
+        console().print()
     for note in notes:
-        console.print(note, highlight=False)
+        console().print(words(note))
 
 
-def _print_table(console: Console, title: str, table: Table) -> None:
-    shown = RichTable(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1))
-    for i, heading in enumerate(table.headings):
-        shown.add_column(heading, justify="right" if i else "left", no_wrap=True)
-    for row, quiet in zip(table.rows, table.quiet, strict=True):
-        shown.add_row(*row, style="dim" if quiet else "")
-    console.print(shown, highlight=False)
+def _print_table(title: str, shown: Table) -> None:
+    quiet = [number for number, is_quiet in enumerate(shown.quiet) if is_quiet]
+    made = table(shown.rows, shown.headings, title=title, right=True, quiet=quiet, gap=1)
+    console().print(made)
 
 
 def _describe(field: FieldInfo) -> str:
@@ -273,7 +258,7 @@ def _first_line(thing: Any) -> str:
 
 def _version(asked: bool) -> None:
     if asked:
-        print(f"nufed {__version__}")
+        say(f"nufed {__version__}")
         raise typer.Exit
 
 
@@ -300,7 +285,7 @@ def _print_warning(message: Any, *_: Any, **__: Any) -> None:
 
 
 def _say(text: str, code: int) -> int:
-    print(f"nufed: {text}", file=sys.stderr)
+    say(text, error=True)
     return code
 
 

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
-from rich.table import Table as RichTable
 
 from nufed.bundle import Adapted, Prediction, load_adapted, load_bundle
 from nufed.bundle.archive import SUFFIX
 from nufed.bundle.of_run import make_bundle
-from nufed.bundle.table import LABEL, Data, read_data
+from nufed.bundle.table import LABEL, Data, read_data, to_cell
 from nufed.cli_data import AsJson
 from nufed.errors import InputError
 from nufed.runs import load_run
 from nufed.runs.durable import write_durably
 from nufed.runs.files import finite
+from nufed.terminal import console, say, table
 
 SHOWN = 20  # predictions printed
 
@@ -46,7 +45,7 @@ def bundle(
     """Make a bundle: the meta-model with all that is needed to adapt it."""
     made = make_bundle(load_run(run), method, seed, trust=trust)
     path = made.save(out or Path(f"{method}{SUFFIX}"))
-    print(f"bundle: {path} (show it with `nufed inspect {path}`)")
+    say(f"bundle: {path} (show it with `nufed inspect {path}`)")
 
 
 def inspect(bundle: BundlePath, trust: Trust = False, as_json: AsJson = False) -> None:
@@ -55,7 +54,7 @@ def inspect(bundle: BundlePath, trust: Trust = False, as_json: AsJson = False) -
     if as_json:
         print(json.dumps(found.about.model_dump(mode="json")))
     else:
-        Console().print(Markdown(found.card))
+        console().print(Markdown(found.card, hyperlinks=False))
 
 
 def adapt(
@@ -83,8 +82,8 @@ def adapt(
         print(json.dumps({"model": str(out), "report": finite(report)}))
         return
     for line in adapted.report.words():
-        print(line)
-    print(f"model: {out} (use it with `nufed predict {out} NEW_DATA`)")
+        say(line)
+    say(f"model: {out} (use it with `nufed predict {out} NEW_DATA`)")
 
 
 def predict(
@@ -108,9 +107,9 @@ def predict(
     _print(answers, labels)
     if labels:
         right = sum(a.answer == label for a, label in zip(answers, labels, strict=True))
-        print(f"right: {right} of {len(answers)}, {right / len(answers):.1%}")
+        say(f"right: {right} of {len(answers)}, {right / len(answers):.1%}")
     if out is not None:
-        print(f"predictions: {out}")
+        say(f"predictions: {out}")
 
 
 def register(app: typer.Typer) -> None:
@@ -146,15 +145,13 @@ def _cells(number: int, prediction: Prediction) -> list[str]:
 
 def _print(answers: list[Prediction], labels: list[str]) -> None:
     titles = ["sample", "answer", "probability", *(["label", ""] if labels else [])]
-    table = RichTable(*titles, box=None, pad_edge=False, padding=(0, 2))
-    for number, prediction in enumerate(answers[:SHOWN]):
-        cells = _cells(number, prediction)
-        if labels:
-            cells += [labels[number], "" if labels[number] == prediction.answer else "wrong"]
-        table.add_row(*cells)
-    Console().print(table, highlight=False)
+    rows = [_cells(number, prediction) for number, prediction in enumerate(answers[:SHOWN])]
+    if labels:
+        for cells, answer, label in zip(rows, answers, labels, strict=False):
+            cells += [label, "" if label == answer.answer else "wrong"]
+    console().print(table(rows, titles))
     if len(answers) > SHOWN:
-        print(f"… {len(answers) - SHOWN} more: --out predictions.csv writes all of them")
+        say(f"… {len(answers) - SHOWN} more: --out predictions.csv writes all of them")
 
 
 def _write(out: Path, answers: list[Prediction]) -> None:
@@ -163,5 +160,8 @@ def _write(out: Path, answers: list[Prediction]) -> None:
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["sample", "answer", "probability"])
-    writer.writerows(_cells(number, answer) for number, answer in enumerate(answers))
+    for number, prediction in enumerate(answers):
+        sample, answer, sure = _cells(number, prediction)
+        is_class = isinstance(prediction.answer, str)
+        writer.writerow([sample, to_cell(answer) if is_class else answer, sure])
     write_durably(out, text.getvalue().encode())

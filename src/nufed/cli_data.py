@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from nufed.data import SOURCES
 from nufed.data.fetch import fetch
@@ -21,6 +19,8 @@ from nufed.runs import load_config
 from nufed.runs.build import build_samples, build_split
 from nufed.runs.directory import LISTED, class_counts
 from nufed.runs.messages import suggest
+from nufed.terminal import console, say
+from nufed.text import visible
 
 data_app = typer.Typer(
     help="Get data, look at it and at how it is split among agents.", no_args_is_help=True
@@ -43,12 +43,12 @@ def data_list(as_json: AsJson = False) -> None:
         print(json.dumps({"directory": str(data_directory()), "from": origin, "data": contents}))
         return
     hint = "" if origin == "NUFED_DATA" else "; set NUFED_DATA to use another"
-    print(f"data directory: {data_directory()} (from {origin}{hint})")
+    say(f"data directory: {data_directory()} (from {origin}{hint})")
     for name, state in contents.items():
-        print(f"{name:<15}{state['state']:<12}{state['where']}")
+        say(f"{name:<15}{state['state']:<12}{state['where']}")
         if state["command"]:
             note = " (docs/data.md says how to make it)" if "--from" in state["command"] else ""
-            print(f"{'':<15}get it with: {state['command']}{note}")
+            say(f"{'':<15}get it with: {state['command']}{note}")
 
 
 @data_app.command("get")
@@ -64,16 +64,16 @@ def data_get(
         known = f"; there are {', '.join(SOURCES)}"
         raise InputError(f"unknown data set {name!r}{suggest(name, SOURCES) or known}")
     if name not in STORED:
-        print(f"{name} is shipped with nufed: there is nothing to get")
+        say(f"{name} is shipped with nufed: there is nothing to get")
         return
     try:
-        with show_download(Console(stderr=True), name) as on_progress:
+        with show_download(console(stderr=True), name) as on_progress:
             fetched = fetch(STORED[name], url=url, archive=archive, on_progress=on_progress)
     except KeyboardInterrupt:
-        print("nufed: stopped; the same command goes on from here", file=sys.stderr)
+        say("stopped; the same command goes on from here", error=True)
         raise typer.Exit(130) from None
     where = _state(STORED[name])["where"]
-    print(f"{name}: {where}" + ("" if fetched else " (was complete already, nothing was done)"))
+    say(f"{name}: {where}" + ("" if fetched else " (was complete already, nothing was done)"))
 
 
 @data_app.command("show")
@@ -105,7 +105,7 @@ def data_show(
     _print_counts(names, split.unseen, classes, counts)
     first = f"the first {len(names)} of " if len(names) < len(split.names) else ""
     total = sum(map(sum, counts))
-    print(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
+    say(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
 
 
 def _state(stored: Stored | None) -> dict[str, str]:
@@ -127,12 +127,12 @@ def _state(stored: Stored | None) -> dict[str, str]:
 
 def _print_counts(names: Any, unseen: Any, classes: Any, counts: list[list[int]]) -> None:
     """A heat map in text: one row per agent, darker for more samples."""
-    shades = " ░▒▓█"
+    shades, names, classes = " ░▒▓█", [*map(visible, names)], [*map(visible, classes)]
     most = max(max(row) for row in counts)
     width = max(len(name) for name in classes)
     margin = max(len(name) for name in names)
-    print(" " * margin, " ".join(name.rjust(width) for name in classes), " samples")
+    say(" ".join([" " * margin, *(name.rjust(width) for name in classes), " samples"]))
     for agent, (name, row) in enumerate(zip(names, counts, strict=True)):
         cells = (shades[-(-4 * n // most)] * width for n in row)
         note = " unseen in training" if agent in unseen else ""
-        print(name.rjust(margin), " ".join(cells), str(sum(row)).rjust(8) + note)
+        say(" ".join([name.rjust(margin), *cells, str(sum(row)).rjust(8) + note]))

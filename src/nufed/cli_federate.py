@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 
 from nufed.errors import InputError
+from nufed.terminal import say
 
 # What is behind these commands is imported where it is used: it needs the extra `flower`.
 
@@ -46,7 +46,7 @@ def new(folder: Annotated[Path, typer.Argument(help="Where to write it.")]) -> N
     from nufed.federate.new import new_app
 
     new_app(folder)
-    print(f"app: {folder}; fill in my_data.py and federation.toml")
+    say(f"app: {folder}; fill in my_data.py and federation.toml")
 
 
 @federate_app.command()
@@ -61,7 +61,7 @@ def keys(
     from nufed.federate.keys import CA, CA_KEY, make_authority
 
     make_authority(folder, host or (), days)
-    print(f"certificates: {folder}; give {CA} to every site, keep {CA_KEY} away from the server")
+    say(f"certificates: {folder}; give {CA} to every site, keep {CA_KEY} away from the server")
 
 
 @federate_app.command()
@@ -69,7 +69,7 @@ def key(file: Annotated[Path, typer.Argument(help="Where to write it.")]) -> Non
     """Make a site's own key pair, at the site; only FILE.pub leaves it."""
     from nufed.federate.keys import make_site_key
 
-    print(f"key: {file}; send only {make_site_key(file)} to whoever runs the server")
+    say(f"key: {file}; send only {make_site_key(file)} to whoever runs the server")
 
 
 @federate_app.command()
@@ -106,7 +106,7 @@ def register(
     with flower() as commands:
         link.connect(commands)
         register_keys(commands, [public])
-    print(f"registered: {site_key}; give it as --site-key too when the server is started again")
+    say(f"registered: {site_key}; give it as --site-key too when the server is started again")
 
 
 @federate_app.command()
@@ -146,7 +146,7 @@ def run(
 
     link = link_to(server, ca, insecure)
     with _stopped_in_words():
-        print(f"report: {run_app(app, run_directory(app, out, resume), link, _say)}")
+        say(f"report: {run_app(app, run_directory(app, out, resume), link, _say)}")
 
 
 @federate_app.command()
@@ -168,7 +168,7 @@ def local(
     with _stopped_in_words():
         place = run_directory(app, out, resume)
         report = run_locally(app, number, place, insecure=insecure, say=_say, data=data)
-        print(f"report: {report}")
+        say(f"report: {report}")
 
 
 @federate_app.command()
@@ -182,7 +182,7 @@ def simulate(app: App, data: AllData = None, out: Out = None, resume: Resume = N
     from nufed.federate.run import report_of, run_directory
     from nufed.flower.simulation import simulate_app
 
-    print(f"report: {report_of(simulate_app(app, run_directory(app, out, resume), data))}")
+    say(f"report: {report_of(simulate_app(app, run_directory(app, out, resume), data))}")
 
 
 @contextmanager
@@ -204,4 +204,4 @@ def _stopped_in_words() -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    print(f"nufed: {text}", file=sys.stderr, flush=True)
+    say(text, error=True)

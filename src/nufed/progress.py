@@ -21,6 +21,8 @@ from rich.progress import (
 from nufed.data.download import OnProgress
 from nufed.experiment import Event
 from nufed.runs import Config
+from nufed.terminal import words
+from nufed.text import visible
 
 SHOWN = 5  # warnings of a run that are shown; the others are counted
 
@@ -31,7 +33,7 @@ class Display:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.percentage:>3.0f} %  {task.fields[left]}"),
             console=console,
@@ -46,7 +48,7 @@ class Display:
         self._config, self.path = config, path
         self._methods = list(config.algorithms())
         self._rounds = {method: len(config.seeds) * config.rounds for method in self._methods}
-        self._console.print(f"run directory: {path}", highlight=False)
+        self._console.print(words(f"run directory: {path}"), soft_wrap=True)
         self._bar.start()
         self._task = self._bar.add_task("", total=sum(self._rounds.values()), left="")
         self._last = time.monotonic()
@@ -63,10 +65,10 @@ class Display:
         if event.method in self._rounds:
             where += f"  round {event.round}/{self._config.rounds}"
         done = sum(map(len, self._spent.values()))
-        self._bar.update(self._task, completed=done, description=where + score, left=left)
+        self._bar.update(self._task, completed=done, description=visible(where) + score, left=left)
         plain = not self._console.is_terminal
         if plain and event.round and event.round in (self._config.rounds // 2, self._config.rounds):
-            self._console.print(f"{where}{score}  {left}", highlight=False, soft_wrap=True)
+            self._console.print(words(f"{where}{score}  {left}"), soft_wrap=True)
 
     def stop(self) -> None:
         self._bar.stop()
@@ -104,7 +106,7 @@ class _FirstWarnings(logging.Handler):
             self._say(f"{more} more such warnings; metrics.jsonl and the report name the updates")
 
     def _say(self, text: str) -> None:
-        self._console.print(f"nufed: {text}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(words(f"nufed: {text}"), soft_wrap=True)
 
 
 @contextmanager
@@ -127,7 +129,7 @@ def show_progress(console: Console) -> Iterator[Display]:
 def show_download(console: Console, name: str) -> Iterator[OnProgress]:
     """A function to call with the bytes so far and in all; plain lines come every tenth."""
     bar = Progress(
-        TextColumn(name),
+        TextColumn(name, markup=False),
         BarColumn(bar_width=24),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -145,7 +147,7 @@ def show_download(console: Console, name: str) -> Iterator[OnProgress]:
         tenth = 10 * done // (total or 200_000_000)
         if tenth != shown and not console.is_terminal:
             of = f" of {total / 1e6:.1f}" if total else ""
-            console.print(f"{name}: {done / 1e6:.1f}{of} MB", highlight=False, soft_wrap=True)
+            console.print(words(f"{name}: {done / 1e6:.1f}{of} MB"), soft_wrap=True)
         shown = tenth
 
     with bar:

@@ -236,10 +236,37 @@ def test_many_damaged_files_are_refused(good, tmp_path):
     damage(good, tmp_path, 10_000, seed=1)
 
 
-def test_a_card_of_an_archive_is_text_only(good, trap):
-    """Odd bytes in the card are refused, and do not reach a terminal."""
+@pytest.mark.parametrize("card", [b"\xff\xfe", b"# Official\n\x1b[2Jaccuracy 100 %\n", b""])
+def test_a_card_is_made_from_the_manifest_whatever_text_is_stored(good, trap, card):
     parts = read_parts(good)
     manifest = verified(parts[MANIFEST])
-    manifest["sha256"][CARD] = sha256(b"\xff\xfe")
-    write_parts(trap / "b.nufed", {**parts, CARD: b"\xff\xfe", MANIFEST: signed(manifest)})
-    assert "can't be used" in refused(trap / "b.nufed")
+    manifest["sha256"][CARD] = sha256(card)
+    write_parts(trap / "b.nufed", {**parts, CARD: card, MANIFEST: signed(manifest)})
+    bundle = load_bundle(trap / "b.nufed")
+    assert bundle.card == load_bundle(good).card and "Official" not in bundle.card
+    bundle.save(trap / "again.nufed")
+    assert (trap / "again.nufed").read_bytes() == good.read_bytes()
+
+
+def test_a_card_shows_text_as_text(good, trap):
+    def change(about):
+        about["classes"] = ["[a](http://x)", "b\n# B", "\x1b[31m|`c`\u202e"]
+        about["name"] = "<b>\n## x"
+        about["trained"] = {"k\n- y": ["*z*"]}
+
+    write_parts(trap / "b.nufed", with_manifest(good, change))
+    card = load_bundle(trap / "b.nufed").card
+    assert card.splitlines()[0] == r"# \<b\>\\n\#\# x"
+    assert r"- classes: \[a\](http://x), b\\n\# B, \\x1b\[31m\|\`c\`\\u202e" in card
+    assert all(line.isprintable() for line in card.splitlines())
+
+
+@pytest.mark.parametrize(
+    "measured", [{"x": 1}, {"groups": 3}, {"groups": {"seen": {}}}, {"groups": {"seen": [1]}}]
+)
+def test_measurements_of_another_layout_are_refused(good, trap, measured):
+    measured = {"measure": "a", "scored_on": "b", "steps": 1, "split_sha256": "", **measured}
+    write_parts(
+        trap / "b.nufed", with_manifest(good, lambda about: about.update(measured=measured))
+    )
+    assert "what was measured can't be shown" in refused(trap / "b.nufed")

@@ -90,6 +90,48 @@ def test_own_data_in_several_forms():
     assert set(named.take(np.array([1]))[0]) == {"left", "right"}
 
 
+def test_numbers_of_another_byte_order_are_taken():
+    assert as_samples((np.ones((2, 2), ">f4"), np.array([0, 1], ">i8"))).targets.tolist() == [0, 1]
+
+
+def test_a_class_number_far_beyond_the_samples_is_refused():
+    x = np.zeros((3, 2))
+    with pytest.raises(InputError, match=r"target of sample 1 .* is class 1000000000: 3 samples"):
+        as_samples((x, [0, 10**9, 1]))
+    assert as_samples((x, [0, 999, 1])).outputs == 1000  # few samples may be of rare classes
+    with pytest.raises(InputError, match="class 1000: 3 samples may be of classes 0 … 999"):
+        as_samples((x, [0, 1, 1000]))
+    assert as_samples((x, [0, 1, 1000]), known_classes=1001).outputs == 1001
+    assert as_samples((np.zeros((2000, 1)), np.arange(2000))).outputs == 2000
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_named_on_the_way_in(bad):
+    x, y = np.zeros((4, 2)), np.zeros((4, 1))
+    spoiled = x.copy()
+    spoiled[2, 1] = bad
+    for data, what in (
+        ((spoiled, y), "input of sample 2"),
+        ((x, spoiled), "target of sample 2"),
+        (((x, spoiled), y), "input of sample 2"),
+        (({"a": spoiled}, [0, 1, 0, 1]), "input of sample 2"),
+        ((spoiled.astype(np.float16), y), "input of sample 2"),
+        (TensorDataset(torch.from_numpy(spoiled), torch.zeros(4)), "input of sample 2"),
+        (Samples(torch.from_numpy(spoiled), torch.zeros(4)), "input of sample 2"),
+    ):
+        with pytest.raises(InputError, match=rf"the {what} \(counted from 0\) holds NaN or inf"):
+            as_samples(data)
+    with pytest.raises(InputError, match="class numbers run from nan to nan"):
+        Samples(torch.zeros(2, 1), torch.tensor([0.0, np.nan]), classes=("a",))
+
+
+def test_numbers_beyond_the_dtype_of_the_model_are_named():
+    samples = as_samples((np.array([[1.0], [1e300]]), [0, 1]))
+    samples.check_finite(torch.float64)
+    with pytest.raises(InputError, match=r"sample 1 .* beyond 3\.4e\+38"):
+        samples.check_finite(torch.float32)
+
+
 def test_read_only_arrays_are_taken_without_a_word():
     x = np.zeros((6, 2), dtype=np.float32)
     x.setflags(write=False)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -68,6 +70,42 @@ def test_bad_requests_are_refused():
         make_split(rows, 0, validation=0.0, test=0.3, unseen_agents=2)
     with pytest.raises(InputError, match="can't be read as a split"):
         Split.load("nowhere.safetensors")
+
+
+def parts(**changed):
+    """Two agents' parts, some of them replaced."""
+    good = {"train": [[0, 1], [4, 5]], "validation": [[], [6]], "test": [[2], [7]]}
+    made = {kind: [np.array(r, np.int64) for r in own] for kind, own in (good | changed).items()}
+    return Split(**made, names=("ann", "bob"))
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (parts(test=[[1], [7]]), "row 1 is in the train part of agent 'ann' and in the test part"),
+        (parts(test=[[2], [0]]), "row 0 is in the train part of agent 'ann' .* of agent 'bob'"),
+        (parts(validation=[[], [2]]), "row 2 is in the validation part of agent 'bob' and in the"),
+        (parts(train=[[0, 1, 0], [4]]), "row 0 .* 'ann' and .* 'ann', and an agent may have a row"),
+        (parts(test=[[2], [7, 7]]), "row 7 is in the test part of agent 'bob' and in the test"),
+        (parts(train=[[0, -1], [4, 5]]), "row -1 in the train part of agent 'ann' is outside"),
+        (parts(test=[[2], [8]]), "row 8 in the test part of agent 'bob' is outside .* 0 … 7"),
+        (parts(train=[[0, 1], []]), "agent 'bob' has no training rows"),
+        (parts(test=[[2]]), r"2 names of agents and parts of \[1, 2\]"),
+        (replace(parts(), unseen=(0, 1)), r"unseen = \(0, 1\): must be different agents of 0 … 1"),
+        (replace(parts(), unseen=(2,)), r"unseen = \(2,\): must be different agents of 0 … 1"),
+    ],
+)
+def test_a_split_that_leaks_or_lies_outside_of_the_data_is_refused(tmp_path, split, words):
+    path = tmp_path / "split.safetensors"
+    split.save(path)
+    with pytest.raises(InputError, match=f"{path} can't be used as a split: .*{words}"):
+        Split.load(path, np.zeros(8))
+
+
+def test_agents_may_share_rows_of_one_kind(tmp_path):
+    split = parts(train=[[0, 1], [1, 5]], test=[[2, 7], [7]])
+    split.save(tmp_path / "split.safetensors")
+    assert Split.load(tmp_path / "split.safetensors", np.zeros(8)).fingerprint == split.fingerprint
 
 
 LABELS = np.arange(600) % 3

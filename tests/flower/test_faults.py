@@ -12,9 +12,10 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from flower.in_memory import agents_data, federate, federation_of, plan_of
+from flower.in_memory import TEST, agents_data, federate, federation_of, plan_of
 from flower.test_parity import same
 from nufed import FirstOrder, GMeta, InputError, Objective
+from nufed.data import site_split
 from nufed.errors import TrainingError
 from nufed.evaluate import Measure
 from nufed.server import TOO_LATE, Rules
@@ -162,6 +163,21 @@ def test_data_that_can_not_be_loaded_is_named_and_its_words_stay_at_home(caplog)
     reasons = {(r.agent, r.reason) for p in rounds for r in p.rejected}
     named = "it failed: its data can't be loaded (InputError); the site's own log says more"
     assert reasons == {(BAD, named)} and all(p.rejected for p in rounds[1:])
+
+
+@pytest.mark.parametrize("bad", ["label", "input", "test input"])
+def test_a_site_with_numbers_that_can_not_be_used_is_named(caplog, bad):
+    x, y = (part.copy() for part in DATA[BAD])
+    if bad == "label":
+        y[3] = 10**9
+    else:
+        row = site_split(len(y), BAD, 7, validation=0.0, test=TEST, name="")
+        x[(row.test if bad == "test input" else row.train)[BAD][0], 1] = np.nan
+    rounds, outcome, _ = federate(plan_of(FEDAVG), [*DATA[:BAD], (x, y), *DATA[BAD + 1 :]])
+    reasons = {(r.agent, r.reason) for p in rounds for r in p.rejected}
+    named = "it failed: its data can't be loaded (InputError); the site's own log says more"
+    assert reasons == {(BAD, named)} and len(outcome.scores) == AGENTS - 1
+    assert "of sample " in caplog.text
 
 
 def test_a_site_that_raises_is_named_and_its_words_stay_at_home(caplog):

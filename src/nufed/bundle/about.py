@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import Tensor
 
 from nufed.data import Samples
-from nufed.data.samples import as_tensor
-from nufed.errors import InputError
+from nufed.data.samples import as_tensor, check_finite
+from nufed.errors import InputError, shown
 
 FORMAT = 1  # of what About holds
 MOST_NUMBERS = 2**40  # of one input, or of a model's arguments: more is no honest bundle
@@ -63,10 +63,11 @@ class InputsAbout(_Table):
         """Numbers per input."""
         return prod(self.shape)
 
-    def read(self, inputs: Any) -> Tensor:
+    def read(self, inputs: Any, model: torch.dtype) -> Tensor:
         """The user's inputs, one per row, as they were in training; what does not fit is refused.
 
-        Rows may be flat or in the shape of one input.
+        Rows may be flat or in the shape of one input. Numbers must be finite in ``model``, the
+        dtype that the model computes in.
         """
         given = as_tensor(inputs)
         rows = len(given) if given.ndim else 0
@@ -78,13 +79,7 @@ class InputsAbout(_Table):
                 f"every sample has {numbers} numbers and this model takes {self.size}, in the "
                 f"shape {tuple(self.shape)}: give it the features it was trained on"
             )
-        bad = ~torch.isfinite(given.reshape(rows, -1)).all(dim=1)
-        if bad.any():
-            where = int(bad.nonzero()[0])
-            raise InputError(
-                f"sample {where} (counted from 0) holds NaN or infinite numbers: remove it, or "
-                "fill in what is missing"
-            )
+        check_finite(given, "input", model)
         dtype: torch.dtype = getattr(torch, self.dtype)
         if not dtype.is_floating_point:
             self._check_whole(given, dtype)
@@ -134,7 +129,7 @@ class About(_Table):
 
     def samples(self, inputs: Any, targets: Any) -> Samples:
         """The user's data, checked against what this model takes."""
-        given = self.inputs.read(inputs)
+        given = self.read_inputs(inputs)
         right = self.read_targets(targets)
         if len(right) != len(given):
             raise InputError(
@@ -143,19 +138,23 @@ class About(_Table):
         scale, shift = self.inputs.scale, self.inputs.shift
         return Samples(given, right, tuple(self.classes), scale=scale, shift=shift)
 
+    def read_inputs(self, inputs: Any) -> Tensor:
+        """The user's inputs, checked against what this model takes."""
+        return self.inputs.read(inputs, getattr(torch, self.dtype))
+
     def read_targets(self, targets: Any) -> Tensor:
         """Class numbers from class names or numbers; for regression the numbers themselves."""
         if isinstance(targets, Tensor):
             targets = targets.numpy(force=True)
-        values = np.asarray(targets)
+        if _are_words(targets):
+            if self.classes:
+                return torch.tensor([self._number(str(word)) for word in targets])
+            targets = [_float(str(word)) for word in targets]
+        numbers = as_tensor(targets)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        check_finite(numbers, "target", dtype)
         if not self.classes:
-            right = as_tensor(values)
-            if not torch.isfinite(right).all():
-                raise InputError("a target is NaN or infinite: remove that sample")
-            return right.to(getattr(torch, self.dtype))
-        if values.dtype.kind in "US":
-            return torch.tensor([self._number(str(value)) for value in values])
-        numbers = as_tensor(values)
+            return numbers.to(dtype)
         low, high = 0, len(self.classes) - 1
         whole = not numbers.is_floating_point() or bool((numbers == numbers.round()).all())
         if len(numbers) and not (whole and low <= numbers.min() and numbers.max() <= high):
@@ -167,12 +166,28 @@ class About(_Table):
 
     def _number(self, name: str) -> int:
         if name not in self.classes:
-            raise InputError(f"unknown label {name!r}: this model knows {self._known()}")
+            raise InputError(f"unknown label {shown(name)}: this model knows {self._known()}")
         return self.classes.index(name)
 
     def _known(self) -> str:
         shown = ", ".join(self.classes[:12])
         return shown if len(self.classes) <= 12 else f"{shown}, … ({len(self.classes)} in all)"
+
+
+def _are_words(targets: Any) -> bool:
+    """Whether they are text; an array of a long list of it would be as wide as the longest."""
+    if isinstance(targets, list | tuple):
+        return bool(targets) and all(isinstance(target, str) for target in targets)
+    return np.asarray(targets).dtype.kind in "US"
+
+
+def _float(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise InputError(
+            f"the target {shown(word)} is no number, and this model gives numbers"
+        ) from None
 
 
 def read_about(content: Mapping[str, Any]) -> About:

@@ -37,13 +37,11 @@ class Bundle:
         about: how it is built, fed and fine-tuned, and what was measured (:class:`About`).
         module: the meta-model itself.
         loss: what fine-tuning lowers.
-        card: the same for people, in Markdown.
     """
 
     about: About
     module: nn.Module
     loss: Loss
-    card: str
 
     @classmethod
     def of(
@@ -118,9 +116,15 @@ class Bundle:
             )
         )
         function: Loss = find_named("loss", loss, LOSSES) if isinstance(loss, str) else loss
-        bundle = cls(about, copy.deepcopy(module).eval(), function, card_of(about))
-        bundle.rate()  # names of parameters are checked now, not at the user's
+        bundle = cls(about, copy.deepcopy(module).eval(), function)
+        bundle.rate()  # names of parameters and the card are checked now, not at the user's
+        _ = bundle.card
         return bundle
+
+    @cached_property
+    def card(self) -> str:
+        """The description for people, in Markdown; it is never read from a file."""
+        return card_of(self.about)
 
     @cached_property
     def objective(self) -> Objective:
@@ -222,8 +226,9 @@ def load_bundle(
                 raise InputError(f"{name} is damaged, its SHA-256 differs")
         about = read_about(manifest["about"])
         built = build_model(about, read_weights(parts[WEIGHTS]), trust, module)
-        bundle = Bundle(about, built, build_loss(about, trust, loss), parts[CARD].decode())
+        bundle = Bundle(about, built, build_loss(about, trust, loss))
         bundle.rate()
+        _ = bundle.card
         bundle.objective.initial()
     except Exception as error:  # whatever a crafted bundle does
         raise InputError(f"{path} can't be used: {error}") from error

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nufed.bundle.about import About
+from nufed.errors import InputError
+from nufed.text import visible
 
 
 def card_of(about: About) -> str:
-    """The card as Markdown, made from the description alone."""
-    return "\n".join(_lines(about)) + "\n"
+    """The card as Markdown, made from the description alone; text in it stays text."""
+    try:
+        return "\n".join(_lines(about)) + "\n"
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(
+            f"what was measured can't be shown ({type(error).__name__}: {error}): `measured` must "
+            "have the layout that nufed writes"
+        ) from None
 
 
 def _lines(about: About) -> Iterator[str]:
     adapt, inputs = about.adapt, about.inputs
-    yield f"# {about.name}"
+    yield f"# {_plain(about.name)}"
     yield ""
     yield "A meta-model: meant to be fine-tuned on your own data before use."
     yield ""
@@ -32,15 +41,17 @@ def _lines(about: About) -> Iterator[str]:
     )
     yield f"- inputs: {inputs.dtype} of shape {tuple(inputs.shape)}" + _scaling(about)
     if about.classes:
-        yield f"- classes: {_some(about.classes)}"
-    yield f"- model: {_built(about)}, {about.dtype}; loss: {about.loss or 'given in Python'}"
+        yield f"- classes: {_plain(_some(about.classes))}"
+    loss = about.loss or "given in Python"
+    yield f"- model: {_plain(_built(about))}, {about.dtype}; loss: {_plain(loss)}"
     if about.trained:
         yield from ["", "## Training"]
-        yield from (f"- {key.replace('_', ' ')}: {_short(v)}" for key, v in about.trained.items())
+        for key, value in about.trained.items():
+            yield f"- {_plain(key.replace('_', ' '))}: {_plain(_short(value))}"
     if about.measured:
         yield from ["", "## Measured"]
         yield from _measured(about.measured)
-    yield from ["", f"Made by nufed {about.nufed}."]
+    yield from ["", f"Made by nufed {_plain(about.nufed)}."]
 
 
 def _scaling(about: About) -> str:
@@ -59,12 +70,12 @@ def _built(about: About) -> str:
 
 def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
     groups: Mapping[str, Mapping[str, Any]] = measured["groups"]
-    one = next(iter(groups.values()))
+    one = next(iter(groups.values()), {})
     split = str(measured["split_sha256"])[:12]
     yield (
-        f"{str(measured['measure']).capitalize()} on the {measured['scored_on']} parts of agents, "
-        f"before and after {measured['steps']} fine-tuning steps. "
-        + (f"Split: SHA-256 {split}." if split else "The split is at the sites.")
+        f"{_plain(str(measured['measure']).capitalize())} on the {_plain(measured['scored_on'])} "
+        f"parts of agents, before and after {_plain(measured['steps'])} fine-tuning steps. "
+        + (f"Split: SHA-256 {_plain(split)}." if split else "The split is at the sites.")
     )
     yield ""
     nulls = [key for key in ("majority", "local", "untrained") if key in one]
@@ -74,13 +85,22 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
     for group, row in groups.items():
         keys = ("before", "after", "interval", "worst_tenth", "harmed", *nulls)
         numbers = [f"{row[key]:.3f}" if row.get(key) is not None else "" for key in keys]
-        yield "| " + " | ".join([f"{group} in training", str(row["agents"]), *numbers]) + " |"
+        yield (
+            "| "
+            + " | ".join([f"{_plain(group)} in training", _plain(row["agents"]), *numbers])
+            + " |"
+        )
     yield ""
     yield (
         "*Harmed* is the share of agents for whom fine-tuning made it worse. Null baselines: "
         "always the agent's most frequent class (majority), trained on its data alone (local), an "
         "untrained model fine-tuned (untrained). A new agent is like those unseen in training."
     )
+
+
+def _plain(text: object) -> str:
+    """Text of a description as Markdown that shows just that text."""
+    return re.sub(r"([\\`*_\[\]<>|&#~])", r"\\\1", visible(text))
 
 
 def _short(value: Any) -> Any:

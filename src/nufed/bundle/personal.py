@@ -65,7 +65,7 @@ class Adapted:
     def predict(self, inputs: Any) -> list[Prediction]:
         """What the model says about every sample."""
         with torch.no_grad():
-            outputs = self.module(self.about.inputs.read(inputs))
+            outputs = self.module(self.about.read_inputs(inputs))
         if not self.about.classes:
             return [Prediction(row.reshape(-1).tolist(), None) for row in outputs]
         probabilities = outputs.softmax(dim=1)

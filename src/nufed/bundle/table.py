@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nufed.errors import InputError
+from nufed.data.files import data_limit, read_bounded, read_npz
+from nufed.errors import InputError, shown
 
 LABEL = "label"
+CSV_SHARE = 8  # a value takes up to 8 times its bytes in a CSV file: "1," becomes a float64
+# what spreadsheets take for a formula, and what they take for a number
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 class Data(NamedTuple):
     """Inputs, one per row, and what is known about them."""
 
     inputs: np.ndarray[Any, Any]
-    labels: np.ndarray[Any, Any] | None
+    labels: Sequence[str] | np.ndarray[Any, Any] | None
 
 
 def read_data(path: Path, label: str = LABEL, labelled: bool = True) -> Data:
@@ -27,64 +35,80 @@ def read_data(path: Path, label: str = LABEL, labelled: bool = True) -> Data:
     Args:
         path: a ``.csv`` with a header, one sample per line, all columns numbers but for the
             label's; or a ``.npz`` with ``inputs`` and ``targets``.
-        label: the name of the column that holds the label.
+        label: the name of the column that holds the label; labels are read by :func:`from_cell`.
         labelled: whether labels are needed; else they are read if they are there.
     """
     try:
         if path.suffix == ".csv":
-            return _from_csv(path.read_text("utf-8-sig"), label, labelled)
+            content = read_bounded(path, data_limit() // CSV_SHARE)
+            return _from_csv(content.decode("utf-8-sig"), label, labelled)
         if path.suffix == ".npz":
-            return _from_npz(path.read_bytes(), labelled)
+            return _from_npz(read_bounded(path, data_limit()), labelled)
     except (OSError, UnicodeDecodeError, csv.Error, InputError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} can't be used: {reason}") from None
     raise InputError(f"{path} can't be used: its name must end in .csv or .npz")
 
 
+def to_cell(name: str) -> str:
+    """A class name as a CSV cell that no spreadsheet takes for a formula.
+
+    One that begins with =, +, -, @, a tab or a line break, and is no number, gets a ' in front.
+
+    >>> to_cell("=1+1"), to_cell("-0.5"), to_cell("'-x")
+    ("'=1+1", '-0.5', "''-x")
+    """
+    return f"'{name}" if _FORMULA.match(name) and not _NUMBER.fullmatch(name) else name
+
+
+def from_cell(cell: str) -> str:
+    """The class name that :func:`to_cell` wrote; of others, the text without spaces around it.
+
+    >>> from_cell("'=1+1"), from_cell("-0.5"), from_cell("'tis")
+    ('=1+1', '-0.5', "'tis")
+    """
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell.strip()
+
+
 def _from_csv(text: str, label: str, labelled: bool) -> Data:
-    header, *lines = [row for row in csv.reader(io.StringIO(text), strict=True) if row] or [[]]
-    if not lines:
-        raise InputError("it is empty: give a line of column names, then one line per sample")
-    if label not in header and labelled:
-        some = ", ".join(header[:6]) + (", …" if len(header) > 6 else "")
+    rows = (row for row in csv.reader(io.StringIO(text), strict=True) if row)
+    header = next(rows, [])
+    if label not in header and labelled and header:
         raise InputError(
-            f"it has no column {label!r} (its first line is {some}): name the columns in the first "
-            "line, or say with --label which one holds the label"
+            f"it has no column {shown(label)} (its first line is {shown(header[:6])}): name the "
+            "columns in the first line, or say with --label which one holds the label"
         )
     if header.count(label) > 1:
-        raise InputError(f"it has {header.count(label)} columns {label!r}: it must have one")
+        raise InputError(f"it has {header.count(label)} columns {shown(label)}: it must have one")
     place = header.index(label) if label in header else None
-    for number, row in enumerate(lines, start=2):
+    numbers, labels, line = array("d"), [], 1
+    for line, row in enumerate(rows, start=2):
         if len(row) != len(header):
-            raise InputError(f"line {number} has {len(row)} values and the header {len(header)}")
-    features = [[x for i, x in enumerate(row) if i != place] for row in lines]
-    labels = None if place is None else np.array([row[place].strip() for row in lines])
-    return Data(_numbers(features), labels)
+            raise InputError(f"line {line} has {len(row)} values and the header {len(header)}")
+        if place is not None:
+            labels.append(from_cell(row.pop(place)))
+        numbers.extend(_number(word, line) for word in row)
+    if line == 1:
+        raise InputError("it is empty: give a line of column names, then one line per sample")
+    inputs = np.array(numbers).reshape(line - 1, -1) if numbers else np.empty((line - 1, 0))
+    return Data(inputs, None if place is None else labels)
 
 
-def _numbers(rows: list[list[str]]) -> np.ndarray[Any, Any]:
+def _number(word: str, line: int) -> float:
     try:
-        return np.array(rows, dtype=np.float64)
+        return float(word)
     except ValueError:
-        line, word = next(
-            (line, word) for line, row in enumerate(rows, start=2) for word in row if _bad(word)
+        what = (
+            "has an empty value" if not word.strip() else f"holds {shown(word)}, which is no number"
         )
-        what = "has an empty value" if not word.strip() else f"holds {word!r}, which is no number"
         raise InputError(f"line {line} {what}: every feature must be a number") from None
-
-
-def _bad(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return True
-    return False
 
 
 def _from_npz(content: bytes, labelled: bool) -> Data:
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in ("inputs", "targets") if name in archive}
+        arrays = read_npz(content, ("inputs", "targets"))
+    except InputError:
+        raise
     except Exception as error:  # whatever a foreign file does to zipfile and numpy
         raise InputError(f"it is not an NPZ file of numbers ({error})") from None
     wanted = ("inputs", "targets") if labelled else ("inputs",)

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from nufed.errors import InputError
+from nufed.errors import InputError, shown
 from nufed.objective import Inputs
+
+LONGEST_NAME = 1000  # bytes of the name of a class or owner
+FEW_CLASSES = 1000  # that data may have however few samples there are
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,26 @@ class Samples:
                 f"the data has arrays of {sorted(lengths)} rows: inputs, targets and owners must "
                 "have the same number of rows, at least one"
             )
-        if self.classes and not 0 <= int(self.targets.min()) <= int(self.targets.max()) < len(
-            self.classes
-        ):
+        owners = () if self.owners is None else set(map(str, self.owners))
+        for name in (*self.classes, *owners):
+            _check_name(name)
+        if not self.classes:
+            return
+        low, high = self.targets.min().item(), self.targets.max().item()
+        if not 0 <= low <= high < len(self.classes):
             raise InputError(
-                f"class numbers run from {int(self.targets.min())} to {int(self.targets.max())}: "
-                f"with {len(self.classes)} classes they must lie in 0 … {len(self.classes) - 1}"
+                f"class numbers run from {low} to {high}: with {len(self.classes)} classes they "
+                f"must lie in 0 … {len(self.classes) - 1}"
             )
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def check_finite(self, dtype: torch.dtype | None = None) -> None:
+        """Refuse NaN and infinite numbers, also those that would be infinite in ``dtype``."""
+        for x in _tensors(self.inputs):
+            check_finite(x, "input", dtype)
+        check_finite(self.targets, "target", dtype)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -106,6 +119,19 @@ class Samples:
         return scaled(x.index_select(0, index), self.scale, self.shift)
 
 
+def _check_name(name: object) -> None:
+    """Refuse names of classes and owners that files can't hold."""
+    try:
+        fits = isinstance(name, str) and len(name.encode()) <= LONGEST_NAME
+    except UnicodeEncodeError:  # half a character
+        fits = False
+    if not fits:
+        raise InputError(
+            f"the class or owner {shown(name)} can't be used: give text of at most {LONGEST_NAME} "
+            "bytes in UTF-8"
+        )
+
+
 def scaled(x: Tensor, scale: float, shift: float) -> Tensor:
     """Bytes as the numbers that a model takes; other numbers as they are."""
     if x.dtype != torch.uint8:
@@ -113,20 +139,41 @@ def scaled(x: Tensor, scale: float, shift: float) -> Tensor:
     return x.mul(scale).add_(shift) if shift else x * scale
 
 
-def as_samples(data: Any) -> Samples:
-    """The user's own data as :class:`Samples`.
+def as_samples(data: Any, known_classes: int = 0) -> Samples:
+    """The user's own data as :class:`Samples`; NaN and infinite numbers are refused.
 
     ``data`` is one of: ``Samples``; ``(inputs, targets)`` or ``(inputs, targets, owners)`` of
     tensors or arrays; a map-style ``torch.utils.data.Dataset`` of ``(input, target)`` pairs.
-    Whole-number targets in one dimension are class numbers; others are regression targets.
+    Whole-number targets in one dimension are class numbers; others are regression targets. There
+    may be as many classes as samples, as ``known_classes``, or :data:`FEW_CLASSES`.
 
     >>> import numpy as np
     >>> samples = as_samples((np.zeros((4, 3), dtype=np.float32), [0, 1, 2, 1]))
     >>> len(samples), samples.classes, samples.input_shape
     (4, ('0', '1', '2'), (3,))
     """
-    if isinstance(data, Samples):
-        return data
+    samples = data if isinstance(data, Samples) else _read(data, known_classes)
+    samples.check_finite()
+    return samples
+
+
+def check_finite(rows: Tensor, what: str, dtype: torch.dtype | None = None) -> None:
+    """Refuse numbers that are not finite in ``dtype``, naming the first row that holds one."""
+    if not rows.is_floating_point() or not rows.numel():
+        return
+    types = (rows.dtype, dtype or rows.dtype)
+    largest = min(torch.finfo(each).max for each in types)
+    low, high = rows.aminmax()  # takes no memory; NaN is passed on, and is not within any limits
+    if not -largest <= low <= high <= largest:
+        flat = rows.reshape(len(rows), -1)
+        bad = ~((flat >= -largest) & (flat <= largest)).all(dim=1)
+        raise InputError(
+            f"the {what} of sample {int(bad.nonzero()[0])} (counted from 0) holds NaN or infinite "
+            f"numbers, or some beyond {largest:.2g}: remove that sample, or fill in what is missing"
+        )
+
+
+def _read(data: Any, known_classes: int) -> Samples:
     if isinstance(data, Dataset):
         data = _stacked(data)
     if not isinstance(data, tuple | list) or len(data) not in (2, 3):
@@ -139,13 +186,28 @@ def as_samples(data: Any) -> Samples:
     classes: tuple[str, ...] = ()
     if not target_tensor.is_floating_point() and target_tensor.ndim == 1:
         target_tensor = target_tensor.long()
-        classes = tuple(str(c) for c in range(int(target_tensor.max()) + 1 if len(targets) else 0))
+        classes = _class_names(target_tensor, known_classes)
     return Samples(
         inputs=_inputs(inputs),
         targets=target_tensor,
         classes=classes,
         owners=None if owners is None else np.asarray(owners),
     )
+
+
+def _class_names(targets: Tensor, known_classes: int) -> tuple[str, ...]:
+    """0, 1, … up to the largest class number, which must not be far beyond the samples."""
+    if not len(targets):
+        return ()
+    most, place = max(len(targets), known_classes, FEW_CLASSES), int(targets.argmax())
+    largest = int(targets[place])
+    if largest >= most:
+        raise InputError(
+            f"the target of sample {place} (counted from 0) is class {largest}: {len(targets)} "
+            f"samples may be of classes 0 … {most - 1}; number the classes without gaps, or give "
+            "floating-point targets for regression"
+        )
+    return tuple(str(c) for c in range(largest + 1))
 
 
 def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, np.ndarray[Any, Any]]:
@@ -174,15 +236,16 @@ def as_tensor(array: Any) -> Tensor:
     if isinstance(array, Tensor):
         return array
     array = np.asarray(array)
-    if array.dtype.kind not in "biuf":
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise InputError(
-            f"an array of dtype {array.dtype} can't be used as data: give numbers or booleans"
+            f"an array of dtype {array.dtype} can't be used as data: give booleans, or numbers of "
+            "at most 64 bits"
         )
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
         )  # read-only arrays are fine: nothing is written
-        return torch.from_numpy(np.ascontiguousarray(array))
+        return torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from nufed.data.files import read_npz
 from nufed.data.samples import Samples
 from nufed.data.store import CIFAR10, CIFAR100, MNIST_WRITERS, Stored, data_directory
 from nufed.errors import InputError, require
@@ -109,8 +109,11 @@ def _lines(name: str) -> tuple[str, ...]:
 def _writers(content: bytes, part: str, path: Path) -> tuple[np.ndarray[Any, Any], ...]:
     """Images, labels and writers of one part of MNIST; writers are called train-0, test-326."""
     try:
-        archive = np.load(io.BytesIO(content), allow_pickle=False)
-        images, labels, writers = (archive[f"{key}_{part}"] for key in ("x", "y", "writer"))
+        names = [f"{key}_{part}" for key in ("x", "y", "writer")]
+        arrays = read_npz(content, names)
+        if missing := [name for name in names if name not in arrays]:
+            raise ValueError(f"{missing[0]} is not in it")
+        images, labels, writers = (arrays[name] for name in names)
         if images.dtype != np.uint8 or images.shape != (len(images), 28, 28):
             raise ValueError(f"x_{part} is {images.dtype} of shape {images.shape}")
         for key, column in (("y", labels), ("writer", writers)):

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from nufed.data.partition import DirichletReusing, Rows
-from nufed.errors import InputError
+from nufed.errors import InputError, shown
 from nufed.seeding import stream
 
 PARTS = ("train", "validation", "test")
@@ -57,12 +57,6 @@ class Split:
         return len(self.train[0]) if self.recipe else max(map(len, self.train))
 
     @property
-    def last_row(self) -> int:
-        """The largest row number that occurs."""
-        parts = (*self.train, *self.validation, *self.test)
-        return max(int(rows.max(initial=0)) for rows in parts)
-
-    @property
     def fingerprint(self) -> str:
         """SHA-256 of everything the split holds."""
         digest = hashlib.sha256(json.dumps(self._about()).encode())
@@ -78,7 +72,8 @@ class Split:
     def load(cls, path: Path, labels: Rows | None = None) -> Split:
         """Read a split back; a file with any other byte than :meth:`save` writes is refused.
 
-        A split that was saved as a recipe is made again from the data's ``labels``.
+        A split that was saved as a recipe is made again from the data's ``labels``. What would
+        train on test data or lies outside of the data, if ``labels`` are given, is refused.
         """
         try:
             with safe_open(path, framework="numpy") as file:
@@ -98,7 +93,65 @@ class Split:
             raise InputError(
                 f"{path} is damaged, or about other data: this split does not match its SHA-256"
             )
+        try:
+            split.check(None if labels is None else len(labels))
+        except InputError as error:
+            raise InputError(f"{path} can't be used as a split: {error}") from None
         return split
+
+    def check(self, samples: int | None = None) -> None:
+        """Refuse a split that leaks: over all agents, a row must be in parts of one kind only.
+
+        Agents may share training rows, or test rows; an agent has no row twice. Rows must lie in
+        0 … ``samples`` − 1.
+        """
+        agents = len(self.names)
+        lengths = {len(part) for part in (self.train, self.validation, self.test)}
+        if lengths != {agents} or not agents:
+            raise InputError(f"it has {agents} names of agents and parts of {sorted(lengths)}")
+        different = len(set(self.unseen)) == len(self.unseen) < agents
+        if not different or not all(agent in self.agents for agent in self.unseen):
+            raise InputError(
+                f"unseen = {shown(self.unseen)}: must be different agents of 0 … {agents - 1}, "
+                "and one must be left to train"
+            )
+        if not len(self.train[self.smallest_agent]):
+            name = self.names[self.smallest_agent]
+            raise InputError(f"agent {shown(name)} has no training rows")
+        if self.recipe is None:  # a recipe draws its parts from disjoint pools
+            self._check_rows(samples)
+
+    def _check_rows(self, samples: int | None) -> None:
+        parts = [(kind, *own) for kind in PARTS for own in enumerate(getattr(self, kind))]
+        rows = np.concatenate([own for _, _, own in parts])
+        part = np.repeat(np.arange(len(parts)), [len(own) for _, _, own in parts])
+
+        def where(place: int) -> str:
+            kind, agent, _ = parts[part[place]]
+            return f"the {kind} part of agent {shown(self.names[agent])}"
+
+        last = rows.max() if samples is None else samples - 1
+        outside = np.flatnonzero((rows < 0) | (rows > last))
+        if len(outside):
+            raise InputError(
+                f"row {rows[outside[0]]} in {where(outside[0])} is outside of the data, rows 0 … "
+                f"{last}; give the split of the same data"
+            )
+        kind, agent = np.divmod(part, len(self.names))
+        order = np.lexsort((agent, kind, rows))
+        first, second = order[:-1], order[1:]  # neighbours: a row's places come one after another
+        same = rows[first] == rows[second]
+        for twice, why in (
+            (kind[first] != kind[second], "what is trained on must not be what is scored on"),
+            (agent[first] == agent[second], "an agent may have a row once"),
+        ):
+            found = np.flatnonzero(same & twice)
+            if len(found):
+                one, other = first[found[0]], second[found[0]]
+                raise InputError(
+                    f"row {rows[one]} is in {where(one)} and in {where(other)}, and {why}; make "
+                    "the split again"
+                )
 
     @classmethod
     def _from_recipe(cls, about: dict[str, Any], labels: Rows | None) -> Split:

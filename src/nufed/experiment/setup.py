@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from nufed.algorithm import Algorithm
@@ -84,6 +85,7 @@ class Setup:
                     "run`, or remove the table to simulate"
                 )
         samples = build_samples(config.data) if own["data"] is None else as_samples(own["data"])
+        samples.check_finite(getattr(torch, config.dtype))
         loss = own["loss"] or build_loss(config, samples)
         measure = build_measure(config, samples)
         if own["metric"] is not None:

@@ -17,6 +17,7 @@ from nufed.errors import TrainingError, shown
 from nufed.flower.payload import PayloadError, read_who
 from nufed.flower.plan import Plan
 from nufed.server import TOO_LATE
+from nufed.text import visible
 
 LOG = logging.getLogger("nufed")
 NOT_SENT = "the message to it could not be sent"
@@ -135,7 +136,7 @@ def _plain(reason: str) -> str:
     raised = re.fullmatch(r"<class '[\w.]+'>:<'(.*)'>", reason, re.DOTALL)
     if not raised:
         return shown(reason)
-    return "".join(sign if sign.isprintable() else " " for sign in raised[1][:MOST_SAID])
+    return visible(raised[1][:MOST_SAID])
 
 
 class Roster:

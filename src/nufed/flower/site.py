@@ -116,7 +116,10 @@ class Site:
     def _samples(self) -> Samples:
         """This site's data. What goes wrong with it is told at the site only."""
         try:
-            return as_samples(self.load(self.config))
+            known_classes = self.plan.like.outputs if self.plan.like else 0
+            samples = as_samples(self.load(self.config), known_classes)
+            samples.check_finite(self.plan.objective.dtype)
+            return samples
         except Exception as error:
             LOG.exception("this site's data can't be loaded")
             raise TrainingError(

@@ -35,9 +35,12 @@ def save_counts_chart(
     agents: Sequence[str], classes: Sequence[str], counts: object, path: Path
 ) -> None:
     """Write a heat map of samples per agent and class (SVG, PNG or HTML by its ending)."""
+    import altair
+
     from nufed.report import charts
 
-    charts.counts_chart(agents, classes, counts).save(path)
+    spec = charts.spec_of(charts.counts_chart(agents, classes, counts))
+    altair.Chart.from_dict(spec).save(path)
 
 
 __all__ = ["build_report", "save_advice_chart", "save_bounds_charts", "save_counts_chart"]

@@ -14,7 +14,7 @@ import vl_convert
 
 from nufed.errors import InputError, RunError
 from nufed.report.bounds import bounds_notes, bounds_tables
-from nufed.report.charts import all_charts, bounds_charts
+from nufed.report.charts import all_charts, bounds_charts, spec_of
 from nufed.report.tables import (
     agents_table,
     all_groups,
@@ -27,6 +27,7 @@ from nufed.report.tables import (
     settings_table,
 )
 from nufed.runs import Run
+from nufed.text import visible
 
 
 def build_report(runs: Sequence[Run], out: Path) -> Path:
@@ -54,7 +55,7 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         bounds=bounds_tables(bounds) if bounds else [],
         bounds_notes=bounds_notes(bounds) if bounds else [],
         bounds_charts=[(name, caption) for name, caption, _ in bounded],
-        specs={name: json.loads(chart.to_json()) for name, _, chart in (*charts, *bounded)},
+        specs={name: spec_of(chart) for name, _, chart in (*charts, *bounded)},
         settings=[(run_name(run, runs), settings_table(run)) for run in runs],
         methods=methods_table(runs),
         costs=costs_table(runs),
@@ -77,7 +78,7 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
 def save_chart(chart: Any, folder: Path, name: str) -> Path:
     """Write a chart as SVG and PNG; the path of the PNG."""
     folder.mkdir(parents=True, exist_ok=True)
-    svg = vl_convert.vegalite_to_svg(chart.to_json())
+    svg = vl_convert.vegalite_to_svg(json.dumps(spec_of(chart)))
     (folder / f"{name}.svg").write_text(svg, "utf-8")
     (folder / f"{name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
     return folder / f"{name}.png"
@@ -91,5 +92,12 @@ def _javascript() -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, finalize=_finalize
+    )
     return environment.from_string((files("nufed.report") / "page.html.j2").read_text("utf-8"))
+
+
+def _finalize(value: Any) -> Any:
+    """Text without what does not print; what is HTML already stays as it is."""
+    return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value

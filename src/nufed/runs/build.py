@@ -29,7 +29,7 @@ from nufed.data import (
     part_sizes,
     shards,
 )
-from nufed.errors import InputError
+from nufed.errors import InputError, shown
 from nufed.evaluate import Measure, accuracy
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
@@ -51,13 +51,7 @@ def build_split(config: DataConfig, samples: Samples, seed: int) -> Split:
     """The split of ``samples`` among agents that ``[data]`` describes."""
     if config.split_file is not None:
         path = Path(config.split_file.replace("{seed}", str(seed)))
-        split = Split.load(path, samples.targets.numpy())
-        if split.recipe is None and split.last_row >= len(samples):
-            raise InputError(
-                f"data.split_file = {config.split_file!r}: it is about more samples than the "
-                f"{len(samples)} of this data; give the split of the same data"
-            )
-        return split
+        return Split.load(path, samples.targets.numpy())
     rng = stream(seed, "partition")
     partition, names = config.partition, None
     if partition == "auto":
@@ -101,9 +95,12 @@ def build_federation(config: Config, samples: Samples, seed: int) -> Federation:
     """The samples dealt out to agents."""
     split = build_split(config.data, samples, seed)
     federation = Federation(samples, split, config.data.small_agents, config.eval_on)
-    if not len(federation.scored_rows(0)):
+    agents = [0] if split.recipe else split.agents  # those of a recipe have equal parts
+    empty = next((agent for agent in agents if not len(federation.scored_rows(agent))), None)
+    if empty is not None:
         raise InputError(
-            f'eval_on = "{config.eval_on}": agents have no {config.eval_on} part; set '
+            f'eval_on = "{config.eval_on}": agent {shown(split.names[empty])} has no '
+            f"{config.eval_on} part; set "
             f"data.{config.eval_on}, for example to 0.1, or give a split that has one"
         )
     return federation

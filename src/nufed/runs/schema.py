@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,6 +28,7 @@ AT_SITES = "at the sites"  # stands there for the data of a federation
 T = TypeVar("T")
 # becomes the name of a directory: neither separators nor a dot in front
 Name = Annotated[str, Field(pattern=r"^[\w][\w.-]*$", max_length=80)]
+Baseline: TypeAlias = Literal["majority", "untrained", "local"]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -219,7 +220,7 @@ class Config(_Table):
     eval_agents: Count | None = Field(
         default=None, description="evaluate a fixed sample of so many agents; all by default"
     )
-    baselines: list[Literal["majority", "untrained", "local"]] = Field(
+    baselines: list[Baseline] = Field(
         default=["majority", "untrained", "local"], description="null baselines to set beside"
     )
     eval_every: Count = Field(default=10, description="rounds between evaluations")
@@ -274,6 +275,12 @@ class Config(_Table):
 
     def algorithms(self) -> dict[str, Algorithm]:
         """The methods to train, by name, each with the shared settings and its own over them."""
+        for name in get_args(Baseline):
+            if name in self.methods:
+                raise InputError(
+                    f"methods.{name}: {name} is the name of a null baseline, which results show "
+                    "beside methods; give the method another name"
+                )
         _naming("method", self.method.build)
         methods = self.methods or {self.method.algorithm: MethodConfig()}
         return {name: self._algorithm(name, own) for name, own in methods.items()}
