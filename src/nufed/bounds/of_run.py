@@ -28,12 +28,17 @@ from nufed.runs.build import (
     build_samples,
 )
 from nufed.runs.schema import OWN
+from nufed.runs.trust import require_trust
 from nufed.server import choose_cohort
 from nufed.theory import BatchSizes, ProblemConstants, Training
 
 
-def bounds_of_run(run: Run) -> dict[str, Any]:
-    """Estimates, bounds and measurements for a finished run (its first seed)."""
+def bounds_of_run(run: Run, *, trust: bool = False) -> dict[str, Any]:
+    """Estimates, bounds and measurements for a finished run (its first seed).
+
+    ``trust`` allows importing the functions that the run names, if it names any.
+    """
+    require_trust(run.path, run.config, trust)
     seed = run.config.seeds[0]
     trained = [name for name, part in run.methods.items() if seed in part]
     algorithms = {n: a for n, a in run.config.algorithms().items() if n in trained}

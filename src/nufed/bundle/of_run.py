@@ -19,6 +19,7 @@ from nufed.objective import Loss, Objective
 from nufed.runs import Estimate, Run
 from nufed.runs.build import LOSSES, call_named, find_named, loss_name
 from nufed.runs.schema import OWN
+from nufed.runs.trust import require_trust
 
 
 def make_bundle(
@@ -41,12 +42,8 @@ def make_bundle(
     """
     if method not in run.methods:
         raise InputError(f"method {method!r}: {run.path} has {', '.join(run.methods)}")
-    named = [name for name in (run.config.model.name, run.config.loss) if ":" in name]
-    if named and not trust:
-        raise InputError(
-            f"{run.path} names code that would be imported ({', '.join(named)}): say trust=True "
-            "(--trust) if you trust where the run comes from"
-        )
+    given = [key for key, own in (("model.name", model), ("loss", loss)) if own is not None]
+    require_trust(run.path, run.config, trust, given)
     name = loss_name(run.config, bool(run.inputs.get("classes")))
     if (run.config.model.name == OWN and model is None) or (name == OWN and loss is None):
         raise InputError(
