@@ -1,7 +1,5 @@
 """`nufed bounds`, from plain numbers and from runs."""
 
-import json
-
 import pytest
 
 import nufed
@@ -10,6 +8,8 @@ from nufed.bounds import bounds_of_numbers, bounds_of_run
 from nufed.errors import RunError
 from nufed.report.bounds import bounds_notes, bounds_tables
 from nufed.runs import load_run
+from nufed.runs.durable import signed
+from nufed.runs.files import finite
 from nufed.theory import BatchSizes, ProblemConstants
 
 NUMBERS = """
@@ -95,7 +95,7 @@ def test_a_run_with_a_smooth_model(tmp_path):
     rounds = [s["round"] for s in found["stationarity"] if s["method"] == "hf"]
     assert rounds == [0, 2, 4] and all(s["value"] > 0 for s in found["stationarity"])
     assert [title for title, _ in bounds_tables(found)][-1].startswith("Theorem 1")
-    (run.path / "bounds.json").write_text(json.dumps(found))
+    (run.path / "bounds.json").write_bytes(signed(finite(found)))
     nufed.report.build_report([load_run(run.path)], run.path)
     page = (run.path / "report.html").read_text()
     assert "hessian_lipschitz (ρ)" in page and "bounds-stationarity" in page
@@ -113,10 +113,9 @@ def test_a_run_with_kinks_has_no_rho_and_says_so(tmp_path):
 
 def test_other_data_and_learned_step_sizes_are_refused(tmp_path):
     run = nufed.run(RUN, out=tmp_path / "run")
-    config = (run.path / "config.toml").read_text()
-    (run.path / "config.toml").write_text(config.replace("dirichlet = 0.5", "dirichlet = 0.6"))
+    other = run.config.data.model_copy(update={"dirichlet": 0.6})
     with pytest.raises(RunError, match="another split today"):
-        bounds_of_run(load_run(run.path))
+        bounds_of_run(replace(run, config=run.config.model_copy(update={"data": other})))
     (run.path / "config.toml").write_text(config.replace('"digits"', '"given in Python"'))
     with pytest.raises(InputError, match="was run from Python"):
         bounds_of_run(load_run(run.path))

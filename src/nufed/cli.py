@@ -36,6 +36,8 @@ from nufed.report.bounds import bounds_notes, bounds_tables
 from nufed.report.tables import Table, all_groups, headline, results_table
 from nufed.runs import Run, load_run, presets
 from nufed.runs.config import known_fields
+from nufed.runs.directory import BOUNDS
+from nufed.runs.durable import signed, write_durably
 from nufed.runs.files import finite, write_json
 from nufed.runs.trust import require_trust
 from nufed.simulation import ENGINES
@@ -141,7 +143,7 @@ def bounds(
         status = Console(stderr=True).status("estimating constants, about half a minute")
         with status, torch_threads(finished.config.threads):
             found = bounds_of_run(finished, trust=trust)
-        write_json(source / "bounds.json", found)
+        write_durably(source / BOUNDS, signed(finite(found)))
         if add_to_report:
             build_report([finished], source)
     else:

@@ -19,8 +19,9 @@ from nufed.progress import show_download
 from nufed.report import save_counts_chart
 from nufed.runs import load_config
 from nufed.runs.build import build_samples, build_split
-from nufed.runs.directory import LISTED, class_counts
+from nufed.runs.directory import class_counts
 from nufed.runs.messages import suggest
+from nufed.runs.records import LISTED
 
 data_app = typer.Typer(
     help="Get data, look at it and at how it is split among agents.", no_args_is_help=True
