@@ -6,18 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors.torch import load
 from torch import nn
 
 from nufed.algorithm import State
 from nufed.algorithms import GMeta
 from nufed.bundle.bundle import Bundle
-from nufed.errors import InputError
+from nufed.errors import InputError, RunError
 from nufed.evaluate import summarise
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
 from nufed.runs import Estimate, Run
 from nufed.runs.build import LOSSES, call_named, find_named, loss_name
+from nufed.runs.part import read_server
 from nufed.runs.schema import OWN
 from nufed.runs.trust import require_trust
 
@@ -72,7 +72,7 @@ def bundle_of(run: Run, method: str, seed: int | None, objective: Objective) -> 
         )
     inputs, config = run.inputs, run.config
     path = run.path / "methods" / method / f"seed-{seed}" / "model.safetensors"
-    server = load(path.read_bytes())
+    server = read_server(path, objective.size)
     name = loss_name(config, bool(inputs["classes"]))
     module = objective.module(server["model"])
     return Bundle.of(
@@ -129,6 +129,8 @@ def _rate(algorithm: GMeta, server: State, module: nn.Module) -> float | dict[st
     if "log_rates" not in server:
         return float(algorithm.adapt_lr)
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if server["log_rates"].shape != (len(names),):
+        raise RunError(f"the saved model has no learned step size for each of {', '.join(names)}")
     return dict(zip(names, server["log_rates"].exp().tolist(), strict=True))
 
 

@@ -125,6 +125,8 @@ def _train(
         LOG.info("training goes on after round %d", start.round)
     last, outcome = False, None
     with closing(files):
+        if saved:
+            saved.check_fits(plan.start(), files.folder)
         try:
             for progress in server.train(start):
                 k = progress.round

@@ -45,6 +45,13 @@ class Checkpoint:
     metrics_sha256: str
     notes: Mapping[str, Any] = field(default_factory=dict)
 
+    def check_fits(self, server: State, folder: Path) -> None:
+        """Refuse a state whose vectors are not like those of ``server``."""
+        kinds = [{n: (v.shape, v.dtype) for n, v in s.items()} for s in (self.server, server)]
+        if kinds[0] != kinds[1]:
+            path = _paths(folder, self.round)[0]
+            raise RunError(f"{path} does not fit: its vectors are not those of this method")
+
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, belongs_to: Mapping[str, str]) -> None:
     """Write a checkpoint into a part's directory and remove all but the last two."""
@@ -76,7 +83,10 @@ def load_checkpoint(
         try:
             return _read(folder, round, belongs_to), problems
         except (OSError, ValueError, RunError, SafetensorError) as error:
-            problems.append(f"the checkpoint of round {round} in {folder} can't be used: {error}")
+            name = _paths(folder, round)[1].name
+            problems.append(
+                f"the checkpoint of round {round} ({name}) in {folder} can't be used: {error}"
+            )
     return None, problems
 
 

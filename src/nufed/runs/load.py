@@ -113,7 +113,9 @@ class _Reader:
         split, steps = self._splits[seed], self._config.steps_evaluated + 1
         for line in lines:
             if line.agent >= split.number or line.seen == (line.agent in split.unseen):
-                raise RunError(f"{path} does not fit: agent {line.agent} is not that of the split")
+                raise RunError(
+                    f"{path} does not fit to splits/seed-{seed}.json: agent {line.agent} differs"
+                )
             if len(line.score) != steps:
                 raise RunError(f"{path} does not fit: scores must be {steps} numbers")
         agents = [line.agent for line in lines]

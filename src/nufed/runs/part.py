@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from nufed.algorithm import State
 from nufed.errors import NumericalWarning, RunError
@@ -179,6 +180,18 @@ def _lines(scores: Iterable[AgentScores]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
+def read_server(path: Path, size: int) -> State:
+    """A saved state of the server, whose model must be a vector of ``size`` numbers."""
+    try:
+        state = load(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} can't be read as a model: {error}") from error
+    model = state.get("model")
+    if model is None or model.shape != (size,) or not model.is_floating_point():
+        raise RunError(f"{path} does not fit: it must hold a vector 'model' of {size} numbers")
+    return state
+
+
 def check_done(folder: Path) -> Done:
     """What a part's end says; a file that has changed since is named."""
     try:
@@ -187,7 +200,7 @@ def check_done(folder: Path) -> Done:
             if name not in FILES:
                 raise RunError(f"it names {name!r}, which is no file of a part")
             if sha256((folder / name).read_bytes()) != digest:
-                raise RunError(f"{name}: its SHA-256 differs")
+                raise RunError(f"{name}: its SHA-256 differs from that in {DONE}")
     except (OSError, RunError) as error:
         raise RunError(
             f"{folder} is damaged ({error}): remove that directory and continue with "
