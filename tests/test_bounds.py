@@ -1,6 +1,6 @@
 """`nufed bounds`, from plain numbers and from runs."""
 
-import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +9,9 @@ from nufed import InputError, theory
 from nufed.bounds import bounds_of_numbers, bounds_of_run
 from nufed.errors import RunError
 from nufed.report.bounds import bounds_notes, bounds_tables
-from nufed.runs import load_run
+from nufed.runs import load_config, load_run
+from nufed.runs.durable import signed
+from nufed.runs.files import finite
 from nufed.theory import BatchSizes, ProblemConstants
 
 NUMBERS = """
@@ -97,7 +99,7 @@ def test_a_run_with_a_smooth_model(tmp_path):
     rounds = [s["round"] for s in found["stationarity"] if s["method"] == "hf"]
     assert rounds == [0, 2, 4] and all(s["value"] > 0 for s in found["stationarity"])
     assert [title for title, _ in bounds_tables(found)][-1].startswith("Theorem 1")
-    (run.path / "bounds.json").write_text(json.dumps(found))
+    (run.path / "bounds.json").write_bytes(signed(finite(found)))
     nufed.report.build_report([load_run(run.path)], run.path)
     page = (run.path / "report.html").read_text()
     assert "hessian_lipschitz (ρ)" in page and "bounds-stationarity" in page
@@ -115,14 +117,15 @@ def test_a_run_with_kinks_has_no_rho_and_says_so(tmp_path):
 
 def test_other_data_and_learned_step_sizes_are_refused(tmp_path):
     run = nufed.run(RUN, out=tmp_path / "run")
-    config = (run.path / "config.toml").read_text()
-    (run.path / "config.toml").write_text(config.replace("dirichlet = 0.5", "dirichlet = 0.6"))
+    text = (run.path / "config.toml").read_text()
+
+    def changed(before, after):
+        (tmp_path / "config.toml").write_text(text.replace(before, after))
+        return replace(run, config=load_config(tmp_path / "config.toml"))
+
     with pytest.raises(RunError, match="another split today"):
-        bounds_of_run(load_run(run.path))
-    (run.path / "config.toml").write_text(config.replace('"digits"', '"given in Python"'))
+        bounds_of_run(changed("dirichlet = 0.5", "dirichlet = 0.6"))
     with pytest.raises(InputError, match="was run from Python"):
-        bounds_of_run(load_run(run.path))
-    learning = config.replace("[methods.hf]", "[methods.hf]\nrates_lr = 0.1")
-    (run.path / "config.toml").write_text(learning)
+        bounds_of_run(changed('"digits"', '"given in Python"'))
     with pytest.raises(InputError, match=r"learns the step sizes of hf .* one step size"):
-        bounds_of_run(load_run(run.path))
+        bounds_of_run(changed("[methods.hf]", "[methods.hf]\nrates_lr = 0.1"))

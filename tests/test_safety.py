@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,47 @@ def test_a_link_in_a_run_directory_is_not_followed(tmp_path, stopped, place, rel
     assert everything(tmp_path) == before
 
 
+FOREIGN = ["lock", "timing.jsonl", "config.toml", "run.json", "log.txt", "methods/hf/seed-0/x.json"]
+
+
+@pytest.mark.parametrize("place", FOREIGN)
+def test_a_hard_link_to_another_file_is_neither_read_nor_written(tmp_path, stopped, place):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    path, outside = run / place, tmp_path / "outside"
+    if path.exists():
+        path.rename(outside)
+    else:
+        outside.write_text("mine")
+    path.hardlink_to(outside)
+    before = everything(tmp_path)
+    for reach in (nufed.resume, load_run):
+        with pytest.raises(RunError, match=r"is a hard link to another file.*cp -RL"):
+            reach(run)
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.timeout(60)  # opening a FIFO that nobody writes to would wait without end
+@pytest.mark.parametrize("place", FOREIGN)
+@pytest.mark.parametrize("kind", ["fifo", "socket"])
+def test_a_special_file_is_refused_before_it_is_opened(tmp_path, stopped, place, kind, monkeypatch):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    (run / place).unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(run / place)
+    else:
+        monkeypatch.chdir((run / place).parent)  # the path of a socket must be short
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind((run / place).name)
+    if place == "run.json":
+        with pytest.raises(RunError, match=r"has no run\.json"):
+            nufed.resume(run)
+    else:
+        with pytest.raises(RunError, match=rf"{place} is a special file \(a FIFO"):
+            nufed.resume(run)
+    with pytest.raises(RunError, match=rf"{place} is a special file \(a FIFO"):
+        load_run(run)
+
+
 def test_the_run_directory_itself_may_be_reached_through_a_link(tmp_path, stopped):
     (tmp_path / "link").symlink_to(stopped)
     assert RunDirectory(tmp_path / "link").existing() == tmp_path / "link"
@@ -108,7 +150,7 @@ def test_an_end_whose_rounds_are_no_number_is_refused(tmp_path, stopped, rounds)
     part = shutil.copytree(stopped / PART, tmp_path / "part")
     about = json.loads((part / "done.json").read_text())["content"]
     (part / "done.json").write_bytes(signed(about | {"rounds": rounds}))
-    with pytest.raises(RunError, match="rounds is"):
+    with pytest.raises(RunError, match=r"done.json does not fit: rounds: .*integer"):
         check_done(part)
 
 

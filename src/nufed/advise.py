@@ -29,6 +29,7 @@ from nufed.runs.build import (
     build_samples,
 )
 from nufed.runs.schema import OWN
+from nufed.runs.trust import require_trust
 from nufed.seeding import stream
 from nufed.threads import torch_threads
 
@@ -61,7 +62,11 @@ class Choice:
 
 
 def advise(
-    run: Run, max_steps: int | None = None, on_progress: OnProgress = lambda what, share: None
+    run: Run,
+    max_steps: int | None = None,
+    on_progress: OnProgress = lambda what, share: None,
+    *,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """What a finished run tells about fine-tuning its models, as plain data.
 
@@ -69,7 +74,9 @@ def advise(
         run: as :func:`nufed.load_run` gives it.
         max_steps: the most fine-tuning steps tried.
         on_progress: called with what is being done and the share that is done.
+        trust: allow importing the functions that the run names, if it names any.
     """
+    require_trust(run.path, run.config, trust)
     with torch_threads(run.config.threads):
         return _advise(run, max_steps, on_progress)
 

@@ -18,6 +18,7 @@ from nufed.advise import advise
 from nufed.algorithms import ALGORITHMS
 from nufed.bounds import bounds_of_numbers, bounds_of_run
 from nufed.bundle.of_run import can_be_bundled
+from nufed.cli_bundle import Trust
 from nufed.cli_data import AsJson, Overrides, data_app
 from nufed.cli_federate import federate_app
 from nufed.data import PARTITIONS, SOURCES
@@ -33,7 +34,10 @@ from nufed.report.bounds import bounds_notes, bounds_tables
 from nufed.report.tables import Table, all_groups, headline, results_table
 from nufed.runs import Run, load_run, presets
 from nufed.runs.config import known_fields
+from nufed.runs.directory import BOUNDS
+from nufed.runs.durable import signed, write_durably
 from nufed.runs.files import finite, write_json
+from nufed.runs.trust import require_trust
 from nufed.simulation import ENGINES
 from nufed.terminal import console, say, table, words
 from nufed.theory import TheoryError
@@ -61,8 +65,9 @@ def run(
         int | None, typer.Option(min=1, help="How many seeds: 0, 1, …; as configured by default.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with this run directory; rounds=N trains longer.")
+        Path | None, typer.Option(help="Resume this run directory; rounds=N trains longer.")
     ] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Train and evaluate every method of a configuration, and write a report."""
@@ -79,12 +84,12 @@ def run(
         }
         try:
             if resume is not None:
-                finished = resume_experiment(resume, settings, **follow)
+                finished = resume_experiment(resume, settings, trust=trust, **follow)
             else:
                 assert source is not None
                 finished = run_experiment(source, settings, out=out, **follow)
         except KeyboardInterrupt:
-            how = f"; go on with: nufed run --resume {display.path}" if display.path else ""
+            how = f"; go on with: {display.resume}" if display.resume else ""
             raise typer.Exit(_say(f"stopped{how}", 130)) from None
     if as_json:
         print(json.dumps({"directory": str(finished.path), **finished.to_json()}))
@@ -103,10 +108,13 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Where to write; needed for several runs.")
     ] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a run's report, or compare several runs on one page."""
     loaded = [load_run(path) for path in runs]
+    for each in loaded:
+        require_trust(each.path, each.config, trust)
     if out is None:
         if len(loaded) > 1:
             raise InputError("comparing several runs needs a place for the page: give --out DIR")
@@ -125,6 +133,7 @@ def bounds(
     add_to_report: Annotated[
         bool, typer.Option("--report", help="Also put it into the run's report.")
     ] = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """What the theory promises: constants, bounds per ν, allowed step sizes, Theorem 1."""
@@ -132,8 +141,8 @@ def bounds(
         finished = load_run(source)
         status = console(stderr=True).status("estimating constants, about half a minute")
         with status, torch_threads(finished.config.threads):
-            found = bounds_of_run(finished)
-        write_json(source / "bounds.json", found)
+            found = bounds_of_run(finished, trust=trust)
+        write_durably(source / BOUNDS, signed(finite(found)))
         if add_to_report:
             build_report([finished], source)
     else:
@@ -153,6 +162,7 @@ def advise_on(
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="The most fine-tuning steps tried.")
     ] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """How many fine-tuning steps, how large, on how much data: advice from held-out agents."""
@@ -162,7 +172,7 @@ def advise_on(
         def show(what: str, share: float) -> None:
             status.update(words(f"trying {what}, {share:.0%} done"))
 
-        found = advise(finished, max_steps, show)
+        found = advise(finished, max_steps, show, trust=trust)
     write_json(run / "advice.json", found)
     if as_json:
         print(json.dumps(finite(found)))

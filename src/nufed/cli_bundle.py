@@ -31,7 +31,7 @@ DataPath = Annotated[
 ]
 Label = Annotated[str, typer.Option(help="The CSV column that holds the label.")]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Allow importing the code that the file names.")
+    bool, typer.Option("--trust", help="Allow importing the code that the file or run names.")
 ]
 
 

@@ -17,8 +17,9 @@ from nufed.progress import show_download
 from nufed.report import save_counts_chart
 from nufed.runs import load_config
 from nufed.runs.build import build_samples, build_split
-from nufed.runs.directory import LISTED, class_counts
+from nufed.runs.directory import class_counts
 from nufed.runs.messages import suggest
+from nufed.runs.records import LISTED
 from nufed.terminal import console, say
 from nufed.text import visible
 

@@ -21,6 +21,7 @@ from rich.progress import (
 from nufed.data.download import OnProgress
 from nufed.experiment import Event
 from nufed.runs import Config
+from nufed.runs.trust import named_code
 from nufed.terminal import words
 from nufed.text import visible
 
@@ -41,11 +42,12 @@ class Display:
             transient=True,
         )
         self._spent: dict[str, list[float]] = {}
-        self.path: Path | None = None
+        self.resume: str | None = None  # the command that resumes the run
 
     def start(self, config: Config, path: Path) -> None:
         """A run begins in ``path``."""
-        self._config, self.path = config, path
+        self._config = config
+        self.resume = f"nufed run --resume {path}" + " --trust" * bool(named_code(config))
         self._methods = list(config.algorithms())
         self._rounds = {method: len(config.seeds) * config.rounds for method in self._methods}
         self._console.print(words(f"run directory: {path}"), soft_wrap=True)

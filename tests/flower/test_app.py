@@ -1,6 +1,7 @@
 """The apps leave the run directory that simulation leaves, also after they were killed."""
 
 import html
+import os
 import re
 from pathlib import Path
 
@@ -128,6 +129,18 @@ def test_a_run_goes_on_only_as_it_began(tmp_path):
     assert load_run(tmp_path / "run").methods  # and what is there stays
 
 
+@pytest.mark.timeout(120)  # opening a FIFO that nobody reads from would wait without end
+@pytest.mark.parametrize("place", ["log.txt", "lock", "privacy.json", "federation.json"])
+def test_a_special_file_in_its_directory_is_not_opened(tmp_path, monkeypatch, place):
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)
+    app, path = app_of(tmp_path), tmp_path / "run" / place
+    start(app, tmp_path, tmp_path / "run")
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(RunError, match=f"{place} is a special file"):
+        start(app, tmp_path, tmp_path / "run")
+
+
 def test_a_run_can_go_on_for_more_rounds(tmp_path):
     start(app_of(tmp_path), tmp_path, tmp_path / "longer")
     longer = app_of(tmp_path, TEXT.replace("rounds = 3", "rounds = 4"))
@@ -236,7 +249,7 @@ def test_what_needs_the_data_of_a_federation_says_that_it_is_elsewhere(tmp_path)
     start(app_of(tmp_path), tmp_path, tmp_path / "run")
     with pytest.raises(InputError, match="start it with `nufed federate run`"):
         nufed.run(tmp_path / "federation.toml", out=tmp_path / "simulated")
-    with pytest.raises(InputError, match="start it with `nufed federate run`"):
+    with pytest.raises(RunError, match="resume it with `nufed federate run`"):
         nufed.resume(tmp_path / "run")
     with pytest.raises(InputError, match="at the sites of its federation"):
         build_samples(load_run(tmp_path / "run").config.data)

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from nufed.aggregate import Mean
@@ -27,13 +25,19 @@ from nufed.runs.build import (
     build_objective,
     build_samples,
 )
+from nufed.runs.part import read_server
 from nufed.runs.schema import OWN
+from nufed.runs.trust import require_trust
 from nufed.server import choose_cohort
 from nufed.theory import BatchSizes, ProblemConstants, Training
 
 
-def bounds_of_run(run: Run) -> dict[str, Any]:
-    """Estimates, bounds and measurements for a finished run (its first seed)."""
+def bounds_of_run(run: Run, *, trust: bool = False) -> dict[str, Any]:
+    """Estimates, bounds and measurements for a finished run (its first seed).
+
+    ``trust`` allows importing the functions that the run names, if it names any.
+    """
+    require_trust(run.path, run.config, trust)
     seed = run.config.seeds[0]
     trained = [name for name, part in run.methods.items() if seed in part]
     algorithms = {n: a for n, a in run.config.algorithms().items() if n in trained}
@@ -143,15 +147,14 @@ def _estimator(run: Run, seed: int) -> Estimator:
 def _models(run: Run, name: str, seed: int, estimator: Estimator) -> list[tuple[int, Tensor]]:
     """The saved models of a method by round: the initial, those in between, and the final one."""
     folder = run.path / "methods" / name / f"seed-{seed}"
+    size = estimator.objective.size
     found = [(0, estimator.objective.initial())]
-    try:
-        found += [
-            (int(path.stem.rpartition("-")[2]), load_file(path)["model"].double())
-            for path in sorted(folder.glob("model-round-*.safetensors"))
-        ]
-        final = load_file(folder / "model.safetensors")["model"].double()
-    except (OSError, SafetensorError, KeyError) as error:
-        raise RunError(f"{folder} has no readable models: {error}") from error
+    found += [
+        (int(number), read_server(path, size)["model"].double())
+        for path in sorted(folder.glob("model-round-*.safetensors"))
+        if (number := path.stem.removeprefix("model-round-")).isdecimal()
+    ]
+    final = read_server(folder / "model.safetensors", size)["model"].double()
     return [*(f for f in found if f[0] < run.config.rounds), (run.config.rounds, final)]
 
 

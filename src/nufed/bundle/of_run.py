@@ -6,19 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors.torch import load
 from torch import nn
 
 from nufed.algorithm import State
 from nufed.algorithms import GMeta
 from nufed.bundle.bundle import Bundle
-from nufed.errors import InputError
+from nufed.errors import InputError, RunError
 from nufed.evaluate import summarise
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
 from nufed.runs import Estimate, Run
 from nufed.runs.build import LOSSES, call_named, find_named, loss_name
+from nufed.runs.part import read_server
 from nufed.runs.schema import OWN
+from nufed.runs.trust import require_trust
 
 
 def make_bundle(
@@ -41,12 +42,8 @@ def make_bundle(
     """
     if method not in run.methods:
         raise InputError(f"method {method!r}: {run.path} has {', '.join(run.methods)}")
-    named = [name for name in (run.config.model.name, run.config.loss) if ":" in name]
-    if named and not trust:
-        raise InputError(
-            f"{run.path} names code that would be imported ({', '.join(named)}): say trust=True "
-            "(--trust) if you trust where the run comes from"
-        )
+    given = [key for key, own in (("model.name", model), ("loss", loss)) if own is not None]
+    require_trust(run.path, run.config, trust, given)
     name = loss_name(run.config, bool(run.inputs.get("classes")))
     if (run.config.model.name == OWN and model is None) or (name == OWN and loss is None):
         raise InputError(
@@ -75,7 +72,7 @@ def bundle_of(run: Run, method: str, seed: int | None, objective: Objective) -> 
         )
     inputs, config = run.inputs, run.config
     path = run.path / "methods" / method / f"seed-{seed}" / "model.safetensors"
-    server = load(path.read_bytes())
+    server = read_server(path, objective.size)
     name = loss_name(config, bool(inputs["classes"]))
     module = objective.module(server["model"])
     sizes = run.methods[method][seed].step_sizes
@@ -137,6 +134,8 @@ def _rate(
     if "log_rates" not in server:
         return scale * float(algorithm.adapt_lr)
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if server["log_rates"].shape != (len(names),):
+        raise RunError(f"the saved model has no learned step size for each of {', '.join(names)}")
     rates = (scale * server["log_rates"].exp()).tolist()
     return dict(zip(names, rates, strict=True))
 

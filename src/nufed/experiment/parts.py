@@ -118,6 +118,9 @@ def _run_method(
     saved = files.begin(config.rounds, config.eval_every)
     start = Progress(saved.round, saved.server, saved.clients) if saved else None
     with closing(files):
+        if saved:
+            like = algorithm.server_init(engine.objective, engine.objective.initial())
+            saved.check_fits(like, files.folder)
         for progress in train(
             algorithm,
             engine,

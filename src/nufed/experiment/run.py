@@ -15,9 +15,14 @@ from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.objective import Loss
 from nufed.runs import Config, Run, RunDirectory, load_config
+from nufed.runs.begun import Begun
 from nufed.runs.durable import locked
+from nufed.runs.trust import require_trust
 from nufed.simulation import Workers
 from nufed.threads import torch_threads
+
+# the keys of a configuration in whose place objects can be passed
+_KEYS = {"model": "model.name", "data": "data.source", "loss": "loss", "metric": "metric"}
 
 
 def run(
@@ -59,7 +64,7 @@ def run(
         with locked(directory.path):
             for seed, federation in setup.federations.items():
                 directory.write_split(federation.split, setup.samples, seed)
-            directory.write_start(
+            Begun(directory).write(
                 setup.config,
                 setup.measure,
                 setup.engine_names,
@@ -77,29 +82,36 @@ def resume(
     data: Any = None,
     loss: Loss | None = None,
     metric: Metric | None = None,
+    trust: bool = False,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
 ) -> Run:
-    """Go on with a run that was stopped or killed, to the very bits of one that was not.
+    """Resume a run that was stopped or killed, to the same bits as one that was not.
 
     Args:
         path: the run directory.
         overrides: only ``rounds=…``, larger than before, to train longer.
         model, data, loss, metric: what was passed as objects to :func:`run`, again.
+        trust: allow importing the functions that the directory's configuration names, if it names
+            any: it need not be the one that you wrote.
     """
     directory = RunDirectory(Path(path))
     with locked(directory.existing()):
-        config = directory.read_config(overrides)
+        begun = Begun(directory)
+        config = begun.read_to_resume(overrides)
         own = {"model": model, "data": data, "loss": loss, "metric": metric}
+        require_trust(
+            directory.path, config, trust, [_KEYS[k] for k, v in own.items() if v is not None]
+        )
         with torch_threads(config.threads):
-            setup = Setup.make(config, directory.engines(), **own)
-            directory.check_same(
+            setup = Setup.make(config, begun.engines(), **own)
+            begun.check_same(
                 setup.config,
                 setup.samples.fingerprint,
                 {seed: f.split for seed, f in setup.federations.items()},
             )
-            directory.write_config(setup.config)
+            begun.write_resumed(setup.config)
             return _train(setup, directory, on_start, on_progress, on_stop)
 
 

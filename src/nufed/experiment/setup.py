@@ -87,9 +87,12 @@ class Setup:
         samples = build_samples(config.data) if own["data"] is None else as_samples(own["data"])
         samples.check_finite(getattr(torch, config.dtype))
         loss = own["loss"] or build_loss(config, samples)
-        measure = build_measure(config, samples)
-        if own["metric"] is not None:
-            measure = Measure(getattr(own["metric"], "__name__", "metric"), own["metric"])
+        metric = own["metric"]
+        measure = (
+            build_measure(config, samples)
+            if metric is None
+            else Measure(getattr(metric, "__name__", "metric"), metric)
+        )
         algorithms = config.algorithms()
         faults = Faults(**dict(config.faults))
         federations = {

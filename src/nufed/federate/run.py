@@ -11,7 +11,8 @@ from nufed.federate.link import NAME, Link, ask
 from nufed.federate.processes import Flower, flower
 from nufed.federate.site import quoted
 from nufed.runs.directory import RunDirectory
-from nufed.runs.files import read_about
+from nufed.runs.files import check_entries, read_record
+from nufed.runs.records import Failure
 
 Say = Callable[[str], None]
 
@@ -39,6 +40,7 @@ def run_directory(app: Path, out: Path | None, resume: Path | None) -> Path:
                 f"--resume {resume}: no run was begun there, it has no run.json; give another, or "
                 "start one with --out"
             )
+        check_entries(resume)
         return resume
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(
@@ -110,7 +112,7 @@ def state_of(commands: Flower, run: str) -> tuple[str, str]:
 def failures(out: Path) -> list[tuple[Path, int, str]]:
     """Where and when it was written down why a method had to stop, and why."""
     return [
-        (path, path.stat().st_mtime_ns, str(read_about(path).get("reason", "")))
+        (path, path.stat().st_mtime_ns, read_record(path, Failure).reason)
         for path in sorted(out.glob("methods/*/seed-*/failure.json"))
     ]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
+from pydantic import Field, TypeAdapter, ValidationError
 
 from nufed.algorithm import ClientUpdate, Cost, State
 from nufed.data import ScoredOn
-from nufed.errors import UpdateError
+from nufed.errors import RunError, UpdateError, shown
 from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
 from nufed.flower.account import Account
 from nufed.flower.asking import LOG, Roster, ask
@@ -67,9 +68,8 @@ class Server:
         self.account = (
             Account(plan.privacy, len(plan.seen), plan.cohort, ledger) if plan.privacy else None
         )
-        taken: dict[str, int] = (notes or {}).get("taken", {})
         # the last round of which an agent's update was taken
-        self._taken = {int(agent): round for agent, round in taken.items()}
+        self._taken = _read_taken((notes or {}).get("taken", {}))
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -242,3 +242,13 @@ def _usable(answer: RecordDict | str) -> RecordDict:
     if isinstance(answer, str):
         raise PayloadError(answer)
     return answer
+
+
+def _read_taken(record: object) -> dict[int, int]:
+    """What the notes of a checkpoint say of whose updates were taken last in which round."""
+    try:
+        return TypeAdapter(dict[int, Annotated[int, Field(strict=True, ge=0)]]).validate_python(
+            record
+        )
+    except ValidationError:
+        raise RunError(f"the notes of the checkpoint do not fit: taken = {shown(record)}") from None

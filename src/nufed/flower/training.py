@@ -23,10 +23,12 @@ from nufed.flower.plan import Plan
 from nufed.flower.privacy import check_plan
 from nufed.flower.server import Outcome, Server
 from nufed.runs import Config, RunDirectory
+from nufed.runs.begun import Begun
 from nufed.runs.directory import PRIVACY
 from nufed.runs.durable import cannot_write, locked, read_signed, signed, write_durably
 from nufed.runs.lines import evaluation_line, round_line
 from nufed.runs.part import PartFiles
+from nufed.runs.records import FederationRecord, checked
 from nufed.server import Progress
 from nufed.threads import torch_threads
 
@@ -47,14 +49,17 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
         check_plan(plan.privacy, len(plan.seen), plan.cohort, plan.rounds)
     going_on = out is not None and (out / "run.json").exists()
     directory = RunDirectory(out) if going_on and out else RunDirectory.create(config.name, out)
+    if going_on:
+        directory.existing()
     (method,) = config.algorithms()
     with torch_threads(plan.threads), locked(directory.path), _logged(directory.path / "log.txt"):
         try:
-            known = _go_on(directory, config) if going_on else _begin(directory, config, plan)
+            known = _go_on(directory, config, plan) if going_on else _begin(directory, config, plan)
             folder = directory.part("methods", method, plan.seed)
             files = PartFiles(folder, {"configuration": config.fingerprint})
             files.check_rounds(plan.rounds)
-            directory.write_config(config)  # with more rounds, if it goes on
+            if going_on:
+                Begun(directory).write_resumed(config)
             if not files.is_done(plan.rounds):
                 began = time.perf_counter()
                 _train(plan, config, grid, known, directory, files)
@@ -84,18 +89,18 @@ def _begin(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any
     assert plan.like is not None
     write_durably(directory.path / NAME, signed(known))
     engines = dict.fromkeys(config.algorithms(), "flower")
-    directory.write_start(config, plan.measure, engines, plan.like, data_sha256="")
+    Begun(directory).write(config, plan.measure, engines, plan.like, data_sha256="")
     LOG.info("%s begins: %d sites, %d rounds", config.name, plan.agents, plan.rounds)
     return known
 
 
-def _go_on(directory: RunDirectory, config: Config) -> dict[str, Any]:
-    directory.existing()
-    directory.check_same(config, "", {})
-    known = read_signed(directory.path / NAME)
-    if not isinstance(known.get("run"), str):
-        raise RunError(f"{directory.path / NAME} names no run: start a new one")
-    return known
+def _go_on(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any]:
+    Begun(directory).check_same(config, "", {})
+    path = directory.path / NAME
+    known = checked(FederationRecord, read_signed(path), path)
+    if plan.privacy and known.cohort_seed is None:
+        raise RunError(f"{path} has no cohort_seed, which a private run needs: start a new one")
+    return known.model_dump()
 
 
 def _train(
@@ -120,6 +125,8 @@ def _train(
         LOG.info("training goes on after round %d", start.round)
     last, outcome = False, None
     with closing(files):
+        if saved:
+            saved.check_fits(plan.start(), files.folder)
         try:
             for progress in server.train(start):
                 k = progress.round

@@ -100,7 +100,7 @@ def rounds_chart(runs: Sequence[Run], group: str) -> Any:
         if group not in run.groups:
             continue
         key = evaluation_by_round(run)
-        seeds = [[m for m in t.metrics if key in m] for t in line.seeds.values()]
+        seeds = [[m for m in t.metrics if group in m.get(key, {})] for t in line.seeds.values()]
         for same_round in zip(*seeds, strict=True):
             scores = [m[key][group]["score"][line.steps] for m in same_round]
             points.append(_point(name, "round", same_round[0]["round"], scores))
@@ -188,6 +188,7 @@ def bounds_charts(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         {"method": row["method"], "term": TERMS[term], "value": value}
         for row in bounds["methods"]
         for term, value in row.get("terms", {}).items()
+        if math.isfinite(value)
     ]
     if terms:
         scale = alt.Scale(domain=order, range=_colours(order))
@@ -207,13 +208,14 @@ def bounds_charts(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             .transform_calculate(rank=f"indexof({order}, datum.term)")
             .properties(width=WIDTH, height=34 * len(bounds["methods"])),
         )
-    if bounds["stationarity"]:
-        names = list(dict.fromkeys(row["method"] for row in bounds["stationarity"]))
+    measured = [row for row in bounds["stationarity"] if math.isfinite(row["value"])]
+    if measured:
+        names = list(dict.fromkeys(row["method"] for row in measured))
         scale = alt.Scale(domain=names, range=_colours(names))
         yield (
             "bounds-stationarity",
             "Measured ‖∇F(w_k)‖² by round, each method's own F (its ν), over agents that train.",
-            _chart(bounds["stationarity"])
+            _chart(measured)
             .mark_line(point=alt.OverlayMarkDef(filled=False, size=45))
             .encode(
                 x=alt.X("round:Q", title="communication round", axis=alt.Axis(tickMinStep=1)),

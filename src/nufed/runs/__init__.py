@@ -2,7 +2,8 @@
 
 from nufed.runs.config import load_config, presets
 from nufed.runs.directory import RunDirectory
-from nufed.runs.results import Estimate, Row, Run, load_run
+from nufed.runs.load import load_run
+from nufed.runs.results import Estimate, Row, Run
 from nufed.runs.schema import Config
 
 __all__ = [

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from nufed.algorithm import State
@@ -24,6 +25,7 @@ from nufed.runs.durable import (
     signed,
     write_durably,
 )
+from nufed.runs.records import Manifest, checked
 
 KEPT = 2
 
@@ -42,6 +44,13 @@ class Checkpoint:
     metrics_bytes: int
     metrics_sha256: str
     notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def check_fits(self, server: State, folder: Path) -> None:
+        """Refuse a state whose vectors are not like those of ``server``."""
+        kinds = [{n: (v.shape, v.dtype) for n, v in s.items()} for s in (self.server, server)]
+        if kinds[0] != kinds[1]:
+            path = _paths(folder, self.round)[0]
+            raise RunError(f"{path} does not fit: its vectors are not those of this method")
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, belongs_to: Mapping[str, str]) -> None:
@@ -73,8 +82,11 @@ def load_checkpoint(
     for round in reversed(_rounds(folder)):
         try:
             return _read(folder, round, belongs_to), problems
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RunError) as error:
-            problems.append(f"the checkpoint of round {round} in {folder} can't be used: {error}")
+        except (OSError, ValueError, RunError, SafetensorError) as error:
+            name = _paths(folder, round)[1].name
+            problems.append(
+                f"the checkpoint of round {round} ({name}) in {folder} can't be used: {error}"
+            )
     return None, problems
 
 
@@ -100,16 +112,16 @@ def remove_checkpoint(folder: Path, round: int) -> None:
 
 def _read(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint:
     state_path, manifest_path = _paths(folder, round)
-    manifest = read_signed(manifest_path)
-    if manifest["round"] != round:
-        raise RunError(f"it is about round {manifest['round']!r}")
+    manifest = checked(Manifest, read_signed(manifest_path), manifest_path)
+    if manifest.round != round:
+        raise RunError(f"it is about round {manifest.round}")
     for what, value in belongs_to.items():
-        if manifest["belongs_to"].get(what) != value:
+        if manifest.belongs_to.get(what) != value:
             raise RunError(f"it belongs to another {what}")
     state = state_path.read_bytes()
-    if sha256(state) != manifest["state_sha256"]:
+    if sha256(state) != manifest.state_sha256:
         raise RunError(f"{state_path.name} is damaged: its SHA-256 differs")
-    length, digest = manifest["metrics_bytes"], manifest["metrics_sha256"]
+    length, digest = manifest.metrics_bytes, manifest.metrics_sha256
     metrics = (folder / "metrics.jsonl").read_bytes()[:length]
     if len(metrics) != length or sha256(metrics) != digest:
         raise RunError("metrics.jsonl is damaged: its SHA-256 differs")
@@ -119,7 +131,7 @@ def _read(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint
         owner, _, vector = name.partition("/")
         own = server if owner == "server" else clients.setdefault(int(owner), {})
         own[vector] = tensor
-    return Checkpoint(round, server, clients, length, digest, manifest.get("notes", {}))
+    return Checkpoint(round, server, clients, length, digest, manifest.notes)
 
 
 def _named(checkpoint: Checkpoint) -> State:

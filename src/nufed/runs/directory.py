@@ -3,8 +3,9 @@
 ::
 
     config.toml                     the configuration with every default written out
-    run.json                        format version, what agents are scored by, engines, software;
-                                    written last: without it no run was begun
+    run.json                        sealed: the same configuration, format version, what agents are
+                                    scored by, engines, software; written last: without it no run
+                                    was begun
     splits/seed-0.safetensors       who holds which rows, with its SHA-256
     splits/seed-0.json              the same as counts of classes per agent, of the first 1000
     methods/NAME/seed-0/
@@ -28,10 +29,8 @@
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,14 @@ from safetensors.torch import save
 
 from nufed.algorithm import State
 from nufed.data import Samples, Split
-from nufed.errors import InputError, RunError
-from nufed.evaluate import AgentScores, Measure
-from nufed.runs.config import load_config
+from nufed.errors import RunError
+from nufed.evaluate import AgentScores
 from nufed.runs.durable import cannot_write, is_full, signed, write_durably
-from nufed.runs.files import finite, read_about, refuse_links
-from nufed.runs.schema import Config
+from nufed.runs.files import check_entries, finite, read_record
+from nufed.runs.records import LISTED, SplitRecord, TimingLine, checked
 
-FORMAT = 2
 PRIVACY = "privacy.json"
-LISTED = 1000  # agents of a split whose counts are written down
+BOUNDS = "bounds.json"
 
 
 class RunDirectory:
@@ -96,113 +93,12 @@ class RunDirectory:
                 f"{self.path} is not a run directory, it has no run.json: give another, or, if the "
                 "run was ended while it began, remove the directory and start it again"
             )
-        refuse_links(self.path)
+        check_entries(self.path)
         return self.path
 
-    def write_start(
-        self,
-        config: Config,
-        measure: Measure,
-        engines: Mapping[str, str],
-        samples: Samples,
-        data_sha256: str,
-    ) -> None:
-        """Write down how the run begins; its splits are there already.
-
-        ``samples`` tell what one of them is; ``data_sha256`` is that of all the data.
-        """
-        self.write_config(config)
-        about = {
-            "format": FORMAT,
-            "measure": {"name": measure.name, "higher_is_better": measure.higher_is_better},
-            "engines": dict(engines),
-            "config": _settings(config),
-            "data_sha256": data_sha256,
-            "inputs": _describe(samples),
-            "software": {
-                "python": platform.python_version(),
-                "platform": platform.platform(),
-                "threads": config.threads,
-                **{package: version(package) for package in ("nufed", "torch", "numpy")},
-            },
-        }
-        write_durably(self.path / "run.json", signed(about))
-
-    def write_config(self, config: Config) -> None:
-        write_durably(self.path / "config.toml", config.to_toml().encode())
-
-    def read_config(self, overrides: Sequence[str] = ()) -> Config:
-        """The run's configuration; of overrides only more rounds, and workers, are allowed."""
-        config = load_config(self.path / "config.toml")
-        longer = load_config(self.path / "config.toml", overrides)
-        changed = _flat_differences(_settings(config), _settings(longer))
-        if changed.keys() - {"rounds"} or longer.rounds < config.rounds:
-            raise InputError(
-                f"{' '.join(overrides)}: a run that is taken up again keeps its settings; only "
-                f"rounds may grow, and it is {config.rounds}"
-            )
-        return longer
-
-    def engines(self) -> dict[str, Any]:
-        """The engines that the run began with."""
-        engines: dict[str, Any] = self.about()["engines"]
-        return engines
-
-    def check_same(self, config: Config, data_sha256: str, splits: Mapping[int, Split]) -> None:
-        """Refuse to go on if the configuration, the data or a split is not that of the start.
-
-        A split's file must have the very bytes that the split would be written as.
-        """
-        about = self.about()
-        now, then = _settings(config), about["config"]
-        different = [
-            f"{key} was {before!r} and is {after!r}"
-            for key, (before, after) in _flat_differences(then, now).items()
-            if key != "rounds"
-        ]
-        if different:
-            raise RunError(
-                f"{self.path / 'config.toml'} was changed ({'; '.join(different)}): a run goes on "
-                "only as it began; change it back, or start a new run"
-            )
-        if about["data_sha256"] != data_sha256:
-            raise RunError(
-                f"the data is not that of {self.path} (SHA-256 {data_sha256[:12]} instead of "
-                f"{about['data_sha256'][:12]}): give the same data, or start a new run"
-            )
-        for seed, split in splits.items():
-            then, fingerprint = self.read_split(seed)["sha256"], split.fingerprint
-            if then != fingerprint:
-                raise RunError(
-                    f"the split of seed {seed} is not that of {self.path} (SHA-256 "
-                    f"{fingerprint[:12]} instead of {then[:12]}): start a new run"
-                )
-            path = self.path / "splits" / f"seed-{seed}.safetensors"
-            if not path.exists():
-                write_durably(path, split.to_bytes())
-            elif path.read_bytes() != split.to_bytes():
-                raise RunError(
-                    f"{path} is damaged: remove it and continue with `nufed run --resume`, which "
-                    "writes it again"
-                )
-
-    def about(self) -> dict[str, Any]:
-        """What run.json says."""
-        path = self.path / "run.json"
-        about = read_about(path)
-        try:
-            if about["format"] != FORMAT:
-                raise RunError(
-                    f"{path} has format {about['format']} and this nufed reads {FORMAT}: use the "
-                    f"version that wrote it, {about['software']['nufed']}"
-                )
-        except (KeyError, TypeError) as error:
-            raise RunError(f"{path} can't be read: {error}") from error
-        return about
-
-    def read_split(self, seed: int) -> dict[str, Any]:
+    def read_split(self, seed: int) -> SplitRecord:
         """What is written down about the split of a seed."""
-        return read_about(self.path / "splits" / f"seed-{seed}.json")
+        return read_record(self.path / "splits" / f"seed-{seed}.json", SplitRecord)
 
     def write_split(self, split: Split, samples: Samples, seed: int) -> None:
         folder = _make(self.path / "splits", exist_ok=True)
@@ -264,13 +160,13 @@ class RunDirectory:
             raise cannot_write(path, error) from error
 
     def timing(self) -> list[dict[str, Any]]:
-        """Wall-clock values, but for a line that a full disk cut."""
+        """Wall-clock values, but for lines that are damaged or were cut by a full disk."""
         path = self.path / "timing.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
         found = []
         for line in lines:
-            with suppress(ValueError):
-                found.append(json.loads(line))
+            with suppress(RunError):
+                found.append(checked(TimingLine, line, path).model_dump())
         return found
 
 
@@ -283,40 +179,6 @@ def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:
         samples.targets[rows], minlength=len(samples.classes)
     ).tolist()
     return counts
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    """A configuration as plain data, but for the number of workers, which changes no bits."""
-    settings: dict[str, Any] = json.loads(config.model_dump_json(exclude={"workers"}))
-    return settings
-
-
-def _describe(samples: Samples) -> dict[str, Any]:
-    """What one input and one target are, so that models can be used without the data."""
-    if not isinstance(samples.inputs, torch.Tensor):
-        return {}
-    return {
-        "shape": list(samples.input_shape),
-        "dtype": str(samples.inputs.dtype).removeprefix("torch."),
-        "scale": samples.scale,
-        "shift": samples.shift,
-        "classes": list(samples.classes),
-        "outputs": samples.outputs,
-    }
-
-
-def _flat_differences(
-    then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
-) -> dict[str, tuple[Any, Any]]:
-    """The keys whose values differ, dotted, with both values."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in {**then, **now}:
-        a, b = then.get(key), now.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found |= _flat_differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            found[prefix + key] = a, b
-    return found
 
 
 def _make(path: Path, exist_ok: bool = False) -> Path:

@@ -1,29 +1,51 @@
-"""JSON files of a run directory, and that all of its files lie there."""
+"""JSON files of a run directory, and that it holds nothing but files and directories of its own."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nufed.errors import RunError
 from nufed.runs.durable import read_signed, write_durably
+from nufed.runs.records import T, checked
 
 
-def refuse_links(path: Path) -> None:
-    """Refuse a run directory with symbolic links inside, which lead reading and writing elsewhere.
+def check_entries(path: Path) -> None:
+    """Refuse a run directory with anything inside but directories and files of its own.
 
-    Nufed makes none. The path itself may be one: the user has given it.
+    Symbolic and hard links lead reading and writing elsewhere; FIFOs, sockets and devices block or
+    do worse. Nufed makes none of them, and this opens nothing. The path itself may be a link: the
+    user has given it.
     """
-    link = next((entry for entry in path.rglob("*") if entry.is_symlink()), None)
-    if link is not None:
-        raise RunError(
-            f"{link} is a symbolic link, and files of a run must lie in its directory: if you "
-            f"trust where it leads, copy the run with `cp -RL {path} COPY` and use the copy"
-        )
+    for entry in path.rglob("*"):
+        try:
+            about = entry.lstat()
+        except OSError as error:
+            raise RunError(f"{entry} can't be read: {error.strerror}") from error
+        kind = _foreign(about)
+        if kind:
+            raise RunError(
+                f"{entry} is a {kind}, and a run directory may hold only files of its own: if you "
+                f"trust where it leads, copy the run with `cp -RL {path} COPY` and use the copy"
+                if "link" in kind
+                else f"{entry} is a {kind}, and a run directory may hold only files of its own: "
+                "remove it"
+            )
+
+
+def _foreign(about: os.stat_result) -> str | None:
+    """What an entry is, if it must not be in a run directory."""
+    if stat.S_ISLNK(about.st_mode):
+        return "symbolic link"
+    if stat.S_ISREG(about.st_mode):
+        return "hard link to another file" if about.st_nlink > 1 else None
+    return None if stat.S_ISDIR(about.st_mode) else "special file (a FIFO, socket or device)"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -32,12 +54,13 @@ def write_json(path: Path, value: Any) -> None:
     write_durably(path, text.encode())
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, model: type[T]) -> list[T]:
+    """The records of a file that has one per line."""
     try:
-        for line in path.read_text("utf-8").splitlines():
-            yield json.loads(line)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} can't be read: {error}") from error
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise RunError(f"{path} can't be read: {error.strerror}") from error
+    return [checked(model, line, path, number) for number, line in enumerate(lines, start=1)]
 
 
 def finite(value: Any) -> Any:
@@ -51,12 +74,18 @@ def finite(value: Any) -> Any:
     return value
 
 
-def read_about(path: Path) -> dict[str, Any]:
-    """What stands in run.json, a split's or a failure's file.
+def read_record(path: Path, model: type[T]) -> T:
+    """What stands in a signed file, as a record."""
+    return checked(model, read_about(path), path)
 
-    They are signed; those of before that, whose own keys stand outermost, are taken as they are.
+
+def read_about(path: Path) -> Any:
+    """What stands in a signed file, as JSON.
+
+    A run.json, a split's or a failure's file of before they were signed, whose own keys stand
+    outermost, is taken as it is.
     """
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_bytes())
         if isinstance(found, dict) and found.keys() & {"format", "number", "reason"}:
             return found

@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from nufed.algorithm import State
 from nufed.errors import NumericalWarning, RunError
@@ -28,10 +29,12 @@ from nufed.runs.checkpoint import (
 )
 from nufed.runs.durable import cannot_write, read_signed, sha256, signed, write_durably
 from nufed.runs.files import finite
+from nufed.runs.records import Done, MetricsLine, checked
 
 DONE = "done.json"
-CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"
-FILES = ("metrics.jsonl", "agents.jsonl", CHOSEN, STEP_SIZES, "model.safetensors")  # it may name
+FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # of a method
+BASELINE_FILES = ("agents.jsonl",)
+CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"  # where step sizes were chosen
 
 
 class PartFiles:
@@ -52,7 +55,12 @@ class PartFiles:
         if not (self.folder / DONE).exists():
             return False
         about = check_done(self.folder)
-        return bool(about["rounds"] == rounds and about["belongs_to"] == dict(self.belongs_to))
+        if about.rounds > rounds:
+            raise RunError(
+                f"rounds = {rounds}, but {about.rounds} are done in {self.folder}: set rounds to "
+                "that or more, or start a new run"
+            )
+        return about.rounds == rounds and about.belongs_to == dict(self.belongs_to)
 
     def check_rounds(self, rounds: int) -> None:
         """Refuse to go on to fewer rounds than are done."""
@@ -86,8 +94,8 @@ class PartFiles:
         tidy(self.folder, checkpoint.round if checkpoint else -1)
         path, length = self.folder / "metrics.jsonl", checkpoint.metrics_bytes if checkpoint else 0
         if checkpoint and checkpoint.round < rounds and checkpoint.round % eval_every:
-            *_, last = path.read_bytes()[:length].splitlines()
-            if "evaluation" in json.loads(last):
+            *_, last = path.read_bytes()[:length].splitlines() or [b""]
+            if checked(MetricsLine, last, path).evaluation:
                 remove_checkpoint(self.folder, checkpoint.round)
                 return self.begin(rounds, eval_every)
         kept = path.read_bytes()[:length] if path.exists() else b""
@@ -183,19 +191,28 @@ def _lines(scores: Iterable[AgentScores]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def check_done(folder: Path) -> dict[str, Any]:
+def read_server(path: Path, size: int) -> State:
+    """A saved state of the server, whose model must be a vector of ``size`` numbers."""
+    try:
+        state = load(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} can't be read as a model: {error}") from error
+    model = state.get("model")
+    if model is None or model.shape != (size,) or not model.is_floating_point():
+        raise RunError(f"{path} does not fit: it must hold a vector 'model' of {size} numbers")
+    return state
+
+
+def check_done(folder: Path) -> Done:
     """What a part's end says; a file that has changed since is named."""
     try:
-        about = read_signed(folder / DONE)
-        files: dict[str, str] = about["files"]
-        if not isinstance(about["rounds"], int):
-            raise RunError(f"rounds is {about['rounds']!r}")
-        for name, digest in files.items():
-            if name not in FILES:
+        about = checked(Done, read_signed(folder / DONE), folder / DONE)
+        for name, digest in about.files.items():
+            if name not in (*FILES, CHOSEN, STEP_SIZES):
                 raise RunError(f"it names {name!r}, which is no file of a part")
             if sha256((folder / name).read_bytes()) != digest:
-                raise RunError(f"{name}: its SHA-256 differs")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RunError) as error:
+                raise RunError(f"{name}: its SHA-256 differs from that in {DONE}")
+    except (OSError, RunError) as error:
         raise RunError(
             f"{folder} is damaged ({error}): remove that directory and continue with "
             "`nufed run --resume`, which trains it again"

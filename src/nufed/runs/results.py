@@ -1,8 +1,7 @@
-"""What a finished run measured: its files read back, and the results table made from them."""
+"""What a finished run measured, and the results table made from it."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from nufed.errors import InputError, RunError
-from nufed.evaluate import AgentScores, Measure, ScaleChoice, StepSizes, Summary, summarise
-from nufed.runs.config import load_config
-from nufed.runs.directory import PRIVACY, RunDirectory
+from nufed.errors import RunError
+from nufed.evaluate import AgentScores, Measure, StepSizes, Summary, summarise
+from nufed.runs.bounds_record import BoundsRecord
+from nufed.runs.directory import BOUNDS, PRIVACY
 from nufed.runs.durable import read_signed
-from nufed.runs.files import finite, read_about, read_lines, refuse_links
-from nufed.runs.part import CHOSEN, DONE, STEP_SIZES, check_done
+from nufed.runs.files import finite
+from nufed.runs.records import PrivacyRecord, checked
 from nufed.runs.schema import Config
 
 GROUPS = ("seen", "unseen")
@@ -137,7 +136,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory, read back."""
+    """A run directory, read back by :func:`nufed.load_run`."""
 
     path: Path
     config: Config
@@ -310,18 +309,19 @@ class Run:
     def privacy(self) -> dict[str, Any] | None:
         """What was spent, of a federation with noisy updates."""
         path = self.path / PRIVACY
-        return read_signed(path) if path.exists() else None
+        if not path.exists():
+            return None
+        return checked(PrivacyRecord, read_signed(path), path).model_dump()
 
     def bounds(self) -> dict[str, Any] | None:
         """What ``nufed bounds`` found for this run, if it was asked."""
-        path = self.path / "bounds.json"
+        path = self.path / BOUNDS
         if not path.exists():
             return None
         try:
-            found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise RunError(f"{path} can't be read: {error}; run `nufed bounds` again") from error
-        return found
+            return checked(BoundsRecord, read_signed(path), path).model_dump()
+        except RunError as error:
+            raise RunError(f"{error}; remove it, or run `nufed bounds` again") from error
 
     def to_json(self) -> dict[str, Any]:
         """The results as plain data, the same in every run of the same configuration."""
@@ -338,114 +338,11 @@ class Run:
         }
 
 
-def load_run(path: Path) -> Run:
-    """Read a run directory back."""
-    refuse_links(path)
-    try:
-        directory = RunDirectory(path)
-        about = directory.about()
-        config = load_config(path / "config.toml")
-        splits = {seed: directory.read_split(seed) for seed in config.seeds}
-        measure, engines = about["measure"], about["engines"]
-        data_sha256, inputs = about["data_sha256"], about.get("inputs", {})
-    except (KeyError, InputError, RunError) as error:
-        raise RunError(f"{path} can't be read as a run directory: {error}") from error
-    methods = {n: _parts(path / "methods" / n, config.seeds) for n in config.algorithms()}
-    return Run(
-        path=path,
-        config=config,
-        # of the metric only its name and direction matter from here on
-        measure=Measure(measure["name"], _known if measure["higher_is_better"] else None),
-        software=about["software"],
-        engines=engines,
-        data_sha256=data_sha256,
-        inputs=inputs,
-        splits=splits,
-        methods={n: p for n, p in methods.items() if p},
-        baselines={
-            name: _parts(path / "baselines" / name, config.seeds)
-            for name in BASELINES
-            if (path / "baselines" / name).is_dir()
-        },
-        timing=directory.timing(),
-        failures=_failures(path, config),
-    )
-
-
-def _known(outputs: Any, targets: Any) -> float:
-    raise AssertionError("scores of a finished run are read, not computed")
-
-
-def _parts(folder: Path, seeds: Iterable[int]) -> dict[int, Trained]:
-    """What there is of a method or baseline, by seed, but for seeds that failed."""
-    folders = {seed: folder / f"seed-{seed}" for seed in seeds}
-    return {s: _part(f) for s, f in folders.items() if not (f / "failure.json").exists()}
-
-
-def _failures(path: Path, config: Config) -> list[str]:
-    """Every method and seed that could not be trained, in words."""
-    found = []
-    for name in config.algorithms():
-        for seed in config.seeds:
-            file = path / "methods" / name / f"seed-{seed}" / "failure.json"
-            if file.exists():
-                found.append(f"{name}, seed {seed}: {read_about(file)['reason']}")
-    return found
-
-
-def _part(folder: Path) -> Trained:
-    if not (folder / DONE).exists():
-        raise RunError(
-            f"{folder} is not finished: go on with `nufed run --resume {folder.parents[2]}`"
-        )
-    check_done(folder)
-    metrics, chosen, sizes = (folder / n for n in ("metrics.jsonl", CHOSEN, STEP_SIZES))
-    lines = read_lines(metrics) if metrics.exists() else ()
-    return Trained(
-        [_numbers(line) for line in lines],
-        _read_scores(folder / "agents.jsonl"),
-        _read_scores(chosen) if chosen.exists() else None,
-        _read_step_sizes(sizes) if sizes.exists() else None,
-    )
-
-
-def _read_scores(path: Path) -> list[AgentScores]:
-    try:
-        return [_agent_scores(line) for line in read_lines(path)]
-    except (TypeError, KeyError) as error:
-        raise RunError(f"{path} can't be read: {error}") from error
-
-
-def _read_step_sizes(path: Path) -> StepSizes:
-    try:
-        found = _numbers(json.loads(path.read_bytes()))
-        chosen = tuple(ScaleChoice(**own) for own in found["chosen"])
-        return StepSizes(tuple(found["tried"]), chosen, found["gradients"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunError(f"{path} can't be read: {error}") from error
-
-
 def _estimate(by_seed: Sequence[Sequence[AgentScores]], steps: int) -> Estimate:
     """The mean score over agents with its interval over seeds; with one seed, over agents."""
     if len(by_seed) == 1:
         return Estimate.of([s.score[steps] for s in by_seed[0]])
     return Estimate.of([float(np.mean([s.score[steps] for s in own])) for own in by_seed])
-
-
-def _agent_scores(line: dict[str, Any]) -> AgentScores:
-    fields: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in _numbers(line).items()
-    }
-    return AgentScores(**fields)
-
-
-def _numbers(value: Any) -> Any:
-    """What :func:`nufed.runs.files.finite` made null, as NaN again."""
-    if value is None:
-        return math.nan
-    if isinstance(value, dict):
-        return {k: _numbers(v) for k, v in value.items()}
-    return [_numbers(v) for v in value] if isinstance(value, list) else value
 
 
 def _mean(summaries: Sequence[Summary], field: str) -> float:

@@ -1,0 +1,292 @@
+"""The schema of every JSON file of a run directory.
+
+What is read back from a run directory goes through one of these; what does not fit is refused in
+one sentence that names the file (:func:`checked`).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nufed.errors import RunError, shown
+
+LISTED = 1000  # agents of a split whose counts are written down
+
+Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
+Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+# numbers that are not finite are written as null
+Number = Annotated[float | None, AfterValidator(lambda value: math.nan if value is None else value)]
+Numbers = list[Number]
+Scale = Annotated[float, Field(gt=0, le=1e9)]
+Group = Literal["seen", "unseen"]
+Engine = Literal["direct", "batched", "gram"]
+T = TypeVar("T", bound="Record")
+
+
+class Record(BaseModel):
+    """A JSON object with just these keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Measured(Record):
+    """What agents are scored by."""
+
+    name: str
+    higher_is_better: bool
+
+
+class Inputs(Record):
+    """What one input and one target are."""
+
+    shape: list[Whole]
+    dtype: str
+    scale: float
+    shift: float
+    classes: list[str]
+    outputs: Count
+
+
+class About(Record):
+    """``run.json``. ``resumed`` are the versions of software that the run was resumed with."""
+
+    format: Whole
+    measure: Measured
+    engines: dict[str, Engine | Literal["flower"]]
+    config: dict[str, Any]
+    data_sha256: str
+    inputs: Inputs | Annotated[dict[str, Any], Field(max_length=0)] = {}
+    software: dict[str, str | Whole]
+    resumed: list[dict[str, str]] = []
+
+
+class Held(Record):
+    """What an agent holds."""
+
+    name: str
+    train: Whole
+    validation: Whole
+    test: Whole
+    counts: list[Whole]
+
+
+class SplitRecord(Record):
+    """``splits/seed-0.json``; ``agents`` are the first 1000 of ``number``."""
+
+    sha256: str
+    classes: list[str]
+    unseen: list[Whole]
+    number: Count
+    agents: list[Held]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _require(
+            len(self.agents) == min(self.number, LISTED),
+            f"agents: {len(self.agents)} are listed of {self.number}",
+        )
+        _require(
+            all(agent < self.number for agent in self.unseen),
+            f"unseen: there are only {self.number} agents",
+        )
+        _require(
+            not self.classes or all(len(a.counts) == len(self.classes) for a in self.agents),
+            f"agents: counts must be of {len(self.classes)} classes",
+        )
+        return self
+
+
+class Failure(Record):
+    """``failure.json``."""
+
+    reason: str
+
+
+class Done(Record):
+    """``done.json``: the SHA-256 of the files of a part, and what it belongs to."""
+
+    rounds: Whole
+    belongs_to: dict[str, str]
+    files: dict[str, str]
+
+
+class Manifest(Record):
+    """``checkpoint-000020.json``."""
+
+    round: Whole
+    state_sha256: str
+    metrics_bytes: Whole
+    metrics_sha256: str
+    belongs_to: dict[str, str]
+    notes: dict[str, Any] = {}
+
+
+class Told(Record):
+    """An agent, and what is said of it."""
+
+    agent: Integer
+    reason: str
+
+
+class Curves(Record):
+    """Means after 0, 1, … fine-tuning steps."""
+
+    score: Numbers
+    loss: Numbers
+    balanced: Numbers = []
+    minority: Numbers = []
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _same_length(self)
+        return self
+
+
+class MetricsLine(Record):
+    """A line of ``metrics.jsonl``: one round."""
+
+    round: Whole
+    cohort: list[Whole]
+    rejected: list[Told]
+    gradients: Whole
+    hvps: Whole
+    bytes_down: Whole
+    bytes_up: Whole
+    dropped: list[Whole] = []
+    attempts: Count = 1
+    evaluation: dict[Group, Curves] = {}
+    evaluation_gradients: Whole = 0
+    evaluation_chosen: dict[Group, Curves] = {}
+    scales: list[Scale] = []
+    unscored: list[Told] = []
+    epsilon: dict[Literal["released", "server"], Number] = {}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _require(set(self.dropped) <= set(self.cohort), "dropped: must be agents of the cohort")
+        return self
+
+
+class ScoresLine(Record):
+    """A line of ``agents.jsonl``: see :class:`nufed.evaluate.AgentScores`."""
+
+    agent: Whole
+    name: str
+    seen: bool
+    train_samples: Whole
+    test_samples: Count
+    loss: Numbers
+    score: Numbers
+    balanced: Numbers = []
+    minority: Numbers = []
+    minority_samples: Whole = 0
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _same_length(self)
+        most = self.test_samples if self.minority else 0
+        _require(self.minority_samples <= most, f"minority_samples: must be at most {most}")
+        return self
+
+
+class ChosenScale(Record):
+    """See :class:`nufed.evaluate.ScaleChoice`."""
+
+    steps: Whole
+    scale: Scale
+    score: Number
+    loss: Number
+    at_edge: bool
+
+
+class StepSizesRecord(Record):
+    """``step-sizes.json``: see :class:`nufed.evaluate.StepSizes`."""
+
+    tried: list[Scale]
+    chosen: list[ChosenScale]
+    gradients: Whole
+
+
+class TimingLine(Record):
+    """A line of ``timing.jsonl``."""
+
+    method: str
+    seed: Whole
+    seconds: Annotated[float, Field(ge=0)]
+
+
+Epsilon = Annotated[float, Field(ge=0, allow_inf_nan=True)]
+
+
+class Epsilons(Record):
+    released: Epsilon
+    server: Epsilon
+
+
+class Budget(Record):
+    released: Epsilon | None
+    server: Epsilon | None
+
+
+class HoldsFor(Record):
+    released: str
+    server: str
+
+
+class PrivacyRecord(Record):
+    """``privacy.json``: what a federation with noisy updates spent."""
+
+    clip: float
+    noise: float
+    delta: float
+    epsilon: Epsilons
+    budget: Budget
+    holds_for: HoldsFor
+    agents: Whole
+    cohort: Whole
+    rounds: Whole
+    scores_sent: bool
+
+
+class FederationRecord(Record):
+    """``federation.json``: how sites know the run, and the seed of secret cohorts."""
+
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    cohort_seed: Annotated[int, Field(ge=0, lt=2**128)] | None = None
+
+
+def checked(model: type[T], content: Any, path: Path, line: int | None = None) -> T:
+    """The content of a file as a record, or an error that names the file and what does not fit.
+
+    ``content`` is what was decoded from JSON, or bytes to decode.
+    """
+    try:
+        if isinstance(content, bytes):
+            return model.model_validate_json(content)
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = shown(".".join(map(str, first["loc"])))[1:-1]
+        where = f"{path}" if line is None else f"{path}, line {line}"
+        reason = first["msg"].removeprefix("Value error, ").splitlines()[0]
+        raise RunError(f"{where} does not fit: {key}{': ' if key else ''}{reason}") from None
+
+
+def _same_length(curves: Curves | ScoresLine) -> None:
+    """Every list must be as long as that of the scores; by-class ones may be missing."""
+    steps = len(curves.score)
+    _require(steps > 0, "score: is empty")
+    _require(len(curves.loss) == steps, f"loss: must be {steps} numbers, as the score is")
+    for key in ("balanced", "minority"):
+        own = getattr(curves, key)
+        _require(len(own) in (0, steps), f"{key}: must be {steps} numbers, as the score is")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)

@@ -1,0 +1,155 @@
+"""Files of a run that do not fit their schema are named, or left out where nothing depends on them.
+
+tests/campaigns/test_mutated_runs.py changes every file in many ways.
+"""
+
+import json
+import random
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+import nufed
+from campaigns.test_damage import damaged
+from nufed.errors import RunError
+from nufed.report.charts import rounds_chart
+from nufed.runs import load_run
+from nufed.runs.durable import read_signed, sha256, signed
+from nufed.runs.records import FederationRecord, checked
+from runs.test_begun import CONFIG
+from test_resume import Killed
+
+BOUNDS = {
+    "constants": {"gradient": {"value": 1.5, "samples": 4, "spread": None}, "smoothness": None},
+    "smooth": False,
+    "seed": 0,
+    "uniform": True,
+    "by_steps": [],
+    "methods": [
+        {
+            "method": "fo",
+            "steps": 1,
+            "measured": {"bias": 0.1, "error": 0.1, "dissimilarity": 0.1},
+        }
+    ],
+    "stationarity": [],
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nufed.report.build_report", lambda *_: None)
+        return nufed.run(CONFIG, out=tmp_path_factory.mktemp("finished") / "run").path
+
+
+@pytest.fixture
+def run(tmp_path, finished):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_damaged_lines_of_timing_are_left_out(run):
+    path, rng = run / "timing.jsonl", random.Random(0)
+    good = path.read_bytes()
+    whole = load_run(run).timing
+    for _ in range(100):
+        path.write_bytes(damaged(good, rng))
+        found = load_run(run)
+        assert len(found.timing) <= len(whole) and found.costs("fo")["seconds"] >= 0
+    for line in (b"[" * 100_000, b"\xff", b"null", b'{"method": "fo"}', b'{"seconds": "x"}'):
+        path.write_bytes(line + b"\n" + good)
+        assert load_run(run).timing == whole
+
+
+def test_damaged_bounds_are_named(run):
+    path, rng = run / "bounds.json", random.Random(0)
+    path.write_bytes(signed(BOUNDS))
+    good, loaded = path.read_bytes(), load_run(run)
+    assert loaded.bounds()["constants"]["smoothness"] is None
+    for content in [b"[" * 100_000, *(damaged(good, rng) for _ in range(200))]:
+        path.write_bytes(content)
+        with pytest.raises(RunError, match=r"bounds\.json is damaged.*run `nufed bounds` again"):
+            loaded.bounds()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"not safetensors",
+        save({"other": torch.zeros(3)}),
+        save({"model": torch.zeros(3)}),
+        save({"model": torch.zeros(2, 2)}),
+        save({"model": torch.zeros(3, dtype=torch.int64)}),
+    ],
+)
+def test_a_model_of_another_form_makes_no_bundle(run, content):
+    folder = run / "methods" / "fo" / "seed-0"
+    (folder / "model.safetensors").write_bytes(content)
+    done = read_signed(folder / "done.json")
+    done["files"]["model.safetensors"] = sha256(content)
+    (folder / "done.json").write_bytes(signed(done))
+    with pytest.raises(RunError, match=rf"{folder / 'model.safetensors'} (does not fit|can't be)"):
+        nufed.make_bundle(load_run(run), "fo")
+
+
+@pytest.mark.parametrize("change", ["renamed", "longer", "nothing that can be read"])
+def test_a_checkpoint_with_other_vectors_is_named(run, change):
+    folder = run / "methods" / "fo" / "seed-0"
+    (folder / "done.json").unlink()
+    for path in folder.glob("checkpoint-*.safetensors"):
+        model = load_file(path)["server/model"]
+        if change == "renamed":
+            content = save({"server/mode": model})
+        elif change == "longer":
+            content = save({"server/model": torch.cat([model, model])})
+        else:
+            content = b"not safetensors"
+        path.write_bytes(content)
+        manifest = read_signed(path.with_suffix(".json"))
+        manifest["state_sha256"] = sha256(content)
+        path.with_suffix(".json").write_bytes(signed(manifest))
+    if change == "nothing that can be read":  # it is trained again from its start
+        with pytest.warns(match="can't be used"), pytest.raises(Killed):
+            nufed.resume(run, on_progress=killed)
+    else:
+        with pytest.raises(RunError, match=r"checkpoint-000003.safetensors does not fit"):
+            nufed.resume(run)
+
+
+def test_a_group_that_no_round_has_scores_of_has_an_empty_chart(run):
+    """As of a federation whose held-out sites never answered."""
+    loaded = load_run(run)
+    data = loaded.config.data.model_copy(update={"unseen_agents": 1})
+    other = replace(loaded, config=loaded.config.model_copy(update={"data": data}))
+    for group, empty in (("seen", False), ("unseen", True)):
+        points = re.findall(r'"low": [\d.]', rounds_chart([other], group).to_json())
+        assert (not points) == empty
+
+
+def killed(event):
+    if event.round:
+        raise Killed
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        [],
+        {},
+        {"run": 3},
+        {"run": "x" * 32},
+        {"run": "0" * 32, "cohort_seed": -1},
+        {"run": "0" * 32, "cohort_seed": "1"},
+        {"run": "0" * 32, "extra": 1},
+    ],
+)
+def test_a_federation_of_another_form_is_refused(tmp_path, content):
+    path = tmp_path / "federation.json"
+    with pytest.raises(RunError, match=r"federation\.json does not fit"):
+        checked(FederationRecord, json.loads(json.dumps(content)), path)
+    checked(FederationRecord, {"run": "0" * 32, "cohort_seed": 2**127}, path)
