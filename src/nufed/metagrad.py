@@ -136,7 +136,7 @@ def meta_gradient(
         w₀ = w;  w_{l+1} = w_l − α∇f(w_l, 𝒟_l)
         d ← ∇f(w_ν, 𝒟_ν);  for l = ν−1 … 0:  d ← d − α∇²f(w_l, 𝒟′_l)·d
 
-    It keeps ν iterates and no graph. With step sizes per coordinate, diag(a) in place of α, the
+    It keeps ν iterates (first-order: none) and no graph. With step sizes per coordinate, diag(a) in place of α, the
     transposed Jacobian is I − ∇²f·diag(a), so that the product is taken of a⊙d.
 
     Args:
@@ -152,7 +152,8 @@ def meta_gradient(
     >>> meta_gradient(objective, torch.tensor([8.0]), batch, lr=0.25, curvature=Exact())
     tensor([1.])
     """
-    iterates = list(trajectory(objective, w, batch.adapt, lr))
+    steps = trajectory(objective, w, batch.adapt, lr)
+    iterates = list(steps) if batch.curvature else list(deque(steps, maxlen=1))
     (d,) = deque(_backwards(objective, iterates, batch, lr, curvature), maxlen=1)  # the last
     return d
 
@@ -190,12 +191,12 @@ def meta_gradient_with_rates(
 
 def _backwards(
     objective: AnyObjective,
-    iterates: Sequence[Tensor],
+    iterates: list[Tensor],
     batch: MetaBatch,
     lr: Rate,
     curvature: Curvature,
 ) -> Iterator[Tensor]:
-    """d_ν, d_{ν−1}, …, d₀, from the iterates w₀ … w_ν."""
+    """d_ν, d_{ν−1}, …, d₀, from the iterates w₀ … w_ν, each of which is dropped after its use."""
     steps = len(batch.adapt)
     require(
         len(batch.curvature) in (steps, steps * curvature.batches_per_product),
@@ -203,23 +204,24 @@ def _backwards(
         len(batch.curvature),
         f"{type(curvature).__name__} needs one curvature batch per adaptation step, {steps}",
     )
-    d = objective.grad(iterates[-1], batch.outer)
+    d = objective.grad(iterates.pop(), batch.outer)
     yield d
     scale, shape = _scale_and_shape(lr)
     for step in reversed(range(steps)):
         if batch.curvature:  # first-order needs none
-            w, own = iterates[step], batch.curvature[step]
-            d = descend(d, scale, curvature.product(objective, w, own, shape * d))
+            w, own = iterates.pop(), batch.curvature[step]
+            v = d if shape is None else shape * d
+            d = descend(d, scale, curvature.product(objective, w, own, v))
         yield d
 
 
-def _scale_and_shape(lr: Rate) -> tuple[Rate, Rate]:
+def _scale_and_shape(lr: Rate) -> tuple[Rate, Tensor | None]:
     """lr as scale·shape, so that a vector of equal rates gives what the single number gives.
 
-    Of a stack, every row has its own scale.
+    Of a stack, every row has its own scale; a single number has no shape.
     """
     if not isinstance(lr, Tensor) or lr.ndim == 0:
-        return lr, 1
+        return lr, None
     scale = lr.abs().amax(dim=-1, keepdim=True)
     return scale, lr / torch.where(scale > 0, scale, 1)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from nufed.algorithm import State
 from nufed.errors import RunError
@@ -24,6 +24,7 @@ from nufed.runs.durable import (
     signed,
     write_durably,
 )
+from nufed.runs.tensors import tensor_pieces
 
 KEPT = 2
 
@@ -46,8 +47,7 @@ class Checkpoint:
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, belongs_to: Mapping[str, str]) -> None:
     """Write a checkpoint into a part's directory and remove all but the last two."""
-    named = _named(checkpoint)
-    state = save({name: t.detach().cpu().contiguous() for name, t in named.items()})
+    state = tensor_pieces(_named(checkpoint))
     manifest = {
         "round": checkpoint.round,
         "state_sha256": sha256(state),

@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from nufed.algorithm import State
 from nufed.data import Samples, Split
@@ -46,6 +45,7 @@ from nufed.runs.config import load_config
 from nufed.runs.durable import cannot_write, is_full, signed, write_durably
 from nufed.runs.files import finite, read_about, refuse_links
 from nufed.runs.schema import Config
+from nufed.runs.tensors import tensor_pieces
 
 FORMAT = 2
 PRIVACY = "privacy.json"
@@ -246,9 +246,8 @@ class RunDirectory:
 
     def write_model(self, name: str, seed: int, server: State, round: int) -> None:
         """The server's state after ``round`` rounds."""
-        tensors = {k: v.detach().cpu().contiguous() for k, v in server.items()}
         path = self.part("methods", name, seed) / f"model-round-{round:06d}.safetensors"
-        write_durably(path, save(tensors))
+        write_durably(path, tensor_pieces(server))
 
     def write_failure(self, name: str, seed: int, reason: str) -> None:
         """Why a method could not be trained; what it had until then stays beside it."""

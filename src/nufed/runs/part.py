@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from safetensors.torch import save
-
 from nufed.algorithm import State
 from nufed.errors import NumericalWarning, RunError
 from nufed.evaluate import AgentScores
@@ -26,8 +24,17 @@ from nufed.runs.checkpoint import (
     save_checkpoint,
     tidy,
 )
-from nufed.runs.durable import cannot_write, read_signed, sha256, signed, write_durably
+from nufed.runs.durable import (
+    Pieces,
+    cannot_write,
+    read_signed,
+    sha256,
+    sha256_of,
+    signed,
+    write_durably,
+)
 from nufed.runs.files import finite
+from nufed.runs.tensors import tensor_pieces
 
 DONE = "done.json"
 FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # that it may name
@@ -130,8 +137,7 @@ class PartFiles:
     def finish(self, rounds: int, scores: Iterable[AgentScores], server: State) -> None:
         """Write the final scores and state, and that all is done."""
         self._sync()
-        model = save({k: v.detach().cpu().contiguous() for k, v in server.items()})
-        files = {"agents.jsonl": _lines(scores), "model.safetensors": model}
+        files = {"agents.jsonl": _lines(scores), "model.safetensors": tensor_pieces(server)}
         self._write_done(rounds, files, {"metrics.jsonl": self._hash.hexdigest()})
 
     def finish_baseline(self, rounds: int, scores: Iterable[AgentScores]) -> None:
@@ -139,7 +145,7 @@ class PartFiles:
         self._write_done(rounds, {"agents.jsonl": _lines(scores)}, {})
 
     def _write_done(
-        self, rounds: int, files: Mapping[str, bytes], others: Mapping[str, str]
+        self, rounds: int, files: Mapping[str, bytes | Pieces], others: Mapping[str, str]
     ) -> None:
         for name, content in files.items():
             write_durably(self.folder / name, content)
@@ -182,7 +188,7 @@ def check_done(folder: Path) -> dict[str, Any]:
         for name, digest in files.items():
             if name not in FILES:
                 raise RunError(f"it names {name!r}, which is no file of a part")
-            if sha256((folder / name).read_bytes()) != digest:
+            if sha256_of(folder / name) != digest:
                 raise RunError(f"{name}: its SHA-256 differs")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RunError) as error:
         raise RunError(

@@ -33,6 +33,7 @@ def train(
     the log what is being trained.
     """
     progress = start or Progress(0, algorithm.server_init(engine.objective, w))
+    del w, start  # a large model's memory is needed again
     yield progress
     while progress.round < rounds:
         progress = run_round(algorithm, engine, progress, participation, rules, faults, label)
