@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -202,11 +203,11 @@ class Objective:
         """∇f(w, batch)."""
         if w.ndim > 1:
             return self.stacked_grad(w, batch)[0]
-        w = w.detach().requires_grad_()
+        self._check_vector(w)
+        leaves = [view.requires_grad_() for view in self._views(w.detach())]
         with torch.enable_grad():
-            loss = _differentiable(self.forward(w, batch))
-            (gradient,) = torch.autograd.grad(loss, w, materialize_grads=True)
-        return gradient
+            loss = _differentiable(self._forward(leaves, batch, stacked=False))
+            return _joined(torch.autograd.grad(loss, leaves, materialize_grads=True))
 
     def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         """∇²f(w, batch)·v, by differentiating ⟨∇f, v⟩; the Hessian is never formed."""
@@ -233,13 +234,9 @@ class Objective:
             used = [i for i, g in enumerate(gradients) if g.requires_grad]
             if not used:
                 return torch.zeros_like(w)
-            products = torch.autograd.grad(
-                [gradients[i] for i in used],
-                leaves,
-                [directions[i] for i in used],
-                materialize_grads=True,
-            )
-        return torch.cat([product.reshape(-1) for product in products])
+            wanted, against = ([these[i] for i in used] for these in (gradients, directions))
+            del gradients
+            return _joined(torch.autograd.grad(wanted, leaves, against, materialize_grads=True))
 
     def beside(
         self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
@@ -434,6 +431,19 @@ class Objective:
                     "part of a meta-gradient; remove the layer that keeps it, or put that layer "
                     "into evaluation mode before giving the module to nufed"
                 )
+
+
+def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
+    """One vector of all; each is dropped when it is copied, so that memory holds one copy."""
+    waiting = deque(tensors)
+    del tensors
+    vector = waiting[0].new_empty(sum(tensor.numel() for tensor in waiting))
+    start = 0
+    while waiting:
+        part = waiting.popleft().reshape(-1)
+        vector[start : start + len(part)] = part
+        start += len(part)
+    return vector
 
 
 def _differentiable(loss: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from nufed.runs import RunDirectory
 from nufed.runs.lines import by_group, round_line
 from nufed.runs.part import PartFiles
 from nufed.simulation import Engine, EngineName, Progress, WorkerEngine, train
+from nufed.simulation.choose import STACK
 
 BASELINES = "null baselines"
 
@@ -108,6 +109,8 @@ def _run_method(
     began, scores, score = time.perf_counter(), [], None
     saved = files.begin(config.rounds, config.eval_every)
     start = Progress(saved.round, saved.server, saved.clients) if saved else None
+    saved_round = saved.round if saved else None
+    del saved  # its vectors are needed for the first round only
     with closing(files):
         for progress in train(
             algorithm,
@@ -120,7 +123,7 @@ def _run_method(
             faults=setup.faults,
             label=f"{name}, seed {seed}",
         ):
-            saved_before, last = progress is start, progress.round == config.rounds
+            saved_before, last = progress.round == saved_round, progress.round == config.rounds
             if saved_before and not last:
                 continue
             line = round_line(algorithm, progress)
@@ -192,9 +195,33 @@ def _baselines(
     if "local" not in wanted:
         return
     trainer = spread(engines.choose(alone, named))
-    results = trainer.client_updates(alone, initial, {agent: {} for agent in agents}, round=1)
-    local = {agent: result.vectors for agent, result in results.items()}
-    yield "local", engine.evaluate(own, initial, local, steps=steps, measure=measure)
+    scores: dict[int, AgentScores] = {}
+    for group in _groups(trainer, alone, agents, setup.workers):
+        results = trainer.client_updates(alone, initial, {agent: {} for agent in group}, round=1)
+        local = {agent: result.vectors for agent, result in results.items()}
+        found = engine.evaluate(own, initial, local, steps=steps, measure=measure)
+        scores |= dict(zip(group, found, strict=True))
+    yield "local", [scores[agent] for agent in agents]
+
+
+def _groups(
+    engine: Engine, algorithm: Algorithm, agents: Sequence[int], workers: int
+) -> Iterator[list[int]]:
+    """Agents whose own models are held at a time: all, or of a large model one per worker.
+
+    Groups consist of whole chunks of the engine, so that no bit depends on them.
+    """
+    if engine.objective.size <= STACK:  # these are run in stacks, which groups would change
+        yield list(agents)
+        return
+    group: list[int] = []
+    for chunk in engine.chunks(algorithm, agents):
+        group += chunk
+        if len(group) >= workers:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 class _OwnModel(GMeta):
