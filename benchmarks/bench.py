@@ -2,8 +2,8 @@
 
 Measures nufed's engines, a plain loop (plain.py) and the matrix-product floor of the direct method
 (floor.py) on the same random data, and the memory of large models (memory.py). Prints ratios with
-their range over turns, and writes benchmarks/results/bench.json and charts beside it. `--quick` runs
-all of it at tiny sizes, only to see that it runs, and keeps nothing unless `--out` says where.
+their range over turns, and writes benchmarks/results/bench.json and charts beside it. `--quick`
+runs all of it at tiny sizes, only to see that it runs, and keeps nothing unless `--out` says where.
 """
 
 import argparse

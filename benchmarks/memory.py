@@ -2,10 +2,10 @@
 
     python benchmarks/memory.py first_order direct 7000 3850
 
-trains a fully connected network with these hidden layers, 48.5 million parameters, for two rounds on
-four agents with one worker: evaluations, checkpoints, null baselines, bundle and report included,
-only figures are left out. Prints the peak resident memory of the process, of which `base` was there
-before the run began, and how many times the model that is.
+trains a fully connected network with these hidden layers, 48.5 million parameters, for two rounds
+on four agents with one worker: evaluations, checkpoints, null baselines, bundle and report
+included, only figures are left out. Prints the peak resident memory of the process, of which `base`
+was there before the run began, and how many times the model that is.
 """
 
 import json

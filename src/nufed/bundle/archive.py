@@ -111,8 +111,7 @@ def _same(pieces: Pieces, content: bytes) -> bool:
     ends = list(accumulate(map(len, pieces), initial=0))
     view = memoryview(content)
     return ends[-1] == len(content) and all(
-        piece == view[start:end]
-        for piece, (start, end) in zip(pieces, pairwise(ends), strict=True)
+        piece == view[start:end] for piece, (start, end) in zip(pieces, pairwise(ends), strict=True)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from nufed.algorithm import Algorithm, BatchSource, Combining, State
 from nufed.algorithms import GMeta
-from nufed.errors import TrainingError
+from nufed.errors import NumericalWarning, TrainingError
 from nufed.evaluate import AgentScores, majority_class
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
@@ -92,7 +93,7 @@ def run_part(
         try:
             _run_method(setup, engine, part.method, algorithm, directory, listener, files, stop)
         except TrainingError as error:  # the other methods go on
-            directory.write_failure(part.method, part.seed, str(error))
+            directory.write_failure(part.method, part.seed, str(error), files.warnings)
 
 
 def _run_method(
@@ -126,6 +127,9 @@ def _run_method(
             saved_before, last = progress.round == saved_round, progress.round == config.rounds
             if saved_before and not last:
                 continue
+            for message in progress.doubts:
+                files.warnings.append({"round": progress.round, "message": message})
+                warnings.warn(f"{name}, seed {seed}: {message}", NumericalWarning, stacklevel=2)
             line = round_line(algorithm, progress)
             if progress.round % config.eval_every == 0 or last:
                 scores = _evaluate(setup, engine, algorithm, progress)

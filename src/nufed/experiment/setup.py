@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from nufed.algorithm import Algorithm
+from nufed.algorithms import GMeta
 from nufed.data import Federation, Samples, Split, as_samples
 from nufed.errors import InputError
 from nufed.evaluate import Measure
+from nufed.metagrad import unchecked
 from nufed.objective import Objective
 from nufed.runs import Config
 from nufed.runs.build import (
@@ -81,7 +83,7 @@ class Setup:
         measure = build_measure(config, samples)
         if own["metric"] is not None:
             measure = Measure(getattr(own["metric"], "__name__", "metric"), own["metric"])
-        algorithms = config.algorithms()
+        algorithms = {name: _unchecked(a) for name, a in config.algorithms().items()}
         faults = Faults(**dict(config.faults))
         federations = {
             s: faults.spoil(build_federation(config, samples, s), s) for s in config.seeds
@@ -122,6 +124,13 @@ class Setup:
             {seed: _evaluated(config, f.split, seed) for seed, f in federations.items()},
             _workers(config),
         )
+
+
+def _unchecked(algorithm: Algorithm) -> Algorithm:
+    """The same; training itself checks curvature, in rounds that no number of workers changes."""
+    if not isinstance(algorithm, GMeta):
+        return algorithm
+    return replace(algorithm, curvature=unchecked(algorithm.curvature))
 
 
 def _try_model(

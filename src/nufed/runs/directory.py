@@ -11,6 +11,7 @@
         metrics.jsonl               one line per round
         checkpoint-000020.json, .safetensors   where to go on from; the last two are kept
         agents.jsonl                one line per agent: scores of the final model
+        warnings.jsonl              what is wrong with the numbers behind it, if anything
         failure.json                instead of the others, if training had to stop, and why
         model.safetensors           the final state of the server; "model" is the meta-model
         done.json                   that it is done, with the SHA-256 of the three above
@@ -249,10 +250,13 @@ class RunDirectory:
         path = self.part("methods", name, seed) / f"model-round-{round:06d}.safetensors"
         write_durably(path, tensor_pieces(server))
 
-    def write_failure(self, name: str, seed: int, reason: str) -> None:
+    def write_failure(
+        self, name: str, seed: int, reason: str, warnings: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Why a method could not be trained; what it had until then stays beside it."""
         path = self.part("methods", name, seed) / "failure.json"
-        write_durably(path, signed({"reason": reason}))
+        about = {"reason": reason, **({"warnings": list(warnings)} if warnings else {})}
+        write_durably(path, signed(about))
 
     def write_timing(self, **values: Any) -> None:
         path = self.path / "timing.jsonl"

@@ -37,7 +37,8 @@ from nufed.runs.files import finite
 from nufed.runs.tensors import tensor_pieces
 
 DONE = "done.json"
-FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # that it may name
+WARNINGS = "warnings.jsonl"
+FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors", WARNINGS)  # that it may name
 
 
 class PartFiles:
@@ -46,10 +47,14 @@ class PartFiles:
     Args:
         folder: where it is.
         belongs_to: hashes of the configuration, data and split, which a checkpoint must share.
+
+    ``warnings`` is what is wrong with the numbers of the part, each with its round; checkpoints
+    carry it.
     """
 
     def __init__(self, folder: Path, belongs_to: Mapping[str, str]) -> None:
         self.folder, self.belongs_to = folder, belongs_to
+        self.warnings: list[dict[str, Any]] = []
         self._metrics: IO[bytes] | None = None
         self._hash, self._length = hashlib.sha256(), 0
 
@@ -96,6 +101,7 @@ class PartFiles:
             if "evaluation" in json.loads(last):
                 remove_checkpoint(self.folder, checkpoint.round)
                 return self.begin(rounds, eval_every)
+        self.warnings = list(checkpoint.notes.get("warnings", ())) if checkpoint else []
         kept = path.read_bytes()[:length] if path.exists() else b""
         self._hash, self._length = hashlib.sha256(kept), len(kept)
         try:
@@ -128,21 +134,28 @@ class PartFiles:
     ) -> None:
         """Save where training stands."""
         self._sync()
+        notes = {**(notes or {}), **({"warnings": self.warnings} if self.warnings else {})}
         save_checkpoint(
             self.folder,
-            Checkpoint(round, server, clients, self._length, self._hash.hexdigest(), notes or {}),
+            Checkpoint(round, server, clients, self._length, self._hash.hexdigest(), notes),
             self.belongs_to,
         )
 
     def finish(self, rounds: int, scores: Iterable[AgentScores], server: State) -> None:
         """Write the final scores and state, and that all is done."""
         self._sync()
-        files = {"agents.jsonl": _lines(scores), "model.safetensors": tensor_pieces(server)}
+        files: dict[str, bytes | Pieces] = {
+            "agents.jsonl": _lines(agent.record() for agent in scores),
+            "model.safetensors": tensor_pieces(server),
+        }
+        if self.warnings:
+            files[WARNINGS] = _lines(self.warnings)
         self._write_done(rounds, files, {"metrics.jsonl": self._hash.hexdigest()})
 
     def finish_baseline(self, rounds: int, scores: Iterable[AgentScores]) -> None:
         """Write the scores of a null baseline, and that it is done."""
-        self._write_done(rounds, {"agents.jsonl": _lines(scores)}, {})
+        lines = _lines(agent.record() for agent in scores)
+        self._write_done(rounds, {"agents.jsonl": lines}, {})
 
     def _write_done(
         self, rounds: int, files: Mapping[str, bytes | Pieces], others: Mapping[str, str]
@@ -173,8 +186,8 @@ class PartFiles:
             raise cannot_write(self.folder / "metrics.jsonl", error) from error
 
 
-def _lines(scores: Iterable[AgentScores]) -> bytes:
-    lines = (json.dumps(finite(agent.record()), allow_nan=False) for agent in scores)
+def _lines(records: Iterable[Mapping[str, Any]]) -> bytes:
+    lines = (json.dumps(finite(record), allow_nan=False) for record in records)
     return "".join(f"{line}\n" for line in lines).encode()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from nufed.runs.config import load_config
 from nufed.runs.directory import PRIVACY, RunDirectory
 from nufed.runs.durable import read_signed
 from nufed.runs.files import finite, read_about, read_lines, refuse_links
-from nufed.runs.part import DONE, check_done
+from nufed.runs.part import DONE, WARNINGS, check_done
 from nufed.runs.schema import Config
 
 GROUPS = ("seen", "unseen")
@@ -107,6 +108,28 @@ class Trained:
 
     metrics: list[dict[str, Any]]
     scores: list[AgentScores]
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Warned:
+    """What a reader of the results must know: a message, how often, and in which round first.
+
+    ``about`` is "numbers" (a result was computed, but is poor) or "updates" (some were left out).
+    Of a private run it is not said when.
+    """
+
+    method: str
+    seed: int
+    about: str
+    message: str
+    count: int
+    first_round: int | None
+
+    def __str__(self) -> str:
+        when = "" if self.first_round is None else f", round {self.first_round}"
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        return f"{self.method}, seed {self.seed}{when}: {self.message}{times}"
 
 
 @dataclass(frozen=True)
@@ -225,6 +248,24 @@ class Run:
         ]
         return sorted(found) if private else found
 
+    def warnings(self) -> list[Warned]:
+        """What is wrong with the numbers, each message once, and how many updates were left out."""
+        private = self.config.privacy.clip is not None
+        found = []
+        for name, part in self.methods.items():
+            for seed, trained in part.items():
+                told = Counter(w["message"] for w in trained.warnings)
+                for message, count in told.items():
+                    first = min(w["round"] for w in trained.warnings if w["message"] == message)
+                    found.append(Warned(name, seed, "numbers", message, count, first))
+                lost = [(m["round"], r) for m in trained.metrics for r in m.get("rejected", ())]
+                if lost:
+                    first, update = lost[0]
+                    message = f"updates left out, the first because {update['reason']}"
+                    when = None if private else first
+                    found.append(Warned(name, seed, "updates", message, len(lost), when))
+        return found
+
     def unscored(self) -> list[str]:
         """The agents that sent no usable scores of the final model, in words."""
         return [
@@ -272,6 +313,7 @@ class Run:
             "fine_tuning_steps": self.config.steps_shown,
             "seeds": self.config.seeds,
             "rows": [finite(asdict(row)) for row in self.rows()],
+            "warnings": [asdict(warned) for warned in self.warnings()],
         }
 
 
@@ -326,7 +368,12 @@ def _failures(path: Path, config: Config) -> list[str]:
         for seed in config.seeds:
             file = path / "methods" / name / f"seed-{seed}" / "failure.json"
             if file.exists():
-                found.append(f"{name}, seed {seed}: {read_about(file)['reason']}")
+                about = read_about(file)
+                warned = [
+                    f"; warned in round {w['round']}: {w['message']}"
+                    for w in about.get("warnings", ())
+                ]
+                found.append(f"{name}, seed {seed}: {about['reason']}{''.join(warned)}")
     return found
 
 
@@ -335,14 +382,15 @@ def _part(folder: Path) -> Trained:
         raise RunError(
             f"{folder} is not finished: go on with `nufed run --resume {folder.parents[2]}`"
         )
-    check_done(folder)
+    about = check_done(folder)
     metrics = folder / "metrics.jsonl"
     try:
         scores = [_agent_scores(line) for line in read_lines(folder / "agents.jsonl")]
     except (TypeError, KeyError) as error:
         raise RunError(f"{folder / 'agents.jsonl'} can't be read: {error}") from error
     lines = read_lines(metrics) if metrics.exists() else ()
-    return Trained([_numbers(line) for line in lines], scores)
+    warned = list(read_lines(folder / WARNINGS)) if WARNINGS in about["files"] else []
+    return Trained([_numbers(line) for line in lines], scores, warned)
 
 
 def _agent_scores(line: dict[str, Any]) -> AgentScores:

@@ -34,4 +34,4 @@ def tensor_pieces(tensors: Mapping[str, Tensor]) -> Pieces:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
