@@ -1,8 +1,9 @@
 """make bench: what a round costs, side by side in one run.
 
 Measures nufed's engines, a plain loop (plain.py) and the matrix-product floor of the direct method
-(floor.py) on the same random data. Prints ratios with their range over turns, and writes
-benchmarks/results/bench.json and charts beside it. `--quick` takes fewer turns.
+(floor.py) on the same random data, and the memory of large models (memory.py). Prints ratios with
+their range over turns, and writes benchmarks/results/bench.json and charts beside it. `--quick`
+runs all of it at tiny sizes, only to see that it runs, and keeps nothing unless `--out` says where.
 """
 
 import argparse
@@ -15,16 +16,19 @@ import time
 from functools import partial
 from pathlib import Path
 
+import memory
 import torch
 from chart import draw
 from floor import Floor
 from jobs import (
     METHODS,
+    QUICK,
     Ours,
+    Sizes,
     cnn_contenders,
-    image_data,
     lazy_data,
     paper_contenders,
+    paper_data,
     paper_module,
     plain,
 )
@@ -33,38 +37,44 @@ from measure import in_turns, median, memory_bytes, ratio
 from nufed import Objective
 from nufed.experiment.parts import BASELINES, parts_of, run_part
 from nufed.experiment.setup import Setup
+from nufed.experiment.stopping import Stop
 from nufed.runs import RunDirectory, load_config
 from nufed.runs.build import build_federation, build_module, build_samples
 from nufed.simulation import DirectEngine, Workers, usable_cores
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
 ROUNDS = 300  # over which what is done once is spread
-COHORT, EVERYONE = range(10), range(50)
 TARGETS = {  # times faster than the plain loop, amortised
     "FedAvg": 3, "FO nu=1": 4, "FO nu=3": 5, "HF nu=3": 8, "exact nu=3": 8, "evaluation": 3,
 }  # fmt: skip
 FLOOR_TARGETS = {"FO nu=3": 1.0, "HF nu=3": 0.5, "exact nu=3": 0.5}
+LARGE_TARGETS = {"first_order": 12, "exact": 16}  # times the model
 
 
-def paper_job(turns, cores):
+def paper_job(sizes, cores):
     """Rounds and evaluation of the paper's job, all contenders."""
-    data = image_data()
-    contenders = paper_contenders(data, cores)
+    data = paper_data(sizes)
+    cohort, everyone = range(sizes.cohort), range(sizes.agents)
+    contenders = paper_contenders(data, sizes, cores)
     gram = contenders[f"gram, {cores} workers"]
     before = time.perf_counter()
-    gram.round(EVERYONE, 0, "first_order")  # forks, and computes every agent's matrix
+    gram.round(everyone, 0, "first_order")  # forks, and computes every agent's matrix
     first = time.perf_counter() - before
-    again = in_turns({"all": lambda: gram.round(EVERYONE, 0, "first_order")}, 2)
+    again = in_turns({"all": lambda: gram.round(everyone, 0, "first_order")}, 2)
     start_up = max(0.0, first - median(again["all"]))
-    contenders["floor"] = Floor((3072, 80, 60, 10), 40, 200, 4, cores)
-    print("\nthe paper's job: 50 agents x 800 samples of 3072, FCNN 80-60, 10 agents a round")
+    widths, test = (sizes.inputs, 80, 60, 10), sizes.samples // 5
+    contenders["floor"] = Floor(widths, sizes.batch, test, 4, cores)
+    print(
+        f"\nthe paper's job: {sizes.agents} agents x {sizes.samples - test} samples of "
+        f"{sizes.inputs}, FCNN 80-60, {sizes.cohort} agents a round"
+    )
     print(f"start-up of gram with {cores} workers, matrices included: {start_up:.2f} s")
     result = {"start_up": start_up, "methods": {}}
-    jobs = {name: ("round", COHORT, *method) for name, method in METHODS.items()}
-    jobs["evaluation"] = ("evaluate", EVERYONE)
+    jobs = {name: ("round", cohort, *method) for name, method in METHODS.items()}
+    jobs["evaluation"] = ("evaluate", everyone)
     for job, (what, *arguments) in jobs.items():
         works = {n: partial(getattr(c, what), *arguments) for n, c in contenders.items()}
-        times = in_turns(works, turns)
+        times = in_turns(works, sizes.turns)
         plains = [n for n in times if n.startswith("plain")]
         best = min(plains, key=lambda n: median(times[n]))
         extra = start_up / ROUNDS
@@ -86,9 +96,9 @@ def paper_job(turns, cores):
     return result
 
 
-def digits_job(turns, cores):
+def digits_job(sizes, cores):
     """The quickstart's training of all methods with one seed, evaluations included."""
-    config = load_config("quickstart", ["seeds=[0]"])
+    config = load_config("quickstart", ["seeds=[0]", *sizes.quickstart])
     setup = Setup.make(config, model=None, data=None, loss=None, metric=None)
     samples = build_samples(config.data)
     data = build_federation(config, samples, 0)
@@ -111,11 +121,13 @@ def digits_job(turns, cores):
         with tempfile.TemporaryDirectory() as folder:
             directory = RunDirectory(Path(folder))
             parts = [part for part in parts_of(setup) if part.method != BASELINES]
-            workers = Workers(cores, lambda p, note: run_part(setup, p, directory, note, 1))
+            stop = Stop()
+            workers = Workers(cores, lambda p, note: run_part(setup, p, directory, note, 1, stop))
             workers.ask(sorted(parts, key=lambda p: -p.work), lambda part, note: str(part))
             workers.close()
 
-    times = in_turns({"plain loop, 1 thread": by_hand, f"nufed, {cores} workers": ours}, turns)
+    works = {"plain loop, 1 thread": by_hand, f"nufed, {cores} workers": ours}
+    times = in_turns(works, sizes.few_turns)
     slow, fast = times.values()
     print("\nquickstart: five methods on digits, one seed, evaluations included")
     table("all of it", times, slow)
@@ -124,56 +136,63 @@ def digits_job(turns, cores):
     return result
 
 
-def cnn_job(turns, cores):
-    contenders = cnn_contenders(cores)
+def cnn_job(sizes, cores):
+    contenders = cnn_contenders(sizes, cores)
     works = {n: partial(c.round, range(4), 1, "first_order") for n, c in contenders.items()}
-    times = in_turns(works, turns)
+    times = in_turns(works, min(sizes.turns, 5))
     plains = [n for n in times if n.startswith("plain")]
     best = min(plains, key=lambda n: median(times[n]))
-    print("\nGroupNorm CNN on 32 x 32 x 3, FO nu = 1, tau = 2, 4 agents a round")
+    side = sizes.cnn_side
+    print(f"\nGroupNorm CNN on {side} x {side} x 3, FO nu = 1, tau = 2, 4 agents a round")
     table("round", times, times[best])
     result = {"times": times, "ratio": ratio(times[best], times[f"direct, {cores} workers"])}
     verdict("CNN", result["ratio"], 1.5)
     return result
 
 
-def scale_job(turns):
+def scale_job(sizes):
     """Rounds with more and more agents, each in a process of its own: seconds and memory."""
     result = {}
-    print("\nmore agents, 10 of them a round, FO nu = 3, direct engine, 1 worker")
-    for agents in (10**2, 10**3, 10**4, 10**5, 10**6):
-        result[agents] = in_own_process("scale", str(agents), str(turns))
+    print(f"\nmore agents, {sizes.cohort} of them a round, FO nu = 3, direct engine, 1 worker")
+    for agents in sizes.scale:
+        result[agents] = in_own_process(sizes, "scale", str(agents))
         one = result[agents]
         print(
             f"  N = {agents:>9,}: {one['seconds']:.3f} s a round, {one['mib']:.0f} MiB above base"
         )
-    slowest = max(r["seconds"] for r in result.values()) / result[10**2]["seconds"]
+    fewest = sizes.scale[0]
+    slowest = max(r["seconds"] for r in result.values()) / result[fewest]["seconds"]
     most = max(r["mib"] for r in result.values())
-    print(f"  slowest {slowest:.2f} x N = 100 (target 1.2), at most {most:.0f} MiB (target 1024)")
+    print(
+        f"  slowest {slowest:.2f} x N = {fewest} (target 1.2), at most {most:.0f} MiB (target 1024)"
+    )
     return result
 
 
-def scale_of(agents, turns):
-    data = lazy_data(agents)
-    ours = Ours(DirectEngine(Objective(paper_module()), data, 0), 40)
+def scale_of(sizes, agents):
+    data, turns = lazy_data(agents, sizes), sizes.turns
+    ours = Ours(DirectEngine(Objective(paper_module(sizes.inputs)), data, 0), sizes.batch)
     base = memory_bytes()
     # other agents in every turn, as in a run
     seconds, peak = [], 0
     for k in range(turns + 1):
         ours.start = type(ours.start)(k, ours.start.server)
         start = time.perf_counter()
-        ours.round(COHORT, 3, "first_order")
+        ours.round(range(sizes.cohort), 3, "first_order")
         seconds.append(time.perf_counter() - start)
         peak = max(peak, memory_bytes() - base)
     return {"seconds": sorted(seconds[1:])[turns // 2], "mib": peak / 2**20}
 
 
-def memory_job(cores):
+def memory_job(sizes, cores):
     """Memory above the data and the model, after rounds of exact nu = 3."""
     names = ["plain loop, 1 thread", "direct, 1 worker", f"direct, {cores} workers",
              "gram, 1 worker", f"gram, {cores} workers"]  # fmt: skip
-    result = {"paper": {n: in_own_process("memory", n)["mib"] for n in names}}
-    result["cnn"] = {n: in_own_process("memory-cnn", n)["mib"] for n in names[:3]}
+    jobs = {"paper": ("memory", names), "cnn": ("memory-cnn", names[:3])}
+    result = {
+        job: {n: in_own_process(sizes, kind, n)["mib"] for n in own[-sizes.measured :]}
+        for job, (kind, own) in jobs.items()
+    }
     for job, found in result.items():
         print(f"\npeak memory above the data, {job} job")
         for name, mib in found.items():
@@ -181,42 +200,61 @@ def memory_job(cores):
     return result
 
 
-def memory_of(kind, name, cores):
-    contenders = (
-        paper_contenders(image_data(), cores) if kind == "memory" else cnn_contenders(cores)
-    )
-    base, peak, method = memory_bytes(), 0, ("exact" if kind == "memory" else "first_order")
+def memory_of(sizes, kind, name, cores):
+    if kind == "memory":
+        contenders = paper_contenders(paper_data(sizes), sizes, cores)
+        cohort, method = range(sizes.cohort), "exact"
+    else:
+        contenders, cohort, method = cnn_contenders(sizes, cores), range(4), "first_order"
+    base, peak = memory_bytes(), 0
     for _ in range(3):
-        contenders[name].round(COHORT if kind == "memory" else range(4), 3, method)
+        contenders[name].round(cohort, 3, method)
         peak = max(peak, memory_bytes() - base)
     return {"mib": peak / 2**20}
 
 
-def sweeps(turns, cores):
+def large_job(sizes):
+    """Peak memory of whole runs of a large model, each in a process of its own, in models."""
+    result = {}
+    print("\nlarge model, 4 agents, 1 worker: peak memory of a whole run, times the model")
+    runs = [(curvature, engine) for curvature in LARGE_TARGETS for engine in ("direct", "auto")]
+    for curvature, engine in runs[-sizes.measured :]:
+        found = memory.in_own_process(curvature, engine, sizes.large)
+        result[f"{curvature}, {engine}"] = found
+        target = LARGE_TARGETS[curvature]
+        word = "reached" if found["ratio"] < target else "NOT reached"
+        print(
+            f"  {curvature}, engine {engine} ({found['engine']}): {found['ratio']:.1f} x "
+            f"{found['model'] / 2**20:.0f} MiB, target < {target}: {word}"
+        )
+    return result
+
+
+def sweeps(sizes, cores):
     """Seconds per round against nu, tau, cohort and workers."""
-    data, result = image_data(), {}
+    data, result, cohort = paper_data(sizes), {}, range(sizes.cohort)
     names = ["plain loop, 1 thread", f"direct, {cores} workers", f"gram, {cores} workers"]
 
     def measured(contenders, *arguments):
         works = {n: partial(c.round, *arguments) for n, c in contenders.items()}
-        return {n: median(t) for n, t in in_turns(works, turns).items()}
+        return {n: median(t) for n, t in in_turns(works, sizes.few_turns).items()}
 
     def some(local_steps=4):
-        every = paper_contenders(data, cores, local_steps)
+        every = paper_contenders(data, sizes, cores, local_steps)
         return {name: every[name] for name in names}
 
     usual = some()
-    result["nu"] = {nu: measured(usual, COHORT, nu, "first_order") for nu in (0, 1, 2, 3, 5, 8)}
-    result["cohort"] = {c: measured(usual, range(c), 3, "first_order") for c in (2, 5, 10, 20, 50)}
-    result["tau"] = {t: measured(some(t), COHORT, 3, "first_order") for t in (1, 2, 4, 8)}
+    result["nu"] = {nu: measured(usual, cohort, nu, "first_order") for nu in sizes.nu}
+    result["cohort"] = {c: measured(usual, range(c), 3, "first_order") for c in sizes.cohorts}
+    result["tau"] = {t: measured(some(t), cohort, 3, "first_order") for t in sizes.tau}
     result["workers"] = {}
-    for count in (1, 2, 3, 4):
-        every = paper_contenders(data, count)
+    for count in sizes.workers:
+        every = paper_contenders(data, sizes, count)
         contenders = {
             kind: every[f"{kind}, {count} workers" if count > 1 else f"{kind}, 1 worker"]
             for kind in ("direct", "gram")
         }
-        result["workers"][count] = measured(contenders, COHORT, 3, "first_order")
+        result["workers"][count] = measured(contenders, cohort, 3, "first_order")
     return result
 
 
@@ -234,41 +272,49 @@ def verdict(what, found, target, at_most=False):
     print(f"    {what}: {found['median']:.2f} ({span}), target {sign} {target}: {word}")
 
 
-def in_own_process(*arguments):
-    done = subprocess.run(
-        [sys.executable, __file__, "--only", *arguments], capture_output=True, text=True, check=True
-    )
+def in_own_process(sizes, *arguments):
+    quick = ["--quick"] if sizes == QUICK else []
+    command = [sys.executable, __file__, *quick, "--only", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer turns")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one turn")
+    parser.add_argument("--out", type=Path, help="where results and charts go")
     parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cores, turns = usable_cores(), 3 if options.quick else 9
+    sizes, cores = QUICK if options.quick else Sizes(), usable_cores()
     if options.only:
         kind, *rest = options.only
-        found = scale_of(*map(int, rest)) if kind == "scale" else memory_of(kind, rest[0], cores)
+        found = (
+            scale_of(sizes, int(rest[0]))
+            if kind == "scale"
+            else memory_of(sizes, kind, rest[0], cores)
+        )
         print(json.dumps(found))
         return
     results = {
         "machine": {"cores": cores, "processor": platform.processor(), "torch": torch.__version__},
-        "turns": turns,
+        "turns": sizes.turns,
         "rounds": ROUNDS,
-        "paper": paper_job(turns, cores),
-        "digits": digits_job(3, cores),
-        "cnn": cnn_job(min(turns, 5), cores),
-        "memory": memory_job(cores),
-        "scale": scale_job(turns),
-        "sweeps": sweeps(3, cores),
+        "paper": paper_job(sizes, cores),
+        "digits": digits_job(sizes, cores),
+        "cnn": cnn_job(sizes, cores),
+        "memory": memory_job(sizes, cores),
+        "large": large_job(sizes),
+        "scale": scale_job(sizes),
+        "sweeps": sweeps(sizes, cores),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
-    for path in draw(results, RESULTS):
-        print(f"chart: {path}")
-    print(f"results: {RESULTS / 'bench.json'}")
+    with tempfile.TemporaryDirectory() as thrown_away:
+        out = options.out or (Path(thrown_away) if options.quick else HERE / "results")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
+        for path in draw(results, out):
+            print(f"chart: {path}")
+        print(f"results: {out / 'bench.json'}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The jobs that are measured: data, models, and every way of doing a round on them."""
 
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -14,6 +15,53 @@ from nufed.models import cnn, fcnn
 from nufed.simulation import DirectEngine, GramEngine, Progress, WorkerEngine, run_round
 
 ACCURACY = Measure("accuracy")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the jobs are; by default as docs/performance.md reports them."""
+
+    turns: int = 9
+    few_turns: int = 3  # of long jobs
+    agents: int = 50
+    samples: int = 1000  # of every agent
+    inputs: int = 3072
+    batch: int = 40
+    cohort: int = 10
+    cnn_samples: int = 200
+    cnn_side: int = 32
+    quickstart: tuple[str, ...] = ()  # overrides
+    pool: int = 20_000  # samples that very many agents share
+    scale: tuple[int, ...] = (10**2, 10**3, 10**4, 10**5, 10**6)
+    nu: tuple[int, ...] = (0, 1, 2, 3, 5, 8)
+    cohorts: tuple[int, ...] = (2, 5, 10, 20, 50)
+    tau: tuple[int, ...] = (1, 2, 4, 8)
+    workers: tuple[int, ...] = (1, 2, 3, 4)
+    large: tuple[int, ...] = (7000, 3850)  # hidden layers of the large model: 48.5 million
+    measured: int = 5  # contenders of a job whose memory is measured, at most
+
+
+QUICK = Sizes(
+    turns=1,
+    few_turns=1,
+    agents=2,
+    samples=20,
+    inputs=12,
+    batch=4,
+    cohort=1,
+    cnn_samples=10,
+    cnn_side=8,
+    quickstart=("rounds=1", "data.agents=4", "data.unseen_agents=1"),
+    pool=200,
+    scale=(10,),
+    nu=(0, 1),
+    cohorts=(1, 2),
+    tau=(1, 2),
+    workers=(1, 2),
+    large=(40, 30),
+    measured=1,
+)  # only to see that every job runs to its end
+
 METHODS = {
     "FedAvg": (0, "first_order"),
     "FO nu=1": (1, "first_order"),
@@ -67,7 +115,7 @@ class Threads:
         return call
 
 
-def image_data(agents=50, per_agent=1000, shape=(3072,)):
+def image_data(agents, per_agent, shape):
     """Random images in random classes: what is measured does not depend on them."""
     rng = np.random.default_rng(0)
     inputs = rng.random((agents * per_agent, *shape), dtype=np.float32)
@@ -84,46 +132,53 @@ def plain(module, data, batch_size, local_steps=4):
     return Plain(module, inputs, targets, train, test, batch_size, local_steps)
 
 
-def paper_module():
+def paper_data(sizes):
+    return image_data(sizes.agents, sizes.samples, (sizes.inputs,))
+
+
+def paper_module(inputs):
     torch.manual_seed(0)
-    return fcnn((3072,), 10)
+    return fcnn((inputs,), 10)
 
 
-def paper_contenders(data, cores, local_steps=4):
+def paper_contenders(data, sizes, cores, local_steps=4):
     """Every way of doing the paper's job, by name."""
-    module = paper_module()
+    module, batch = paper_module(sizes.inputs), sizes.batch
     objective = Objective(module)
     direct = DirectEngine(objective, data, 0)
-    gram = GramEngine(objective, data, 0, first_layer(objective, (3072,)))
-    yardstick = plain(module, data, 40, local_steps)
+    gram = GramEngine(objective, data, 0, first_layer(objective, (sizes.inputs,)))
+    yardstick = plain(module, data, batch, local_steps)
     return {
         "plain loop, 1 thread": yardstick,
         f"plain loop, {cores} threads": Threads(yardstick, cores),
-        "direct, 1 worker": Ours(direct, 40, local_steps),
-        f"direct, {cores} workers": Ours(WorkerEngine(direct, cores), 40, local_steps),
-        "gram, 1 worker": Ours(gram, 40, local_steps),
-        f"gram, {cores} workers": Ours(WorkerEngine(gram, cores), 40, local_steps),
+        "direct, 1 worker": Ours(direct, batch, local_steps),
+        f"direct, {cores} workers": Ours(WorkerEngine(direct, cores), batch, local_steps),
+        "gram, 1 worker": Ours(gram, batch, local_steps),
+        f"gram, {cores} workers": Ours(WorkerEngine(gram, cores), batch, local_steps),
     }
 
 
-def cnn_contenders(cores):
-    data = image_data(agents=10, per_agent=200, shape=(3, 32, 32))
+def cnn_contenders(sizes, cores):
+    shape, batch = (3, sizes.cnn_side, sizes.cnn_side), sizes.batch
+    data = image_data(agents=10, per_agent=sizes.cnn_samples, shape=shape)
     torch.manual_seed(0)
-    module = cnn((3, 32, 32), 10)
+    module = cnn(shape, 10)
     direct = DirectEngine(Objective(module), data, 0)
-    yardstick = plain(module, data, 40, local_steps=2)
+    yardstick = plain(module, data, batch, local_steps=2)
     return {
         "plain loop, 1 thread": yardstick,
         f"plain loop, {cores} threads": Threads(yardstick, cores),
-        "direct, 1 worker": Ours(direct, 40, 2),
-        f"direct, {cores} workers": Ours(WorkerEngine(direct, cores), 40, 2),
+        "direct, 1 worker": Ours(direct, batch, 2),
+        f"direct, {cores} workers": Ours(WorkerEngine(direct, cores), batch, 2),
     }
 
 
-def lazy_data(agents):
-    """So many agents with 800 + 200 samples each, drawn from 20,000."""
+def lazy_data(agents, sizes):
+    """So many agents, their samples drawn from a pool: four fifths for training, the rest test."""
     rng = np.random.default_rng(0)
-    labels = rng.integers(0, 10, 20_000)
-    inputs = rng.random((len(labels), 3072), dtype=np.float32)
-    split = lazy_split(DirichletReusing(labels, agents, (800, 0, 200), 0.3, 0), ())
+    labels = rng.integers(0, 10, sizes.pool)
+    inputs = rng.random((len(labels), sizes.inputs), dtype=np.float32)
+    test = sizes.samples // 5
+    parts = (sizes.samples - test, 0, test)
+    split = lazy_split(DirichletReusing(labels, agents, parts, 0.3, 0), ())
     return Federation(as_samples((inputs, labels)), split)

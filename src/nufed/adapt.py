@@ -28,9 +28,11 @@ def trajectory(
     >>> list(trajectory(objective, torch.tensor([8.0]), [batch, batch], lr=0.25))
     [tensor([8.]), tensor([4.]), tensor([2.])]
     """
+    check_rate(lr, w)
     yield w
-    for _, after in descent(objective, w, batches, lr):
-        yield after
+    for batch in batches:
+        w = descend(w, lr, objective.grad(w, batch))
+        yield w
 
 
 def descent(

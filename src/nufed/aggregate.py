@@ -241,4 +241,4 @@ def average(updates: Sequence[ClientUpdate], name: str, averaging: Averaging) ->
     weights = [update.samples if averaging == "samples" else 1 for update in updates]
     for update, weight in zip(updates, weights, strict=True):
         total.add_(update.vectors[name].to(total.dtype), alpha=weight)
-    return (total / sum(weights)).to(first.dtype)
+    return total.div_(sum(weights)).to(first.dtype)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import ClassVar, Literal, NamedTuple, Protocol
 from weakref import WeakSet
@@ -57,6 +57,10 @@ class Curvature(Protocol):
         """∇²f(w, batch)·v, or what stands for it."""
         ...
 
+    def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
+        """What is wrong with the product here, as a sentence; None if it is good."""
+        ...
+
 
 _checked: WeakSet[Objective] = WeakSet()
 
@@ -65,21 +69,27 @@ _checked: WeakSet[Objective] = WeakSet()
 class Exact:
     """∇²f(w)·v by automatic differentiation (Algorithm 2).
 
-    The first product of every objective is compared with a difference, and warned about if off.
+    The first product of every objective is compared with a difference, and warned about if off;
+    not with ``check=False``.
     """
+
+    check: bool = field(default=True, compare=False, repr=False)
 
     batches_per_product: ClassVar[int] = 1
     gradients_per_product: ClassVar[int] = 0
     hvps_per_product: ClassVar[int] = 1
 
     def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
-        product = objective.hvp(w, batch, v)
-        if objective.base not in _checked:  # some operations have wrong second derivatives
+        if self.check and objective.base not in _checked:
             _checked.add(objective.base)
-            trouble = trouble_with_product(product, objective, w, batch, v)
+            trouble = self.trouble(objective, w, batch, v)
             if trouble:
                 warnings.warn(trouble, NumericalWarning, stacklevel=2)
-        return product
+        return objective.hvp(w, batch, v)
+
+    def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
+        """Some operations have wrong second derivatives, and some cut the graph."""
+        return trouble_with_product(objective, w, batch, v)
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,9 @@ class FirstOrder:
     def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         return 0 * v
 
+    def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
+        return None
+
 
 @dataclass(frozen=True)
 class HessianFree:
@@ -102,10 +115,12 @@ class HessianFree:
         fd_step: the paper's δ as a number, used as it is in w ± δv; or ``"auto"``, which picks δ
             per product from the norms of w and v and takes the difference in float64
             (:mod:`nufed.differences` says why and what it costs). A fixed step is compared with
-            the automatic one at products 1, 10, 100, …, and warned about, once, where it is poor.
+            the automatic one at products 1, 10, 100, …, and warned about, once, where it is poor;
+            not with ``check=False``.
     """
 
     fd_step: float | Literal["auto"] = "auto"
+    check: bool = field(default=True, compare=False, repr=False)
     batches_per_product: ClassVar[int] = 1
     gradients_per_product: ClassVar[int] = 2
     hvps_per_product: ClassVar[int] = 0
@@ -120,12 +135,24 @@ class HessianFree:
     def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         if self.fd_step == "auto":
             return double_difference(objective, w, batch, v)
-        if self._watch.due():
-            trouble = trouble_with_step(self.fd_step, objective, w, batch, v)
+        if self.check and self._watch.due():
+            trouble = self.trouble(objective, w, batch, v)
             if trouble:
                 self._watch.stop()
                 warnings.warn(trouble, NumericalWarning, stacklevel=2)
         return difference(objective, w, batch, v, self.fd_step)
+
+    def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
+        if self.fd_step == "auto":
+            return None
+        return trouble_with_step(self.fd_step, objective, w, batch, v)
+
+
+def unchecked(curvature: Curvature) -> Curvature:
+    """The same without checks of its own, for those who call :func:`trouble_with_curvature`."""
+    if isinstance(curvature, Exact | HessianFree):
+        return replace(curvature, check=False)
+    return curvature
 
 
 def meta_gradient(
@@ -136,8 +163,8 @@ def meta_gradient(
         w₀ = w;  w_{l+1} = w_l − α∇f(w_l, 𝒟_l)
         d ← ∇f(w_ν, 𝒟_ν);  for l = ν−1 … 0:  d ← d − α∇²f(w_l, 𝒟′_l)·d
 
-    It keeps ν iterates and no graph. With step sizes per coordinate, diag(a) in place of α, the
-    transposed Jacobian is I − ∇²f·diag(a), so that the product is taken of a⊙d.
+    It keeps ν iterates (first-order: none) and no graph. With step sizes per coordinate, diag(a) in
+    place of α, the transposed Jacobian is I − ∇²f·diag(a), so that the product is taken of a⊙d.
 
     Args:
         objective, w: the loss and the model.
@@ -152,7 +179,8 @@ def meta_gradient(
     >>> meta_gradient(objective, torch.tensor([8.0]), batch, lr=0.25, curvature=Exact())
     tensor([1.])
     """
-    iterates = list(trajectory(objective, w, batch.adapt, lr))
+    steps = trajectory(objective, w, batch.adapt, lr)
+    iterates = list(steps) if batch.curvature else list(deque(steps, maxlen=1))
     (d,) = deque(_backwards(objective, iterates, batch, lr, curvature), maxlen=1)  # the last
     return d
 
@@ -188,14 +216,31 @@ def meta_gradient_with_rates(
     return d, by_rates
 
 
+def trouble_with_curvature(
+    objective: AnyObjective, w: Tensor, batch: MetaBatch, *, lr: Rate, curvature: Curvature
+) -> str | None:
+    """What is wrong with the first product of a meta-gradient, as a sentence; None if it is good.
+
+    Arguments are those of :func:`meta_gradient`.
+    """
+    if not batch.curvature:
+        return None
+    before, last = deque(trajectory(objective, w, batch.adapt, lr), maxlen=2)
+    d = objective.grad(last, batch.outer)
+    del last
+    _, shape = _scale_and_shape(lr)
+    v = d if shape is None else shape * d
+    return curvature.trouble(objective, before, batch.curvature[-1], v)
+
+
 def _backwards(
     objective: AnyObjective,
-    iterates: Sequence[Tensor],
+    iterates: list[Tensor],
     batch: MetaBatch,
     lr: Rate,
     curvature: Curvature,
 ) -> Iterator[Tensor]:
-    """d_ν, d_{ν−1}, …, d₀, from the iterates w₀ … w_ν."""
+    """d_ν, d_{ν−1}, …, d₀, from the iterates w₀ … w_ν, each of which is dropped after its use."""
     steps = len(batch.adapt)
     require(
         len(batch.curvature) in (steps, steps * curvature.batches_per_product),
@@ -203,23 +248,24 @@ def _backwards(
         len(batch.curvature),
         f"{type(curvature).__name__} needs one curvature batch per adaptation step, {steps}",
     )
-    d = objective.grad(iterates[-1], batch.outer)
+    d = objective.grad(iterates.pop(), batch.outer)
     yield d
     scale, shape = _scale_and_shape(lr)
     for step in reversed(range(steps)):
         if batch.curvature:  # first-order needs none
-            w, own = iterates[step], batch.curvature[step]
-            d = descend(d, scale, curvature.product(objective, w, own, shape * d))
+            w, own = iterates.pop(), batch.curvature[step]
+            v = d if shape is None else shape * d
+            d = descend(d, scale, curvature.product(objective, w, own, v))
         yield d
 
 
-def _scale_and_shape(lr: Rate) -> tuple[Rate, Rate]:
+def _scale_and_shape(lr: Rate) -> tuple[Rate, Tensor | None]:
     """lr as scale·shape, so that a vector of equal rates gives what the single number gives.
 
-    Of a stack, every row has its own scale.
+    Of a stack, every row has its own scale; a single number has no shape.
     """
     if not isinstance(lr, Tensor) or lr.ndim == 0:
-        return lr, 1
+        return lr, None
     scale = lr.abs().amax(dim=-1, keepdim=True)
     return scale, lr / torch.where(scale > 0, scale, 1)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -130,12 +131,14 @@ class Objective:
         self._shapes = [p.shape for p in parameters.values()]
         self._sizes = [p.numel() for p in parameters.values()]
         self._initial = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
-        self._chain = perceptron(self._module, self._loss_function)
+        for parameter, view in zip(parameters.values(), self._views(self._initial), strict=True):
+            parameter.data = view  # the module's parameters take no memory of their own
+        self._like = self._initial[:0]
         self._has_buffers = any(True for _ in self._module.buffers())
         # layers that never go into training mode: keepers of statistics, and those the user froze
-        keepers = [self._module.get_submodule(name) for name in self._keepers]
-        chosen = [m for m in self._module.modules() if module.training and not m.training]
-        self._always_evaluated = [*keepers, *chosen]
+        chosen = [n for n, m in module.named_modules() if module.training and not m.training]
+        self._always_evaluated = [*self._keepers, *chosen]
+        self._chain = perceptron(self._module, self._loss_function)
         self._set_training(False)
 
     @property
@@ -151,16 +154,27 @@ class Objective:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the flat vector."""
-        return self._initial.dtype
+        return self._like.dtype
 
     @cached_property
     def double(self) -> Objective:
-        """The same objective in float64 (it casts the batches it is given)."""
-        loss = self._loss_function
-        if isinstance(loss, nn.Module):
-            loss = copy.deepcopy(loss).double()
-        module = copy.deepcopy(self._module).double()
-        return Objective(module, loss, running_stats=self._running_stats)
+        """The same objective in float64 (it casts the batches it is given).
+
+        It takes no memory for parameters: every call passes them to its module.
+        """
+        double = copy.copy(self)
+        double._like = self._like.double()
+        zero = double._like.new_zeros(())
+        stand_ins = {
+            id(p): nn.Parameter(zero.expand(p.shape))
+            for n, p in self._module.named_parameters()
+            if n in self._names
+        }
+        double._module = copy.deepcopy(self._module, stand_ins).double()
+        if isinstance(self._loss_function, nn.Module):
+            double._loss_function = copy.deepcopy(self._loss_function).double()
+        double._chain = perceptron(double._module, double._loss_function)
+        return double
 
     def with_module(self, module: nn.Module) -> Objective:
         """The objective of another module with the same loss."""
@@ -178,7 +192,7 @@ class Objective:
 
     def initial(self) -> Tensor:
         """A copy of the module's parameters as one flat vector."""
-        return self._initial.clone()
+        return self._initial.to(self.dtype, copy=True)
 
     def value(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """f(w, batch), a scalar tensor (of a stack: one number per row)."""
@@ -189,9 +203,11 @@ class Objective:
         """∇f(w, batch)."""
         if w.ndim > 1:
             return self.stacked_grad(w, batch)[0]
-        w = w.detach().requires_grad_()
+        self._check_vector(w)
+        leaves = [view.requires_grad_() for view in self._views(w.detach())]
         with torch.enable_grad():
-            return _derivative(self._differentiable(w, batch), w)
+            loss = _differentiable(self._forward(leaves, batch, stacked=False))
+            return _joined(torch.autograd.grad(loss, leaves, materialize_grads=True))
 
     def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         """∇²f(w, batch)·v, by differentiating ⟨∇f, v⟩; the Hessian is never formed."""
@@ -208,11 +224,19 @@ class Objective:
                 return self._hvp(w, batch, v)
 
     def _hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
-        w = w.detach().requires_grad_()
+        self._check_vector(w)
+        leaves = [view.requires_grad_() for view in self._views(w.detach())]
+        directions = self._views(v)
         with torch.enable_grad():
-            gradient = _derivative(self._differentiable(w, batch), w, create_graph=True)
-            # a loss that is linear in w has a gradient that does not depend on it
-            return _derivative(gradient, w, v) if gradient.requires_grad else torch.zeros_like(w)
+            loss = _differentiable(self._forward(leaves, batch, stacked=False))
+            gradients = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+            # a loss that is linear in a parameter has a gradient that does not depend on it
+            used = [i for i, g in enumerate(gradients) if g.requires_grad]
+            if not used:
+                return torch.zeros_like(w)
+            wanted, against = ([these[i] for i in used] for these in (gradients, directions))
+            del gradients
+            return _joined(torch.autograd.grad(wanted, leaves, against, materialize_grads=True))
 
     def beside(
         self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
@@ -221,8 +245,10 @@ class Objective:
 
         Both see the same batch and the same dropout masks.
         """
-        w, change = w.to(self.dtype), v.to(self.dtype) * step
-        return self.grad(w + change, batch), self.grad(w - change, batch)
+        # the change is computed twice, so that it need not be kept
+        ahead = self.grad(w.to(self.dtype) + v.to(self.dtype) * step, batch)
+        behind = self.grad(w.to(self.dtype) - v.to(self.dtype) * step, batch)
+        return ahead, behind
 
     def stacked_grad(
         self, w: Tensor, batch: AnyBatch, by_inputs: bool = False
@@ -241,7 +267,7 @@ class Objective:
             return gradient, inputs
         leaves, leafy = self._leaves(w, batch, by_inputs)
         with torch.enable_grad():
-            loss = self._differentiable(leaves[0], leafy)
+            loss = _differentiable(self.forward(leaves[0], leafy).sum())
         gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
         return gradients[0], gradients[1] if by_inputs else None
 
@@ -264,7 +290,7 @@ class Objective:
         leaves, leafy = self._leaves(w, batch, change is not None)
         directions = [v] if change is None else [v, change]
         with torch.enable_grad():
-            loss = self._differentiable(leaves[0], leafy)
+            loss = _differentiable(self.forward(leaves[0], leafy).sum())
             gradient = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
             # a loss that is linear in a leaf has a gradient that does not depend on it
             used = [i for i, g in enumerate(gradient) if g.requires_grad]
@@ -280,8 +306,9 @@ class Objective:
 
     def predict(self, w: Tensor, inputs: Inputs) -> Tensor:
         """The module's outputs for ``inputs`` in evaluation mode."""
+        self._check_vector(w)
         with torch.no_grad(), self._mode(seed=None):
-            return self._outputs(w, inputs)
+            return self._outputs(self._views(w), inputs, w.ndim > 1)
 
     def operations(self, w: Tensor, batch: AnyBatch) -> set[str]:
         """The names of the differentiable operations that f is made of, as autograd calls them."""
@@ -297,7 +324,7 @@ class Objective:
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of outputs that :meth:`predict` gave, a scalar tensor."""
-        loss = self._loss_function(outputs, cast_like(targets, self._initial))
+        loss = self._loss_function(outputs, cast_like(targets, self._like))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the loss returned {given}: it must return one number as a tensor")
@@ -315,44 +342,40 @@ class Objective:
 
     def forward(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """f(w, batch) as :meth:`value` gives it, in autograd's graph."""
+        self._check_vector(w)
+        return self._forward(self._views(w), batch, stacked=w.ndim > 1)
+
+    def _forward(self, views: Sequence[Tensor], batch: AnyBatch, stacked: bool) -> Tensor:
+        """f of the parameters that are given one by one."""
         batch = Batch(*batch)
         with self._mode(batch.seed):
-            outputs = self._outputs(w, batch.inputs)
-            if w.ndim == 1:
+            outputs = self._outputs(views, batch.inputs, stacked)
+            if not stacked:
                 return self.loss(outputs, batch.targets)
-            targets = cast_like(batch.targets, self._initial)
+            targets = cast_like(batch.targets, self._like)
             return stacked_losses(self._loss_function, outputs, targets)
 
-    def _differentiable(self, w: Tensor, batch: AnyBatch) -> Tensor:
-        loss = self.forward(w, batch).sum()
-        if not loss.requires_grad:
-            raise InputError(
-                "the loss does not depend on the parameters in a way that can be differentiated: "
-                "the module or the loss may detach, use no_grad, or leave torch"
-            )
-        return loss
-
-    def _outputs(self, w: Tensor, inputs: Inputs) -> Tensor:
-        self._check_vector(w)
+    def _outputs(self, views: Sequence[Tensor], inputs: Inputs, stacked: bool) -> Tensor:
+        parameters = {name: views[place] for name, place in self._names.items()}
         arguments: tuple[Tensor, ...] = ()
         keywords: dict[str, Tensor] = {}
         if isinstance(inputs, Mapping):
-            keywords = {name: cast_like(x, self._initial) for name, x in inputs.items()}
+            keywords = {name: cast_like(x, self._like) for name, x in inputs.items()}
         elif isinstance(inputs, Tensor):
-            arguments = (cast_like(inputs, self._initial),)
+            arguments = (cast_like(inputs, self._like),)
         else:
-            arguments = tuple(cast_like(x, self._initial) for x in inputs)
-        if w.ndim > 1:
-            return stacked_outputs(self._module, self._unflatten(w), arguments, keywords)
+            arguments = tuple(cast_like(x, self._like) for x in inputs)
+        if stacked:
+            return stacked_outputs(self._module, parameters, arguments, keywords)
         outputs: Tensor = functional_call(
-            self._module, self._unflatten(w), arguments, keywords, tie_weights=False
+            self._module, parameters, arguments, keywords, tie_weights=False
         )
         return outputs
 
     def _flat(self, inputs: Inputs) -> Tensor:
         """The inputs of a chain, (agents, samples, numbers)."""
         assert isinstance(inputs, Tensor)
-        return cast_like(inputs, self._initial).flatten(2)
+        return cast_like(inputs, self._like).flatten(2)
 
     def _leaves(self, w: Tensor, batch: Batch, by_inputs: bool) -> tuple[list[Tensor], Batch]:
         """What a stack is differentiated by, and the batch of which it is a part."""
@@ -364,11 +387,15 @@ class Objective:
         return leaves, batch
 
     def _unflatten(self, w: Tensor) -> dict[str, Tensor]:
+        views = self._views(w)
+        return {name: views[place] for name, place in self._names.items()}
+
+    def _views(self, w: Tensor) -> list[Tensor]:
+        """The parameters that w (or every row of a stack) holds, as views."""
         # split, not slicing: its backward pass is one concatenation
         parts = torch.split(w, self._sizes, dim=-1)
         shapes = [(*w.shape[:-1], *shape) for shape in self._shapes]
-        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        return {name: views[place] for name, place in self._names.items()}
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _check_vector(self, w: Tensor) -> None:
         if w.ndim not in (1, 2) or w.shape[-1] != self.size or w.dtype != self.dtype:
@@ -384,15 +411,15 @@ class Objective:
             self._set_training(seed is not None)
         before = dict(self._module.named_buffers()) if self._has_buffers else {}
         before = {name: buffer.clone() for name, buffer in before.items()}
-        with nullcontext() if seed is None else seeded(seed, self._initial.device):
+        with nullcontext() if seed is None else seeded(seed, self._like.device):
             yield
         if self._has_buffers:
             self._check_buffers(before)
 
     def _set_training(self, training: bool) -> None:
         self._module.train(training)
-        for layer in self._always_evaluated:
-            layer.training = False
+        for name in self._always_evaluated:
+            self._module.get_submodule(name).training = False
 
     def _check_buffers(self, before: dict[str, Tensor]) -> None:
         for name, buffer in self._module.named_buffers():
@@ -406,11 +433,23 @@ class Objective:
                 )
 
 
-def _derivative(
-    of: Tensor, w: Tensor, direction: Tensor | None = None, create_graph: bool = False
-) -> Tensor:
-    """The derivative of ``of`` (against ``direction``) with respect to w."""
-    (result,) = torch.autograd.grad(
-        of, w, direction, create_graph=create_graph, materialize_grads=True
-    )
-    return result
+def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
+    """One vector of all; each is dropped when it is copied, so that memory holds one copy."""
+    waiting = deque(tensors)
+    del tensors
+    vector = waiting[0].new_empty(sum(tensor.numel() for tensor in waiting))
+    start = 0
+    while waiting:
+        part = waiting.popleft().reshape(-1)
+        vector[start : start + len(part)] = part
+        start += len(part)
+    return vector
+
+
+def _differentiable(loss: Tensor) -> Tensor:
+    if not loss.requires_grad:
+        raise InputError(
+            "the loss does not depend on the parameters in a way that can be differentiated: "
+            "the module or the loss may detach, use no_grad, or leave torch"
+        )
+    return loss

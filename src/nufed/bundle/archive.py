@@ -10,10 +10,12 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import IO, cast
 
 from nufed.errors import InputError
-from nufed.runs.durable import write_durably
+from nufed.runs.durable import Pieces, write_durably
 
 MANIFEST, WEIGHTS, CARD = "bundle.json", "model.safetensors", "card.md"
 PARTS = (MANIFEST, CARD, WEIGHTS)
@@ -22,7 +24,7 @@ MOST_BYTES = 2**33  # of a whole file
 SUFFIX = ".nufed"
 
 
-def write_parts(path: Path, parts: Mapping[str, bytes]) -> None:
+def write_parts(path: Path, parts: Mapping[str, bytes | Pieces]) -> None:
     """Write a ``.nufed`` file, or with any other name a directory, whole or not at all."""
     if path.suffix == SUFFIX:
         write_durably(path, _packed(parts))
@@ -43,7 +45,7 @@ def read_parts(path: Path) -> dict[str, bytes]:
             raise InputError(f"it is larger than {MOST_BYTES} bytes")
         content = path.read_bytes()
         parts = _unpacked(content)
-        if _packed(parts) != content:
+        if not _same(_packed(parts), content):
             raise InputError("its bytes are not those that nufed writes for its parts")
         return parts
     except Exception as error:  # whatever a crafted file does to zipfile
@@ -61,15 +63,56 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _packed(parts: Mapping[str, bytes]) -> bytes:
+def _packed(parts: Mapping[str, bytes | Pieces]) -> Pieces:
     """One archive, the same bytes for the same parts."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    file = _Collected()
+    with zipfile.ZipFile(cast(IO[bytes], file), "w", zipfile.ZIP_STORED) as archive:
         for name in PARTS:
+            part = parts[name]
+            pieces = [part] if isinstance(part, bytes) else part
             info = zipfile.ZipInfo(name)  # dated 1980, as long as nothing else is said
             info.create_system = 3  # the same on every system
-            archive.writestr(info, parts[name])
-    return file.getvalue()
+            info.file_size = sum(map(len, pieces))
+            with archive.open(info, "w") as entry:
+                for piece in pieces:
+                    entry.write(piece)
+    return file.pieces
+
+
+class _Collected:
+    """A file that keeps what is written to it in pieces, as they are; a rewrite replaces one."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[int, bytes | memoryview] = {}
+        self._place = 0
+
+    @property
+    def pieces(self) -> Pieces:
+        return [piece for _, piece in sorted(self._by_place.items(), key=lambda item: item[0])]
+
+    def write(self, piece: bytes | memoryview) -> int:
+        self._by_place[self._place] = piece
+        self._place += len(piece)
+        return len(piece)
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, place: int) -> int:
+        self._place = place
+        return place
+
+    def flush(self) -> None:
+        pass
+
+
+def _same(pieces: Pieces, content: bytes) -> bool:
+    """Whether the pieces make up the content."""
+    ends = list(accumulate(map(len, pieces), initial=0))
+    view = memoryview(content)
+    return ends[-1] == len(content) and all(
+        piece == view[start:end] for piece, (start, end) in zip(pieces, pairwise(ends), strict=True)
+    )
 
 
 def _unpacked(content: bytes) -> dict[str, bytes]:

@@ -10,20 +10,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors.torch import save
 from torch import nn
 
 from nufed.adapt import Rate, per_coordinate
 from nufed.bundle.about import About, AdaptAbout, InputsAbout, ModelAbout, checked, read_about
 from nufed.bundle.adapting import cross_validate, fine_tuned
 from nufed.bundle.archive import CARD, MANIFEST, WEIGHTS, read_parts, write_parts
-from nufed.bundle.building import build_loss, build_model, load_state, read_weights, state_of
+from nufed.bundle.building import build_loss, build_model, load_state, read_weights
 from nufed.bundle.card import card_of
 from nufed.bundle.personal import Adapted, prepared
 from nufed.errors import InputError, require
 from nufed.objective import Loss, Objective
 from nufed.runs.build import LOSSES, find_named
-from nufed.runs.durable import sha256, signed, verified
+from nufed.runs.durable import Pieces, sha256, signed, verified
+from nufed.runs.tensors import tensor_pieces
 from nufed.threads import torch_threads
 
 MAX_STEPS = 10  # that `steps="auto"` considers, if the model was not trained for more
@@ -191,8 +191,8 @@ class Bundle:
 
     def save(self, path: str | Path) -> Path:
         """Write it: one file if ``path`` ends in .nufed, else a new directory."""
-        weights = save(state_of(self.module))
-        parts = {WEIGHTS: weights, CARD: self.card.encode()}
+        weights = tensor_pieces(self.module.state_dict())
+        parts: dict[str, bytes | Pieces] = {WEIGHTS: weights, CARD: self.card.encode()}
         manifest = {
             "about": self.about.model_dump(mode="json"),
             "sha256": {name: sha256(content) for name, content in parts.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from torch import Tensor
 from nufed.algorithm import Algorithm, BatchSource, Combining, State
 from nufed.algorithms import GMeta
 from nufed.data import ScoredOn
-from nufed.errors import TrainingError
+from nufed.errors import NumericalWarning, TrainingError
 from nufed.evaluate import (
     AgentScores,
     ByScale,
@@ -31,6 +32,7 @@ from nufed.runs import RunDirectory
 from nufed.runs.lines import evaluation_line, round_line
 from nufed.runs.part import PartFiles
 from nufed.simulation import Engine, EngineName, Progress, WorkerEngine, train
+from nufed.simulation.choose import STACK
 
 BASELINES = "null baselines"
 
@@ -100,7 +102,7 @@ def run_part(
         try:
             _run_method(setup, engine, part.method, algorithm, directory, listener, files, stop)
         except TrainingError as error:  # the other methods go on
-            directory.write_failure(part.method, part.seed, str(error))
+            directory.write_failure(part.method, part.seed, str(error), files.warnings)
 
 
 def _run_method(
@@ -117,10 +119,13 @@ def _run_method(
     began, score = time.perf_counter(), None
     saved = files.begin(config.rounds, config.eval_every)
     start = Progress(saved.round, saved.server, saved.clients) if saved else None
+    saved_round = saved.round if saved else None
     with closing(files):
         if saved:
             like = algorithm.server_init(engine.objective, engine.objective.initial())
             saved.check_fits(like, files.folder)
+            del like
+        del saved  # its vectors are needed for the first round only
         for progress in train(
             algorithm,
             engine,
@@ -132,9 +137,12 @@ def _run_method(
             faults=setup.faults,
             label=f"{name}, seed {seed}",
         ):
-            saved_before, last = progress is start, progress.round == config.rounds
+            saved_before, last = progress.round == saved_round, progress.round == config.rounds
             if saved_before and not last:
                 continue
+            for message in progress.doubts:
+                files.warnings.append({"round": progress.round, "message": message})
+                warnings.warn(f"{name}, seed {seed}: {message}", NumericalWarning, stacklevel=2)
             line = round_line(algorithm, progress)
             if progress.round % config.eval_every == 0 or last:
                 states = progress.client_states(algorithm, setup.evaluated[seed])
@@ -219,26 +227,60 @@ def _baselines(
         return
     trainer = spread(engines.choose(alone, named))
 
-    def trained_alone(scale: float) -> dict[int, State]:
+    def trained_alone(
+        scale: float, score: Callable[[dict[int, State]], list[AgentScores]]
+    ) -> list[AgentScores]:
+        """Agents' scores after training alone with ``scale`` times the step size."""
         sized = replace(alone, meta_lr=scale * float(alone.meta_lr))
-        results = trainer.client_updates(sized, initial, {agent: {} for agent in agents}, round=1)
-        return {agent: result.vectors for agent, result in results.items()}
+        found: dict[int, AgentScores] = {}
+        for group in _groups(trainer, sized, agents, setup.workers):
+            results = trainer.client_updates(sized, initial, {a: {} for a in group}, round=1)
+            scores = score({agent: result.vectors for agent, result in results.items()})
+            found |= {own.agent: own for own in scores}
+        return [found[agent] for agent in agents if agent in found]
 
-    def validate(scales: Sequence[float]) -> list[list[AgentScores]]:
-        validation: list[list[AgentScores]] = []
-        for scale in scales:
-            states = {a: s for a, s in trained_alone(scale).items() if a in setup.validated(seed)}
-            validation += engine.evaluate_scales(
-                own, initial, states, steps=0, measure=measure, scales=[1.0], part="validation"
-            )
-        return validation
+    def validation(models: dict[int, State]) -> list[AgentScores]:
+        (scores,) = engine.evaluate_scales(
+            own,
+            initial,
+            {agent: model for agent, model in models.items() if agent in setup.validated(seed)},
+            steps=0,
+            measure=measure,
+            scales=[1.0],
+            part="validation",
+        )
+        return scores
+
+    def final(models: dict[int, State]) -> list[AgentScores]:
+        return engine.evaluate(own, initial, models, steps=steps, measure=measure)
 
     sizes = None
     if config.tune_local:
-        sizes = choose_step_sizes(validate, [0], measure)
-    local = trained_alone(sizes.scale(0) if sizes else 1.0)
-    scores = engine.evaluate(own, initial, local, steps=steps, measure=measure)
+        sizes = choose_step_sizes(
+            lambda scales: [trained_alone(scale, validation) for scale in scales], [0], measure
+        )
+    scores = trained_alone(sizes.scale(0) if sizes else 1.0, final)
     yield "local", Evaluation(scores, step_sizes=sizes)
+
+
+def _groups(
+    engine: Engine, algorithm: Algorithm, agents: Sequence[int], workers: int
+) -> Iterator[list[int]]:
+    """Agents whose own models are held at a time: all, or of a large model one per worker.
+
+    Groups consist of whole chunks of the engine, so that no bit depends on them.
+    """
+    if engine.objective.size <= STACK:  # these are run in stacks, which groups would change
+        yield list(agents)
+        return
+    group: list[int] = []
+    for chunk in engine.chunks(algorithm, agents):
+        group += chunk
+        if len(group) >= workers:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 class _OwnModel(GMeta):

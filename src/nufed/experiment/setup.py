@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from nufed.algorithm import Algorithm
+from nufed.algorithms import GMeta
 from nufed.data import Federation, Samples, Split, as_samples
 from nufed.errors import InputError
 from nufed.evaluate import Measure
+from nufed.metagrad import unchecked
 from nufed.objective import Objective
 from nufed.runs import Config
 from nufed.runs.build import (
@@ -93,7 +95,7 @@ class Setup:
             if metric is None
             else Measure(getattr(metric, "__name__", "metric"), metric)
         )
-        algorithms = config.algorithms()
+        algorithms = {name: _unchecked(a) for name, a in config.algorithms().items()}
         faults = Faults(**dict(config.faults))
         federations = {
             s: faults.spoil(build_federation(config, samples, s), s) for s in config.seeds
@@ -139,6 +141,13 @@ class Setup:
             {seed: _evaluated(config, f.split, seed) for seed, f in federations.items()},
             _workers(config),
         )
+
+
+def _unchecked(algorithm: Algorithm) -> Algorithm:
+    """The same; training itself checks curvature, in rounds that no number of workers changes."""
+    if not isinstance(algorithm, GMeta):
+        return algorithm
+    return replace(algorithm, curvature=unchecked(algorithm.curvature))
 
 
 def _try_model(

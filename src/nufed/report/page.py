@@ -63,6 +63,7 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         failures=[line for run in runs for line in run.failures],
         unanswered=[line for run in runs for line in run.unanswered()],
         rejected=[line for run in runs for line in run.rejected()],
+        warnings=[str(w) for run in runs for w in run.warnings() if w.about == "numbers"],
         unscored=[line for run in runs for line in run.unscored()],
         script=_javascript(),
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from nufed.algorithm import State
 from nufed.errors import RunError
@@ -26,6 +26,7 @@ from nufed.runs.durable import (
     write_durably,
 )
 from nufed.runs.records import Manifest, checked
+from nufed.runs.tensors import tensor_pieces
 
 KEPT = 2
 
@@ -55,8 +56,7 @@ class Checkpoint:
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, belongs_to: Mapping[str, str]) -> None:
     """Write a checkpoint into a part's directory and remove all but the last two."""
-    named = _named(checkpoint)
-    state = save({name: t.detach().cpu().contiguous() for name, t in named.items()})
+    state = tensor_pieces(_named(checkpoint))
     manifest = {
         "round": checkpoint.round,
         "state_sha256": sha256(state),

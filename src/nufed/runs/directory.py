@@ -12,6 +12,7 @@
         metrics.jsonl               one line per round
         checkpoint-000020.json, .safetensors   where to go on from; the last two are kept
         agents.jsonl                one line per agent: scores of the final model
+        warnings.jsonl              what is wrong with the numbers behind it, if anything
         failure.json                instead of the others, if training had to stop, and why
         model.safetensors           the final state of the server; "model" is the meta-model
         done.json                   that it is done, with the SHA-256 of the three above
@@ -29,13 +30,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from nufed.algorithm import State
 from nufed.data import Samples, Split
@@ -44,6 +44,7 @@ from nufed.evaluate import AgentScores
 from nufed.runs.durable import cannot_write, is_full, signed, write_durably
 from nufed.runs.files import check_entries, finite, read_record
 from nufed.runs.records import LISTED, SplitRecord, TimingLine, checked
+from nufed.runs.tensors import tensor_pieces
 
 PRIVACY = "privacy.json"
 BOUNDS = "bounds.json"
@@ -142,14 +143,16 @@ class RunDirectory:
 
     def write_model(self, name: str, seed: int, server: State, round: int) -> None:
         """The server's state after ``round`` rounds."""
-        tensors = {k: v.detach().cpu().contiguous() for k, v in server.items()}
         path = self.part("methods", name, seed) / f"model-round-{round:06d}.safetensors"
-        write_durably(path, save(tensors))
+        write_durably(path, tensor_pieces(server))
 
-    def write_failure(self, name: str, seed: int, reason: str) -> None:
+    def write_failure(
+        self, name: str, seed: int, reason: str, warnings: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Why a method could not be trained; what it had until then stays beside it."""
         path = self.part("methods", name, seed) / "failure.json"
-        write_durably(path, signed({"reason": reason}))
+        about = {"reason": reason, **({"warnings": list(warnings)} if warnings else {})}
+        write_durably(path, signed(about))
 
     def write_timing(self, **values: Any) -> None:
         path = self.path / "timing.jsonl"

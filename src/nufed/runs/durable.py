@@ -6,17 +6,19 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from nufed.errors import RunError
 
 TEMPORARY = ".tmp"
+Pieces: TypeAlias = Sequence[bytes | memoryview]
+"""A file's content as pieces one after another, so that a large one need not be copied."""
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes | Pieces) -> None:
     """Write a file so that after any crash the old one, the new one or none is there, never a part.
 
     The content goes to a temporary name in the same directory, is synced, and then gets its name;
@@ -25,7 +27,8 @@ def write_durably(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            for piece in _pieces(content):
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -74,8 +77,21 @@ def cannot_write(path: Path, error: OSError) -> RunError:
     )
 
 
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def sha256(content: bytes | Pieces) -> str:
+    digest = hashlib.sha256()
+    for piece in _pieces(content):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, which is not read into memory as a whole."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _pieces(content: bytes | Pieces) -> Pieces:
+    return [content] if isinstance(content, bytes) else content
 
 
 def signed(content: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,16 @@ from nufed.evaluate import AgentScores, Measure, ScaleChoice, StepSizes
 from nufed.runs.begun import Begun
 from nufed.runs.directory import RunDirectory
 from nufed.runs.files import check_entries, read_lines, read_record
-from nufed.runs.part import BASELINE_FILES, CHOSEN, DONE, FILES, STEP_SIZES, check_done
+from nufed.runs.part import (
+    BASELINE_FILES,
+    CHOSEN,
+    DONE,
+    FILES,
+    OPTIONAL,
+    STEP_SIZES,
+    WARNINGS,
+    check_done,
+)
 from nufed.runs.records import (
     Failure,
     Group,
@@ -19,6 +28,7 @@ from nufed.runs.records import (
     ScoresLine,
     SplitRecord,
     StepSizesRecord,
+    WarningLine,
     checked,
 )
 from nufed.runs.results import BASELINES, Run, Trained
@@ -74,7 +84,9 @@ def _failures(path: Path, config: Config) -> Iterator[str]:
         for seed in config.seeds:
             file = path / "methods" / name / f"seed-{seed}" / "failure.json"
             if file.exists():
-                yield f"{name}, seed {seed}: {read_record(file, Failure).reason}"
+                failure = read_record(file, Failure)
+                warned = [f"; warned in round {w.round}: {w.message}" for w in failure.warnings]
+                yield f"{name}, seed {seed}: {failure.reason}{''.join(warned)}"
 
 
 class _Reader:
@@ -106,7 +118,7 @@ class _Reader:
         if not (folder / DONE).exists():
             raise unfinished
         done = check_done(folder)
-        if done.files.keys() - {CHOSEN, STEP_SIZES} != set(files):
+        if done.files.keys() - set(OPTIONAL) != set(files):
             raise RunError(f"{folder / DONE} does not fit: it must list {', '.join(files)}")
         if done.rounds < self._config.rounds:
             raise unfinished
@@ -118,7 +130,8 @@ class _Reader:
         sizes = self._step_sizes(folder, chosen is not None) if STEP_SIZES in done.files else None
         if chosen and sizes is None:
             raise RunError(f"{folder / DONE} does not fit: it lists {CHOSEN} without {STEP_SIZES}")
-        return Trained(metrics, scores, chosen, sizes)
+        warned = read_lines(folder / WARNINGS, WarningLine) if WARNINGS in done.files else []
+        return Trained(metrics, scores, chosen, sizes, [line.model_dump() for line in warned])
 
     def _step_sizes(self, folder: Path, of_fine_tuning: bool) -> StepSizes:
         """The step sizes of fine-tuning, for every number of steps; else that of training alone."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from nufed.algorithm import State
 from nufed.errors import NumericalWarning, RunError
-from nufed.evaluate import AgentScores, Evaluation
+from nufed.evaluate import Evaluation
 from nufed.runs.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -27,14 +27,25 @@ from nufed.runs.checkpoint import (
     save_checkpoint,
     tidy,
 )
-from nufed.runs.durable import cannot_write, read_signed, sha256, signed, write_durably
+from nufed.runs.durable import (
+    Pieces,
+    cannot_write,
+    read_signed,
+    sha256,
+    sha256_of,
+    signed,
+    write_durably,
+)
 from nufed.runs.files import finite
 from nufed.runs.records import Done, MetricsLine, checked
+from nufed.runs.tensors import tensor_pieces
 
 DONE = "done.json"
 FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # of a method
 BASELINE_FILES = ("agents.jsonl",)
 CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"  # where step sizes were chosen
+WARNINGS = "warnings.jsonl"  # where there were any
+OPTIONAL = (CHOSEN, STEP_SIZES, WARNINGS)
 
 
 class PartFiles:
@@ -43,10 +54,14 @@ class PartFiles:
     Args:
         folder: where it is.
         belongs_to: hashes of the configuration, data and split, which a checkpoint must share.
+
+    ``warnings`` is what is wrong with the numbers of the part, each with its round; checkpoints
+    carry it.
     """
 
     def __init__(self, folder: Path, belongs_to: Mapping[str, str]) -> None:
         self.folder, self.belongs_to = folder, belongs_to
+        self.warnings: list[dict[str, Any]] = []
         self._metrics: IO[bytes] | None = None
         self._hash, self._length = hashlib.sha256(), 0
 
@@ -98,6 +113,7 @@ class PartFiles:
             if checked(MetricsLine, last, path).evaluation:
                 remove_checkpoint(self.folder, checkpoint.round)
                 return self.begin(rounds, eval_every)
+        self.warnings = list(checkpoint.notes.get("warnings", ())) if checkpoint else []
         kept = path.read_bytes()[:length] if path.exists() else b""
         self._hash, self._length = hashlib.sha256(kept), len(kept)
         try:
@@ -130,17 +146,22 @@ class PartFiles:
     ) -> None:
         """Save where training stands."""
         self._sync()
+        notes = {**(notes or {}), **({"warnings": self.warnings} if self.warnings else {})}
         save_checkpoint(
             self.folder,
-            Checkpoint(round, server, clients, self._length, self._hash.hexdigest(), notes or {}),
+            Checkpoint(round, server, clients, self._length, self._hash.hexdigest(), notes),
             self.belongs_to,
         )
 
     def finish(self, rounds: int, evaluation: Evaluation, server: State) -> None:
         """Write the final scores and state, and that all is done."""
         self._sync()
-        model = save({k: v.detach().cpu().contiguous() for k, v in server.items()})
-        files = {**_score_files(evaluation), "model.safetensors": model}
+        files: dict[str, bytes | Pieces] = {
+            **_score_files(evaluation),
+            "model.safetensors": tensor_pieces(server),
+        }
+        if self.warnings:
+            files[WARNINGS] = _lines(self.warnings)
         self._write_done(rounds, files, {"metrics.jsonl": self._hash.hexdigest()})
 
     def finish_baseline(self, rounds: int, evaluation: Evaluation) -> None:
@@ -148,7 +169,7 @@ class PartFiles:
         self._write_done(rounds, _score_files(evaluation), {})
 
     def _write_done(
-        self, rounds: int, files: Mapping[str, bytes], others: Mapping[str, str]
+        self, rounds: int, files: Mapping[str, bytes | Pieces], others: Mapping[str, str]
     ) -> None:
         for name, content in files.items():
             write_durably(self.folder / name, content)
@@ -177,17 +198,17 @@ class PartFiles:
 
 
 def _score_files(evaluation: Evaluation) -> dict[str, bytes]:
-    files = {"agents.jsonl": _lines(evaluation.as_trained)}
+    files = {"agents.jsonl": _lines(agent.record() for agent in evaluation.as_trained)}
     if evaluation.chosen is not None:
-        files[CHOSEN] = _lines(evaluation.chosen)
+        files[CHOSEN] = _lines(agent.record() for agent in evaluation.chosen)
     if evaluation.step_sizes is not None:
         text = json.dumps(finite(evaluation.step_sizes.record()), indent=1, allow_nan=False)
         files[STEP_SIZES] = f"{text}\n".encode()
     return files
 
 
-def _lines(scores: Iterable[AgentScores]) -> bytes:
-    lines = (json.dumps(finite(agent.record()), allow_nan=False) for agent in scores)
+def _lines(records: Iterable[Mapping[str, Any]]) -> bytes:
+    lines = (json.dumps(finite(record), allow_nan=False) for record in records)
     return "".join(f"{line}\n" for line in lines).encode()
 
 
@@ -208,9 +229,9 @@ def check_done(folder: Path) -> Done:
     try:
         about = checked(Done, read_signed(folder / DONE), folder / DONE)
         for name, digest in about.files.items():
-            if name not in (*FILES, CHOSEN, STEP_SIZES):
+            if name not in (*FILES, *OPTIONAL):
                 raise RunError(f"it names {name!r}, which is no file of a part")
-            if sha256((folder / name).read_bytes()) != digest:
+            if sha256_of(folder / name) != digest:
                 raise RunError(f"{name}: its SHA-256 differs from that in {DONE}")
     except (OSError, RunError) as error:
         raise RunError(

@@ -101,10 +101,18 @@ class SplitRecord(Record):
         return self
 
 
+class WarningLine(Record):
+    """A line of ``warnings.jsonl``: what is wrong with the numbers of a round."""
+
+    round: Whole
+    message: str
+
+
 class Failure(Record):
     """``failure.json``."""
 
     reason: str
+    warnings: list[WarningLine] = []
 
 
 class Done(Record):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,33 @@ class Trained:
     scores: list[AgentScores]
     chosen: list[AgentScores] | None = None
     step_sizes: StepSizes | None = None
+    warnings: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def final(self) -> list[AgentScores]:
         """The scores that results show: with chosen step sizes where there are any."""
         return self.chosen or self.scores
+
+
+@dataclass(frozen=True)
+class Warned:
+    """What a reader of the results must know: a message, how often, and in which round first.
+
+    ``about`` is "numbers" (a result was computed, but is poor) or "updates" (some were left out).
+    Of a private run it is not said when.
+    """
+
+    method: str
+    seed: int
+    about: str
+    message: str
+    count: int
+    first_round: int | None
+
+    def __str__(self) -> str:
+        when = "" if self.first_round is None else f", round {self.first_round}"
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        return f"{self.method}, seed {self.seed}{when}: {self.message}{times}"
 
 
 @dataclass(frozen=True)
@@ -285,6 +308,24 @@ class Run:
         ]
         return sorted(found) if private else found
 
+    def warnings(self) -> list[Warned]:
+        """What is wrong with the numbers, each message once, and how many updates were left out."""
+        private = self.config.privacy.clip is not None
+        found = []
+        for name, part in self.methods.items():
+            for seed, trained in part.items():
+                told = Counter(w["message"] for w in trained.warnings)
+                for message, count in told.items():
+                    first = min(w["round"] for w in trained.warnings if w["message"] == message)
+                    found.append(Warned(name, seed, "numbers", message, count, first))
+                lost = [(m["round"], r) for m in trained.metrics for r in m.get("rejected", ())]
+                if lost:
+                    first, update = lost[0]
+                    message = f"updates left out, the first because {update['reason']}"
+                    when = None if private else first
+                    found.append(Warned(name, seed, "updates", message, len(lost), when))
+        return found
+
     def unscored(self) -> list[str]:
         """The agents that sent no usable scores of the final model, in words."""
         return [
@@ -335,6 +376,7 @@ class Run:
             "notes": self.step_size_notes(),
             "seeds": self.config.seeds,
             "rows": [finite(asdict(row)) for row in self.rows()],
+            "warnings": [asdict(warned) for warned in self.warnings()],
         }
 
 

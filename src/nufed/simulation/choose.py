@@ -34,6 +34,8 @@ assert tuple(ENGINES) == get_args(EngineName)
 
 STACK = 2**18  # numbers in a stack of models, above which stacking saves nothing
 MANY = 32  # agents in a stack
+GRAM_MOST = 5  # agents in a stack of the Gram engine
+GRAM_STACK = 2**24  # numbers in such a stack, above which memory matters more
 GRAM_BYTES = 2**31  # for the matrices K of all agents and seeds
 # a gradient step's passes over the first layer's weights take about as long as the product of those
 # weights with this many samples
@@ -120,22 +122,23 @@ class Engines:
         algorithm = GMeta(1, 0.01, 0.01, 1, batch_size, FirstOrder())
         double = self.objective.double
         w, agents = double.initial(), self.federation.split.seen[:2]
-        states: dict[int, State] = {agent: {} for agent in agents}
         try:
             trial = _make(name, double, self.federation, self.seed)
             if trial is None:
                 return False
             direct = DirectEngine(double, self.federation, self.seed)
-            got, right = (
-                engine.client_updates(algorithm, {"model": w}, states, round=0)
-                for engine in (trial, direct)
-            )
+            for chunk in trial.chunks(algorithm, agents):  # of a large model one agent at a time
+                states: dict[int, State] = {agent: {} for agent in chunk}
+                right, got = (
+                    engine.client_updates(algorithm, {"model": w}, states, round=0)
+                    for engine in (direct, trial)
+                )
+                for agent in chunk:
+                    a, b = got[agent].vectors["model"], right[agent].vectors["model"]
+                    if not a.sub_(b).norm() <= 1e-7 * b.sub_(w).norm():
+                        return False
         except Exception:  # whatever a module does that can't be done for several agents
             return False
-        for agent in agents:
-            a, b = got[agent].vectors["model"], right[agent].vectors["model"]
-            if not (a - b).norm() <= 1e-7 * (b - w).norm():
-                return False
         return True
 
     def _stackable(self, agents: int) -> bool:
@@ -175,4 +178,7 @@ def _make(
         return BatchedEngine(objective, federation, seed, most)
     layer = first_layer(objective, federation.samples.input_shape)
     plain = isinstance(federation.samples.inputs, Tensor)
-    return GramEngine(objective, federation, seed, layer) if layer and plain else None
+    if layer is None or not plain:
+        return None
+    most = max(1, min(GRAM_MOST, GRAM_STACK // layer.rest.size))
+    return GramEngine(objective, federation, seed, layer, most)

@@ -1,4 +1,4 @@
-"""Why an agent's update is not finite: its work is done again until it goes wrong."""
+"""What is wrong with the numbers of an agent's work, which is done again to find out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nufed.algorithm import Algorithm, State
 from nufed.algorithms import GMeta
 from nufed.data import Federation
 from nufed.estimate import spectral_norm
-from nufed.metagrad import HessianFree, MetaBatch, meta_gradient
+from nufed.metagrad import HessianFree, MetaBatch, meta_gradient, trouble_with_curvature
 from nufed.objective import Objective
 
 
@@ -51,6 +51,29 @@ def diagnose(
             cause = _too_large(algorithm, lr, objective, server["model"], meta)
             return f"{where}, the step with meta_lr is not finite{cause}"
     return None
+
+
+def doubt(
+    algorithm: Algorithm,
+    objective: Objective,
+    federation: Federation,
+    agent: int,
+    *,
+    seed: int,
+    round: int,
+    server: State,
+) -> str | None:
+    """What is wrong with the first Hessian-vector product of an agent in a round, if anything."""
+    if not isinstance(algorithm, GMeta):
+        return None
+    meta = algorithm.meta_batch(federation.batches(agent, seed, "train", round), 0)
+    return trouble_with_curvature(
+        objective,
+        server["model"],
+        meta,
+        lr=algorithm.rate(objective, server),
+        curvature=algorithm.curvature,
+    )
 
 
 def _finite(x: Tensor) -> bool:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
 from nufed.aggregate import NOT_FINITE
 from nufed.algorithm import Algorithm, ClientUpdate, Cost
 from nufed.errors import UpdateError
-from nufed.server import TOO_LATE, Progress, Rules, close_round, to_send, try_round
-from nufed.simulation.diagnose import diagnose
-from nufed.simulation.engine import Engine
+from nufed.server import (
+    TOO_LATE,
+    Progress,
+    Rules,
+    choose_cohort,
+    close_round,
+    to_send,
+    try_round,
+)
+from nufed.simulation.diagnose import diagnose, doubt
+from nufed.simulation.engine import Engine, work_of
 from nufed.simulation.faults import Faults
 
 
@@ -33,6 +42,7 @@ def train(
     the log what is being trained.
     """
     progress = start or Progress(0, algorithm.server_init(engine.objective, w))
+    del w, start  # a large model's memory is needed again
     yield progress
     while progress.round < rounds:
         progress = run_round(algorithm, engine, progress, participation, rules, faults, label)
@@ -52,11 +62,12 @@ def run_round(
 
     A round with too few usable updates is tried again with another cohort.
     """
+    doubts = _doubts(algorithm, engine, progress, participation)
 
     def attempt(cohort: list[int], number: int) -> Progress:
         return _attempt(algorithm, engine, progress, cohort, number, rules, faults, label)
 
-    return try_round(
+    after = try_round(
         attempt,
         progress.round + 1,
         engine.federation.split.seen,
@@ -65,6 +76,31 @@ def run_round(
         rules=rules,
         explain=lambda rejected: _explained(rejected, algorithm, engine, progress),
     )
+    return replace(after, doubts=doubts)
+
+
+def _doubts(
+    algorithm: Algorithm, engine: Engine, progress: Progress, participation: float
+) -> tuple[str, ...]:
+    """What is wrong with the curvature, looked for in rounds 1, 10, 100, … at one agent.
+
+    It depends on the round alone: not on engines, workers, or where a run was resumed.
+    """
+    k, federation, seed = progress.round + 1, engine.federation, engine.seed
+    if k != 10 ** (len(str(k)) - 1):
+        return ()
+    agent = choose_cohort(federation.split.seen, participation, seed, k)[0]
+    with work_of([agent], f"round {k}"):
+        found = doubt(
+            algorithm,
+            engine.objective,
+            federation,
+            agent,
+            seed=seed,
+            round=k,
+            server=progress.server,
+        )
+    return (found,) if found else ()
 
 
 def _attempt(
