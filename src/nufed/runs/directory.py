@@ -12,10 +12,12 @@
         metrics.jsonl               one line per round
         checkpoint-000020.json, .safetensors   where to go on from; the last two are kept
         agents.jsonl                one line per agent: scores of the final model
+        agents-chosen.jsonl         the same with the step sizes of fine-tuning that were chosen
+        step-sizes.json             what was tried and chosen, if there are validation samples
         warnings.jsonl              what is wrong with the numbers behind it, if anything
         failure.json                instead of the others, if training had to stop, and why
         model.safetensors           the final state of the server; "model" is the meta-model
-        done.json                   that it is done, with the SHA-256 of the three above
+        done.json                   that it is done, with the SHA-256 of the files above
         model-round-000010.safetensors   the same, every save_every rounds
     baselines/NAME/seed-0/agents.jsonl   the null baselines, in the same form
     bundles/NAME.nufed              the meta-model of each method, first seed, to be adapted
