@@ -266,9 +266,9 @@ def headline(run: Run) -> str:
     nulls = [row for row in seen if row.kind == "baseline"]
     text = (
         f"Personalised {config.eval_on} {run.measure.name} after {config.steps_shown} fine-tuning "
-        f"steps{_unless_said(run)} on "
-        f"each agent's own training data, last round ({config.rounds}), mean over "
-        f"{_sampled(run)} agents seen in training{_over_seeds(run)}. "
+        f"steps{_unless_said(run)} on each agent's own training data"
+        f"{', step sizes chosen on validation samples' * run.step_sizes_chosen}, last round "
+        f"({config.rounds}), mean over {_sampled(run)} agents seen in training{_over_seeds(run)}. "
         f"Best method: {best.name}, {show(best.after.mean)}"
     )
     beside = ", ".join(f"{row.name} {show(row.after.mean)}" for row in nulls)
