@@ -26,6 +26,7 @@ CONFIG = {
     "checkpoint_every": 2,
     "participation": 0.5,
     "seeds": [0, 1],
+    "eval_agents": 3,
     "workers": 1,
     "data": {"agents": 6, "samples_per_agent": 24, "dirichlet": 0.5, "unseen_agents": 2},
     "model": {"args": {"hidden": [4]}},

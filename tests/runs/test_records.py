@@ -52,6 +52,15 @@ def run(tmp_path, finished):
     return shutil.copytree(finished, tmp_path / "run")
 
 
+def test_a_sample_of_seen_and_unseen_agents_is_read(tmp_path, monkeypatch):
+    """Their lines are sorted within each group, not over both."""
+    monkeypatch.setattr("nufed.report.build_report", lambda *_: None)
+    data = CONFIG["data"] | {"unseen_agents": 3}
+    run = nufed.run(CONFIG | {"rounds": 1, "eval_agents": 2, "data": data}, out=tmp_path / "run")
+    agents = [scores.agent for scores in run.methods["fo"][0].scores]
+    assert len(agents) == 4 and agents != sorted(agents)
+
+
 def test_damaged_lines_of_timing_are_left_out(run):
     path, rng = run / "timing.jsonl", random.Random(0)
     good = path.read_bytes()

@@ -29,14 +29,15 @@ def check_entries(path: Path) -> None:
         except OSError as error:
             raise RunError(f"{entry} can't be read: {error.strerror}") from error
         kind = _foreign(about)
-        if kind:
-            raise RunError(
-                f"{entry} is a {kind}, and a run directory may hold only files of its own: if you "
-                f"trust where it leads, copy the run with `cp -RL {path} COPY` and use the copy"
-                if "link" in kind
-                else f"{entry} is a {kind}, and a run directory may hold only files of its own: "
-                "remove it"
-            )
+        if kind is None:
+            continue
+        copy = (
+            f"if you trust where it leads, copy the run with `cp -RL {path} COPY` and use the copy"
+        )
+        raise RunError(
+            f"{entry} is a {kind}, and a run directory may hold only files of its own: "
+            + (copy if "link" in kind else "remove it")
+        )
 
 
 def _foreign(about: os.stat_result) -> str | None:

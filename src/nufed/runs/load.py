@@ -148,14 +148,15 @@ class _Reader:
     def _scores(self, path: Path, seed: int) -> list[AgentScores]:
         lines = read_lines(path, ScoresLine)
         split, steps = self._splits[seed], self._config.steps_evaluated + 1
+        unseen = set(split.unseen)
         for line in lines:
-            if line.agent >= split.number or line.seen == (line.agent in split.unseen):
+            if line.agent >= split.number or line.seen == (line.agent in unseen):
                 raise RunError(
                     f"{path} does not fit to splits/seed-{seed}.json: agent {line.agent} differs"
                 )
             if len(line.score) != steps:
                 raise RunError(f"{path} does not fit: scores must be {steps} numbers")
-        agents = [line.agent for line in lines]
+        agents = sorted(line.agent for line in lines)
         groups = {line.seen for line in lines}
         if agents != self._agents.setdefault(seed, sorted(set(agents))):
             raise RunError(f"{path} does not fit: it is not about the same agents as other parts")
