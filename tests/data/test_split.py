@@ -102,6 +102,21 @@ def test_a_split_that_leaks_or_lies_outside_of_the_data_is_refused(tmp_path, spl
         Split.load(path, np.zeros(8))
 
 
+@pytest.mark.parametrize(
+    "split",
+    [
+        replace(parts(), unseen=([0],)),
+        replace(parts(), unseen=("0",)),
+        replace(parts(), names=(["ann"], 2)),
+        replace(parts(), train=[np.zeros((1, 2), np.int64)] * 2),
+    ],
+)
+def test_a_split_of_another_form_is_refused(tmp_path, split):
+    split.save(tmp_path / "split.safetensors")
+    with pytest.raises(InputError, match=r"can't be read as a split|is damaged"):
+        Split.load(tmp_path / "split.safetensors", np.zeros(8))
+
+
 def test_agents_may_share_rows_of_one_kind(tmp_path):
     split = parts(train=[[0, 1], [1, 5]], test=[[2, 7], [7]])
     split.save(tmp_path / "split.safetensors")

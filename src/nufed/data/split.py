@@ -84,7 +84,10 @@ class Split:
                     train, validation, test = (
                         _unpack(file.get_tensor(p), file.get_tensor(p + "_sizes")) for p in PARTS
                     )
-                    names, unseen = tuple(about["names"]), tuple(about["unseen"])
+                    names, unseen = (
+                        tuple(map(str, about["names"])),
+                        tuple(map(int, about["unseen"])),
+                    )
                     split = cls(train, validation, test, names, unseen)
             unchanged = split.to_bytes() == Path(path).read_bytes()
         except Exception as error:  # whatever a damaged file may lead to
@@ -158,7 +161,7 @@ class Split:
         if labels is None:
             raise InputError("it holds a recipe, and the labels of its data are not given")
         recipe = {k: v for k, v in about["recipe"].items() if k != "labels_sha256"}
-        return lazy_split(DirichletReusing(labels, **recipe), tuple(about["unseen"]))
+        return lazy_split(DirichletReusing(labels, **recipe), tuple(map(int, about["unseen"])))
 
     def _about(self) -> dict[str, Any]:
         """What a saved split holds beside arrays."""
@@ -283,4 +286,6 @@ class _Lazy(Sequence[T]):
 
 
 def _unpack(rows: Rows, sizes: Rows) -> list[np.ndarray[Any, Any]]:
+    if rows.ndim != 1 or sizes.ndim != 1:
+        raise InputError("rows must be in one dimension")
     return np.split(rows, np.cumsum(sizes)[:-1])
