@@ -80,6 +80,7 @@ def write() -> Path:
         seeds=len(SEEDS),
         tuned_at=TUNED_AT,
         minutes=sum(run.minutes for run in runs.values() if run),
+        diverged=[line for run in runs.values() if run for line in run.diverged()],
         **runs,
     )
     WHERE.page.write_text(text, "utf-8")
@@ -371,15 +372,21 @@ def percent(value: float) -> str:
 
 
 def estimate(by_seed: Values) -> str:
-    """A mean over seeds with its interval."""
-    there = by_seed[~np.isnan(by_seed)].tolist()  # a seed may have no minority samples
+    """A mean over seeds with its interval; seeds without a value are counted, not hidden.
+
+    A seed has none where training diverged, or where no agent holds minority samples.
+    """
+    there = by_seed[~np.isnan(by_seed)].tolist()
     if not there:
         return "–"
     found = Estimate.of(there)
     spread = "" if found.half_width is None else f" ± {100 * found.half_width:.1f}"
-    return f"{100 * found.mean:.1f}{spread} %"
+    left_out = f" ({len(there)} of {len(by_seed)} seeds)" if len(there) < len(by_seed) else ""
+    return f"{100 * found.mean:.1f}{spread} %{left_out}"
 
 
 def points(difference: Difference) -> str:
     """A difference in points with its interval over seeds."""
+    if np.isnan(difference.mean):
+        return "diverged"
     return f"{100 * difference.mean:+.2f} ± {100 * (difference.over_seeds.half_width or 0):.2f}"

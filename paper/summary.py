@@ -225,6 +225,15 @@ class Summary:
             if own["steps"] == step
         ]
 
+    def diverged(self) -> list[str]:
+        """Trainings whose final models have no finite score for some agent, in words."""
+        return [
+            f"{self.data['stage']}: {name}, seed {seed}"
+            for name, own in self.data.get("methods", {}).items()
+            for seed, scores in own["agents"].items()
+            if any(score[step] is None for score in scores["score"] for step in own["steps"])
+        ] + [f"{self.data['stage']}: {line}" for line in self.data.get("failures", ())]
+
     def _part(self, name: str) -> dict[str, Any]:
         methods = self.data["methods"]
         return methods[name] if name in methods else self.data["baselines"][name]
