@@ -46,6 +46,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+NoFigures = Annotated[
+    bool, typer.Option("--no-figures", help="Write the page alone, no SVG and PNG files.")
+]
+
 app.add_typer(data_app, name="data")
 app.add_typer(federate_app, name="federate")
 cli_bundle.register(app)
@@ -64,6 +68,7 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with this run directory; rounds=N trains longer.")
     ] = None,
+    no_figures: NoFigures = False,
     as_json: AsJson = False,
 ) -> None:
     """Train and evaluate every method of a configuration, and write a report."""
@@ -76,6 +81,7 @@ def run(
         follow: dict[str, Any] = {
             "on_start": display.start,
             "on_progress": display.update,
+            "figures": not no_figures,
             "on_stop": lambda: _say("stopping after this round; Ctrl-C again stops at once", 0),
         }
         try:
@@ -104,6 +110,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Where to write; needed for several runs.")
     ] = None,
+    no_figures: NoFigures = False,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a run's report, or compare several runs on one page."""
@@ -112,7 +119,7 @@ def report(
         if len(loaded) > 1:
             raise InputError("comparing several runs needs a place for the page: give --out DIR")
         out = loaded[0].path
-    page = build_report(loaded, out)
+    page = build_report(loaded, out, figures=not no_figures)
     if as_json:
         print(json.dumps([{"directory": str(r.path), **r.to_json()} for r in loaded]))
         return
@@ -169,7 +176,8 @@ def advise_on(
         print(json.dumps(finite(found)))
         return
     _print_notes(advice_tables(found), advice_notes(found))
-    print(f"chart: {save_advice_chart(found, run / 'figures')}")
+    for figure in save_advice_chart(found, run / "figures"):
+        print(f"chart: {figure}")
 
 
 @app.command()

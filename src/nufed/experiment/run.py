@@ -29,6 +29,7 @@ def run(
     loss: Loss | None = None,
     metric: Metric | None = None,
     out: str | Path | None = None,
+    figures: bool = True,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
@@ -44,6 +45,7 @@ def run(
         loss: your own ``loss(outputs, targets)``; metric: your own ``metric(outputs, targets)``,
             more is better.
         out: the run directory to make; ``runs/NAME-001`` and so on by default.
+        figures: whether to draw the report's charts as SVG and PNG files too.
         on_start, on_progress, on_stop: called with the directory, after every round, and when
             Ctrl-C or SIGTERM asks to stop: rounds are then finished and saved before
             KeyboardInterrupt is raised, and :func:`resume` goes on from there.
@@ -66,7 +68,7 @@ def run(
                 setup.samples,
                 setup.samples.fingerprint,
             )
-            return _train(setup, directory, on_start, on_progress, on_stop)
+            return _train(setup, directory, figures, on_start, on_progress, on_stop)
 
 
 def resume(
@@ -77,6 +79,7 @@ def resume(
     data: Any = None,
     loss: Loss | None = None,
     metric: Metric | None = None,
+    figures: bool = True,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
@@ -87,6 +90,7 @@ def resume(
         path: the run directory.
         overrides: only ``rounds=…``, larger than before, to train longer.
         model, data, loss, metric: what was passed as objects to :func:`run`, again.
+        figures: as for :func:`run`.
     """
     directory = RunDirectory(Path(path))
     with locked(directory.existing()):
@@ -100,12 +104,13 @@ def resume(
                 {seed: f.split for seed, f in setup.federations.items()},
             )
             directory.write_config(setup.config)
-            return _train(setup, directory, on_start, on_progress, on_stop)
+            return _train(setup, directory, figures, on_start, on_progress, on_stop)
 
 
 def _train(
     setup: Setup,
     directory: RunDirectory,
+    figures: bool,
     on_start: Callable[[Config, Path], None] | None,
     on_progress: Listener | None,
     on_stop: Callable[[], None] | None,
@@ -118,7 +123,7 @@ def _train(
         _run_parts(setup, directory, on_progress or (lambda event: None), stop)
     if stop():
         raise KeyboardInterrupt
-    return finish(directory, setup.objectives)
+    return finish(directory, setup.objectives, figures=figures)
 
 
 def _run_parts(setup: Setup, directory: RunDirectory, listener: Listener, stop: Stop) -> None:
