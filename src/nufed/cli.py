@@ -22,6 +22,7 @@ from nufed.bounds import bounds_of_numbers, bounds_of_run
 from nufed.bundle.of_run import can_be_bundled
 from nufed.cli_data import AsJson, Overrides, data_app
 from nufed.cli_federate import federate_app
+from nufed.cli_output import standard_streams
 from nufed.data import PARTITIONS, SOURCES
 from nufed.doctor import examine
 from nufed.errors import InputError, NufedError
@@ -297,10 +298,11 @@ def _options(
 def main() -> None:
     """Run the command line; what goes wrong for a known reason is one sentence and an exit code."""
     warnings.showwarning = _print_warning
-    try:
-        app()
-    except (NufedError, TheoryError) as error:
-        sys.exit(_say(f"error: {error}", 2))
+    with standard_streams():
+        try:
+            app()
+        except (NufedError, TheoryError) as error:
+            sys.exit(_say(f"error: {error}", 2))
 
 
 def _print_warning(message: Any, *_: Any, **__: Any) -> None:

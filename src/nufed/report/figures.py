@@ -104,7 +104,8 @@ def _run(asked: bytes) -> tuple[bytes, str | None]:
             "80 GB of address space, which `ulimit -v` must allow)"
         )
     if ended.returncode:
-        words = ended.stderr.decode("utf-8", "replace").split("\n")
-        reason = next((line.strip() for line in reversed(words) if line.strip()), "no reason given")
+        lines = ended.stderr.decode("utf-8", "replace").splitlines()
+        reasons = [line for line in lines if line and not line[0].isspace()]  # not its details
+        reason = reasons[-1] if reasons else "no reason given"
         return ended.stdout, f"charts could not be drawn ({reason})"
     return ended.stdout, None
