@@ -78,11 +78,11 @@ def _train(tables: dict[str, Any], directory: Path) -> Run:
     before, start = _seconds(directory), time.monotonic()
     with show_progress(Console(stderr=True)) as display, warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)  # about the poor steps of `delta`
-        follow = {"on_start": display.start, "on_progress": display.update}
+        how = {"on_start": display.start, "on_progress": display.update, "figures": False}
         try:
             if (directory / "run.json").exists():
-                return resume(directory, **follow)
-            return run(_without_nothing(WHERE.shrink(tables)), out=directory, **follow)
+                return resume(directory, trust=True, **how)  # we have begun it
+            return run(_without_nothing(WHERE.shrink(tables)), out=directory, **how)
         finally:
             if directory.exists():
                 seconds = before + time.monotonic() - start

@@ -179,6 +179,9 @@ def test_other_state_kept_in_buffers_is_refused_when_it_changes():
         (nn.ReLU(), "ReLU has no trainable parameters"),
         (nn.Linear(2, 2).requires_grad_(False), "no trainable parameters"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "several kinds"),
+        (nn.Sequential(nn.Tanh(), nn.LazyLinear(2)), "the module's 1.weight is not initialized"),
+        (nn.Sequential(nn.LazyBatchNorm1d(affine=False)), "0.running_mean is not initialized"),
+        (nn.Linear(2, 2, device="meta"), "the module's weight is on the meta device"),
     ],
 )
 def test_unusable_modules_are_refused(module, message):

@@ -73,7 +73,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path, whole, events)
 
 
 def test_learned_step_sizes_go_on_to_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr("nufed.report.build_report", lambda *_: None)  # takes most of the time
+    monkeypatch.setattr("nufed.report.build_report", lambda *_, **__: None)  # takes longest
     methods = {"learned": {"rates_lr": 1.0, "curvature": "first_order"}}
     config = {**CONFIG, "rounds": 5, "seeds": [0], "methods": methods, "baselines": []}
     nufed.run(config, out=tmp_path / "whole")

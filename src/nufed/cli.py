@@ -21,6 +21,7 @@ from nufed.bundle.of_run import can_be_bundled
 from nufed.cli_bundle import Trust
 from nufed.cli_data import AsJson, Overrides, data_app
 from nufed.cli_federate import federate_app
+from nufed.cli_output import standard_streams
 from nufed.data import PARTITIONS, SOURCES
 from nufed.doctor import examine
 from nufed.errors import InputError, NufedError
@@ -49,6 +50,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+NoFigures = Annotated[
+    bool, typer.Option("--no-figures", help="Write the page alone, no SVG and PNG files.")
+]
+
 app.add_typer(data_app, name="data")
 app.add_typer(federate_app, name="federate")
 cli_bundle.register(app)
@@ -68,6 +73,7 @@ def run(
         Path | None, typer.Option(help="Resume this run directory; rounds=N trains longer.")
     ] = None,
     trust: Trust = False,
+    no_figures: NoFigures = False,
     as_json: AsJson = False,
 ) -> None:
     """Train and evaluate every method of a configuration, and write a report."""
@@ -80,6 +86,7 @@ def run(
         follow: dict[str, Any] = {
             "on_start": display.start,
             "on_progress": display.update,
+            "figures": not no_figures,
             "on_stop": lambda: _say("stopping after this round; Ctrl-C again stops at once", 0),
         }
         try:
@@ -109,6 +116,7 @@ def report(
         Path | None, typer.Option(help="Where to write; needed for several runs.")
     ] = None,
     trust: Trust = False,
+    no_figures: NoFigures = False,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a run's report, or compare several runs on one page."""
@@ -119,7 +127,7 @@ def report(
         if len(loaded) > 1:
             raise InputError("comparing several runs needs a place for the page: give --out DIR")
         out = loaded[0].path
-    page = build_report(loaded, out)
+    page = build_report(loaded, out, figures=not no_figures)
     if as_json:
         print(json.dumps([{"directory": str(r.path), **r.to_json()} for r in loaded]))
         return
@@ -178,7 +186,8 @@ def advise_on(
         print(json.dumps(finite(found)))
         return
     _print_notes(advice_tables(found), advice_notes(found))
-    say(f"chart: {save_advice_chart(found, run / 'figures')}")
+    for figure in save_advice_chart(found, run / "figures"):
+        say(f"chart: {figure}")
 
 
 @app.command()
@@ -284,10 +293,11 @@ def _options(
 def main() -> None:
     """Run the command line; what goes wrong for a known reason is one sentence and an exit code."""
     warnings.showwarning = _print_warning
-    try:
-        app()
-    except (NufedError, TheoryError) as error:
-        sys.exit(_say(f"error: {error}", 2))
+    with standard_streams():
+        try:
+            app()
+        except (NufedError, TheoryError) as error:
+            sys.exit(_say(f"error: {error}", 2))
 
 
 def _print_warning(message: Any, *_: Any, **__: Any) -> None:

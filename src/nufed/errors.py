@@ -8,6 +8,7 @@
     ├── TrainingError          training can't go on
     └── RunError               a run directory can't be written or read
     NumericalWarning           a result was computed, but the numbers behind it are poor
+    ReportWarning              a report was written, but without some of its charts
 
 Every message says what was given, what is allowed, and what to do.
 """
@@ -49,6 +50,10 @@ class RunError(NufedError):
 
 class NumericalWarning(UserWarning):
     """A result was computed, but the numbers behind it are poor."""
+
+
+class ReportWarning(UserWarning):
+    """A report was written, but without some of its charts."""
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:

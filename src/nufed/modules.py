@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from nufed.errors import InputError
 
@@ -39,6 +41,21 @@ def layers_with_running_stats(module: nn.Module) -> list[str]:
         for name, layer in module.named_modules()
         if any(b.startswith("running_") for b, _ in layer.named_buffers(recurse=False))
     ]
+
+
+def check_tensors(module: nn.Module) -> None:
+    """Refuse a module of which some parameters or buffers hold no values."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                f"the module's {name} is not initialized, as a lazy layer has not seen an input "
+                "yet: call the module once on a batch, or give the layer its sizes"
+            )
+        if tensor.is_meta:
+            raise InputError(
+                f"the module's {name} is on the meta device and holds no values: build the module "
+                "on a real device, or load its weights first"
+            )
 
 
 def check_parameters(module: nn.Module, parameters: list[nn.Parameter]) -> None:

@@ -16,7 +16,13 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nufed.errors import InputError, require
-from nufed.modules import cast_like, check_parameters, layers_with_running_stats, seeded
+from nufed.modules import (
+    cast_like,
+    check_parameters,
+    check_tensors,
+    layers_with_running_stats,
+    seeded,
+)
 from nufed.perceptron import perceptron
 from nufed.stacked import stacked_losses, stacked_outputs
 
@@ -112,6 +118,7 @@ class Objective:
             running_stats,
             'must be "refuse" or "frozen"',
         )
+        check_tensors(module)
         self._keepers = layers_with_running_stats(module)
         if self._keepers and running_stats == "refuse":
             raise InputError(

@@ -196,6 +196,36 @@ def test_tied_weights_and_a_checkpoint_of_ones_own(tmp_path):
     loaded.adapt(*data())
 
 
+class Strided(nn.Module):
+    """Its weight is a transposed view and its buffer an expanded one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 640).reshape(10, 64).t())
+        self.register_buffer("offset", torch.ones(1).expand(10))
+
+    def forward(self, x):
+        return x.flatten(1) @ self.weight + self.offset
+
+
+def test_tensors_that_are_not_contiguous_are_trained_bundled_and_adapted(tmp_path, some):
+    config = {
+        "rounds": 1,
+        "data": {"agents": 4, "samples_per_agent": 20},
+        "method": {"adapt_steps": 1, "batch_size": 5},
+        "methods": {"fo": {"curvature": "first_order"}},
+        "baselines": [],
+    }
+    run = nufed.run(config, ["workers=1"], model=Strided, out=tmp_path / "run", figures=False)
+    trained = load_file(run.path / "methods/fo/seed-0/model.safetensors")["model"]
+    bundle = load_bundle(run.path / "bundles/fo.nufed", module=Strided())
+    assert torch.equal(Objective(bundle.module).initial(), trained)
+    adapted = bundle.adapt(*some, steps=1)
+    adapted.save(tmp_path / "mine.safetensors")
+    again = load_adapted(tmp_path / "mine.safetensors", module=Strided())
+    assert again.predict(some[0]) == adapted.predict(some[0])
+
+
 def test_a_step_size_per_parameter(tmp_path):
     x, y = data()
     names = [name for name, _ in small().module.named_parameters()]

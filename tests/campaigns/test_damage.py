@@ -21,7 +21,7 @@ OF_A_PART = ["metrics.jsonl", "agents.jsonl", "model.safetensors", "done.json"]
 def finished(tmp_path_factory):
     config = {**CONFIG, "methods": {"fo": {}}, "baselines": []}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nufed.report.build_report", lambda runs, out: None)
+        patch.setattr("nufed.report.build_report", lambda *_, **__: None)
         run = nufed.run(config, ["workers=1"], out=tmp_path_factory.mktemp("damage") / "run")
         yield run.path
 

@@ -21,7 +21,8 @@ from nufed import Bundle, InputError, Samples
 from nufed.bundle.table import from_cell, read_data, to_cell
 from nufed.cli_bundle import _write
 from nufed.data import SOURCES
-from nufed.report.charts import counts_chart, spec_of
+from nufed.report.charts import counts_chart
+from nufed.report.figures import spec_of
 from nufed.runs import load_config
 from nufed.terminal import console, table, words
 from nufed.text import visible

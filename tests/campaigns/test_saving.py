@@ -247,7 +247,7 @@ def test_a_save_on_a_disk_with_any_space_left_keeps_the_last_good(two, tmp_path,
 def test_a_run_on_a_disk_with_any_space_left_goes_on_when_there_is_more(
     tmp_path, monkeypatch, tell, step
 ):
-    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: None)
+    monkeypatch.setattr("nufed.report.build_report", lambda *_, **__: None)
 
     def every_space(disk):
         nufed.run(CONFIG, ["workers=1"], out=tmp_path / "whole")

@@ -98,7 +98,7 @@ def test_a_federation_leaves_the_files_of_the_simulation_and_its_report(tmp_path
 
 
 def test_killed_at_any_message_it_goes_on_to_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)  # it takes a while
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out, **_: out)  # it takes a while
     app = app_of(tmp_path)
     whole = start(app, tmp_path, tmp_path / "whole")
     messages = len(whole.asked)
@@ -150,7 +150,7 @@ def test_a_run_can_go_on_for_more_rounds(tmp_path):
 
 
 def test_a_run_is_not_taken_back_to_fewer_rounds_than_are_done(tmp_path, monkeypatch):
-    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out, **_: out)
     start(app_of(tmp_path), tmp_path, tmp_path / "run")
     before = file_hashes(tmp_path / "run" / "methods")
     shorter = app_of(tmp_path, TEXT.replace("rounds = 3", "rounds = 2"))
@@ -161,7 +161,7 @@ def test_a_run_is_not_taken_back_to_fewer_rounds_than_are_done(tmp_path, monkeyp
 
 
 def test_models_are_saved_every_so_many_rounds_as_in_simulation(tmp_path, monkeypatch):
-    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out, **_: out)
     simulate(tmp_path, "save_every=2")
     start(app_of(tmp_path, "save_every = 2" + TEXT), tmp_path, tmp_path / "run")
     (right,) = (tmp_path / "sim").glob("methods/*/*/model-round-*")
@@ -170,7 +170,7 @@ def test_models_are_saved_every_so_many_rounds_as_in_simulation(tmp_path, monkey
 
 
 def test_a_run_whose_sites_sent_no_scores_can_ask_for_them_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out, **_: out)
 
     def silent(agent, message, reply):
         last = message.content.get("about", {}).get("round") == 3
@@ -212,8 +212,8 @@ def test_a_site_whose_data_is_unlike_the_others_takes_no_part(tmp_path):
 
 
 def test_the_words_of_a_site_are_printed_as_they_are(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)
-    monkeypatch.setattr("nufed.cli.build_report", lambda runs, out: out)
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out, **_: out)
+    monkeypatch.setattr("nufed.cli.build_report", lambda runs, out, **_: out)
 
     def fail(agent, message, reply):
         if message.metadata.message_type != "train" or agent != BAD:

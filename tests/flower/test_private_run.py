@@ -50,7 +50,7 @@ def test_a_simulation_does_not_pretend_to_be_private(tmp_path):
 
 @pytest.fixture
 def no_report(monkeypatch):
-    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)  # it takes a while
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out, **_: out)  # it takes a while
 
 
 def notes_of(run):

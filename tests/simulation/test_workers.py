@@ -386,3 +386,28 @@ def test_a_part_whose_process_is_killed_is_named(tmp_path):
     with pytest.raises(TrainingError, match=r"SIGKILL.*at .* with seed [01], after round 0$"):
         nufed.run(SMALL, ["workers=2"], loss=loss, out=tmp_path / "run")
     assert children(parent) == before
+
+
+FEW_FILES = """
+import resource, sys
+from nufed.cli import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+main()
+"""
+
+
+def test_too_few_open_files_for_the_workers_end_in_one_sentence_and_leave_no_process(tmp_path):
+    overrides = ["rounds=1", "seeds=[0]", "data.agents=4", "data.unseen_agents=0"]
+    command = [sys.executable, "-c", FEW_FILES, "run", "quickstart", *overrides]
+    result = subprocess.run(
+        [*command, "workers=8", "--out", "run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,  # it used to wait for ever
+    )
+    assert result.returncode == 2
+    *_, last = result.stderr.splitlines()
+    assert "worker processes can't be started (Too many open files)" in last
+    assert "ulimit -n" in last and "workers=1" in last and "Traceback" not in result.stderr
+    assert (tmp_path / "run/run.json").exists()  # from where --resume goes on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from itertools import chain
 
 import torch
 from safetensors.torch import load
@@ -59,8 +60,11 @@ def build_loss(about: About, trust: bool, loss: Loss | None) -> Loss:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """A module's state as safetensors takes it: tied weights under each of their names."""
-    return {name: t.detach().cpu().clone() for name, t in module.state_dict().items()}
+    """A module's state as safetensors takes it: contiguous, tied weights under all their names."""
+    return {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in module.state_dict().items()
+    }
 
 
 def read_weights(content: bytes) -> dict[str, Tensor]:
@@ -82,6 +86,8 @@ def load_state(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
             f"the weights do not fit the module, first at {odd[0]!r}: given {given.get(odd[0])}, "
             f"wanted {wanted.get(odd[0])}"
         )
+    for tensor in chain(module.parameters(), module.buffers()):
+        tensor.data = tensor.data.contiguous()  # an expanded one can't be written to
     module.load_state_dict(dict(weights), assign=_is_meta(module))
 
 

@@ -13,12 +13,15 @@ from nufed.runs import Run, RunDirectory, load_run
 from nufed.runs.files import write_json
 
 
-def finish(directory: RunDirectory, objectives: Mapping[int, Objective]) -> Run:
+def finish(
+    directory: RunDirectory, objectives: Mapping[int, Objective], *, figures: bool = True
+) -> Run:
     """Read a run back, and write what is made from all of it.
 
     Args:
         directory: the run's directory.
         objectives: the objective of every seed.
+        figures: whether to draw the report's charts as SVG and PNG files too.
     """
     run = load_run(directory.path)
     if not run.methods:
@@ -27,7 +30,7 @@ def finish(directory: RunDirectory, objectives: Mapping[int, Objective]) -> Run:
     write_json(directory.path / "results.json", run.to_json())
     from nufed.report import build_report  # charts take a moment to import
 
-    build_report([run], directory.path)
+    build_report([run], directory.path, figures=figures)
     return run
 
 

@@ -34,6 +34,7 @@ def run(
     loss: Loss | None = None,
     metric: Metric | None = None,
     out: str | Path | None = None,
+    figures: bool = True,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
@@ -49,6 +50,7 @@ def run(
         loss: your own ``loss(outputs, targets)``; metric: your own ``metric(outputs, targets)``,
             more is better.
         out: the run directory to make; ``runs/NAME-001`` and so on by default.
+        figures: whether to draw the report's charts as SVG and PNG files too.
         on_start, on_progress, on_stop: called with the directory, after every round, and when
             Ctrl-C or SIGTERM asks to stop: rounds are then finished and saved before
             KeyboardInterrupt is raised, and :func:`resume` goes on from there.
@@ -71,7 +73,7 @@ def run(
                 setup.samples,
                 setup.samples.fingerprint,
             )
-            return _train(setup, directory, on_start, on_progress, on_stop)
+            return _train(setup, directory, figures, on_start, on_progress, on_stop)
 
 
 def resume(
@@ -83,6 +85,7 @@ def resume(
     loss: Loss | None = None,
     metric: Metric | None = None,
     trust: bool = False,
+    figures: bool = True,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
@@ -95,6 +98,7 @@ def resume(
         model, data, loss, metric: what was passed as objects to :func:`run`, again.
         trust: allow importing the functions that the directory's configuration names, if it names
             any: it need not be the one that you wrote.
+        figures: as for :func:`run`.
     """
     directory = RunDirectory(Path(path))
     with locked(directory.existing()):
@@ -112,12 +116,13 @@ def resume(
                 {seed: f.split for seed, f in setup.federations.items()},
             )
             begun.write_resumed(setup.config)
-            return _train(setup, directory, on_start, on_progress, on_stop)
+            return _train(setup, directory, figures, on_start, on_progress, on_stop)
 
 
 def _train(
     setup: Setup,
     directory: RunDirectory,
+    figures: bool,
     on_start: Callable[[Config, Path], None] | None,
     on_progress: Listener | None,
     on_stop: Callable[[], None] | None,
@@ -130,7 +135,7 @@ def _train(
         _run_parts(setup, directory, on_progress or (lambda event: None), stop)
     if stop():
         raise KeyboardInterrupt
-    return finish(directory, setup.objectives)
+    return finish(directory, setup.objectives, figures=figures)
 
 
 def _run_parts(setup: Setup, directory: RunDirectory, listener: Listener, stop: Stop) -> None:

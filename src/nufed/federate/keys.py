@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nufed.errors import InputError
+from nufed.runs.durable import make_private
 
 CA, CA_KEY, CERTIFICATE, KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 # the server's own processes reach it so
@@ -168,7 +169,7 @@ def _refuse_existing(path: Path) -> None:
 
 def _write(path: Path, content: bytes, secret: bool = False) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         mode = 0o600 if secret else 0o644
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:  # noqa: PTH123
             file.write(content)

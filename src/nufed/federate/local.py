@@ -28,7 +28,7 @@ def run_locally(
         if keys is not None:
             make_authority(keys)
         folders = [beside / f"site-{number}" for number in range(sites)]
-        for folder in folders:
+        for folder in (beside, *folders):
             make_folder(folder)
         port, *ports = free_ports(1 + sites)
         _, link = start_superlink(commands, "127.0.0.1", port, keys, log=beside / "superlink.log")

@@ -11,6 +11,7 @@ from pathlib import Path
 from nufed.errors import InputError, RunError
 from nufed.federate.link import Link, existing
 from nufed.federate.processes import flower, free_ports
+from nufed.runs.durable import make_private
 
 PAUSE = 5  # seconds, in which the server gets its keys
 
@@ -85,7 +86,7 @@ def supernode_command(site: Site, link: Link, port: int) -> list[str]:
 
 def make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         raise InputError(f"{folder} can't be created ({error.strerror}): give another") from error
 

@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 
 from nufed.algorithm import Cost, State
 from nufed.errors import RunError
-from nufed.runs.durable import sha256, write_durably
+from nufed.runs.durable import make_private, sha256, write_durably
 
 DIGEST = 64  # letters of a SHA-256
 
@@ -113,7 +113,8 @@ def save_memory(path: Path, memory: Memory) -> None:
     about = json.dumps({"rounds": memory.rounds, "release": told}).encode()
     packed = len(about).to_bytes(8, "big") + about + save(tensors)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent.parent)  # the site's folder
+        make_private(path.parent)  # the run's, in it
     except OSError as error:
         raise RunError(f"{path.parent} can't be made: {error.strerror}") from error
     write_durably(path, sha256(packed).encode() + packed)

@@ -214,7 +214,7 @@ def _end(
 def _logged(path: Path) -> Iterator[None]:
     """Write what happens into a file too, for those who watch and those who come later."""
     try:
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise cannot_write(path, error) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -6,41 +6,52 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nufed.errors import RunError
 from nufed.runs import Run
 
 
-def build_report(runs: Sequence[Run], out: Path) -> Path:
-    """Write ``report.html`` and ``figures/`` for one run, or several side by side, into ``out``."""
+def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Path:
+    """Write ``report.html`` and ``figures/`` for one run, or several side by side, into ``out``.
+
+    Without ``figures`` the page is written alone, with its tables and interactive charts.
+    """
     from nufed.report import page  # altair takes a moment to import: not for `nufed list`
 
-    return page.build_report(runs, out)
+    return page.build_report(runs, out, figures=figures)
 
 
 def save_bounds_charts(bounds: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write the charts of ``nufed bounds`` as SVG and PNG, and say where."""
-    from nufed.report import charts, page
+    from nufed.report import charts, figures
 
-    return [page.save_chart(chart, folder, name) for name, _, chart in charts.bounds_charts(bounds)]
+    return figures.save_figures({n: chart for n, _, chart in charts.bounds_charts(bounds)}, folder)
 
 
-def save_advice_chart(advice: Mapping[str, Any], folder: Path) -> Path:
+def save_advice_chart(advice: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write the chart of ``nufed advise`` as SVG and PNG, and say where."""
-    from nufed.report import page
+    from nufed.report import figures
     from nufed.report.advice_chart import advice_chart
 
-    return page.save_chart(advice_chart(advice), folder, "advice")
+    return figures.save_figures({"advice": advice_chart(advice)}, folder)
 
 
 def save_counts_chart(
     agents: Sequence[str], classes: Sequence[str], counts: object, path: Path
 ) -> None:
     """Write a heat map of samples per agent and class (SVG, PNG or HTML by its ending)."""
-    import altair
+    from nufed.report import charts, figures
 
-    from nufed.report import charts
+    spec = figures.spec_of(charts.counts_chart(agents, classes, counts))
+    if path.suffix == ".html":
+        import altair
 
-    spec = charts.spec_of(charts.counts_chart(agents, classes, counts))
-    altair.Chart.from_dict(spec).save(path)
+        altair.Chart.from_dict(spec).save(path)
+        return
+    drawn = figures.draw({"counts": spec})
+    if drawn.trouble:
+        raise RunError(f"{path} was not written: {drawn.trouble}")
+    figure = drawn.figures["counts"]
+    path.write_bytes(figure.png if path.suffix == ".png" else figure.svg.encode())
 
 
 __all__ = ["build_report", "save_advice_chart", "save_bounds_charts", "save_counts_chart"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from math import nan
@@ -15,37 +14,12 @@ from nufed.report.bounds import TERMS
 from nufed.report.tables import all_groups, label, run_name
 from nufed.runs import Run
 from nufed.runs.results import Line
-from nufed.text import visible
 
 # Okabe and Ito's colours, told apart by colour-blind readers too
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#000000"]
 GREY = "#777777"
 WIDTH, HEIGHT = 560, 320
 DRAWN = 100  # agents in the chart of a split
-
-
-# a plain object of JavaScript has these: Vega loses a name that is one of them
-_OBJECT_KEYS = (
-    *("constructor", "hasOwnProperty", "isPrototypeOf", "propertyIsEnumerable", "toLocaleString"),
-    *("toString", "valueOf", "__proto__", "__defineGetter__", "__defineSetter__"),
-    *("__lookupGetter__", "__lookupSetter__"),
-)
-
-
-def spec_of(chart: Any) -> dict[str, Any]:
-    """A chart as Vega-Lite takes it, with any names: what can't be drawn is written out."""
-    spec: dict[str, Any] = _drawable(json.loads(chart.to_json()))
-    return spec
-
-
-def _drawable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _drawable(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_drawable(inner) for inner in value]
-    if isinstance(value, str):
-        return f"“{value}”" if value in _OBJECT_KEYS else visible(value)
-    return value
 
 
 def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:

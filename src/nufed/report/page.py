@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import vl_convert
 
 from nufed.errors import InputError, RunError
 from nufed.report.bounds import bounds_notes, bounds_tables
-from nufed.report.charts import all_charts, bounds_charts, spec_of
+from nufed.report.charts import all_charts, bounds_charts
+from nufed.report.figures import draw, spec_of
 from nufed.report.tables import (
     agents_table,
     all_groups,
@@ -30,8 +29,12 @@ from nufed.runs import Run
 from nufed.text import visible
 
 
-def build_report(runs: Sequence[Run], out: Path) -> Path:
-    """Write ``report.html`` and ``figures/`` for one run, or several side by side, into ``out``."""
+def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Path:
+    """Write ``report.html`` and ``figures/`` for one run, or several side by side, into ``out``.
+
+    Without ``figures`` no SVG and PNG files are drawn. If drawing fails, the page is written
+    without what is missing and says so, and a :class:`~nufed.errors.ReportWarning` is issued.
+    """
     if len({run.measure.name for run in runs}) > 1:
         scores = ", ".join(f"{run.path.name}: {run.measure.name}" for run in runs)
         raise InputError(f"these runs are scored differently ({scores}): compare runs of one kind")
@@ -41,6 +44,8 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
     charts = list(all_charts(scored)) if scored else []
     bounds = runs[0].bounds() if len(runs) == 1 else None
     bounded = list(bounds_charts(bounds)) if bounds else []
+    specs = {name: spec_of(chart) for name, _, chart in (*charts, *bounded)}
+    drawn = draw(specs if figures else {}, javascript=True)
     page = _template().render(
         title=" and ".join(run_name(run, runs) for run in runs),
         headlines=[headline(run) for run in runs],
@@ -55,7 +60,8 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         bounds=bounds_tables(bounds) if bounds else [],
         bounds_notes=bounds_notes(bounds) if bounds else [],
         bounds_charts=[(name, caption) for name, caption, _ in bounded],
-        specs={name: spec_of(chart) for name, _, chart in (*charts, *bounded)},
+        specs=specs,
+        drawn=drawn,
         settings=[(run_name(run, runs), settings_table(run)) for run in runs],
         methods=methods_table(runs),
         costs=costs_table(runs),
@@ -65,30 +71,16 @@ def build_report(runs: Sequence[Run], out: Path) -> Path:
         rejected=[line for run in runs for line in run.rejected()],
         warnings=[str(w) for run in runs for w in run.warnings() if w.about == "numbers"],
         unscored=[line for run in runs for line in run.unscored()],
-        script=_javascript(),
     )
     try:
-        for name, _, chart in (*charts, *bounded):
-            save_chart(chart, out / "figures", name)
-        (out / "report.html").write_text(page, "utf-8")
+        for name, figure in drawn.figures.items():
+            figure.save(out / "figures", name)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.html").write_bytes(page.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
+    drawn.warn(f"{out / 'report.html'} has its tables and lacks charts; `nufed report` tries again")
     return out / "report.html"
-
-
-def save_chart(chart: Any, folder: Path, name: str) -> Path:
-    """Write a chart as SVG and PNG; the path of the PNG."""
-    folder.mkdir(parents=True, exist_ok=True)
-    svg = vl_convert.vegalite_to_svg(json.dumps(spec_of(chart)))
-    (folder / f"{name}.svg").write_text(svg, "utf-8")
-    (folder / f"{name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
-    return folder / f"{name}.png"
-
-
-@cache
-def _javascript() -> str:
-    """Vega with everything it needs, so that the page opens offline."""
-    return vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the default
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A run directory: what a run leaves behind, and where.
+"""A run directory: what a run leaves behind, and where. Only its owner may enter it (mode 0700).
 
 ::
 
@@ -43,7 +43,7 @@ from nufed.algorithm import State
 from nufed.data import Samples, Split
 from nufed.errors import RunError
 from nufed.evaluate import AgentScores
-from nufed.runs.durable import cannot_write, is_full, signed, write_durably
+from nufed.runs.durable import cannot_write, is_full, make_private, signed, write_durably
 from nufed.runs.files import check_entries, finite, read_record
 from nufed.runs.records import LISTED, SplitRecord, TimingLine, checked
 from nufed.runs.tensors import tensor_pieces
@@ -68,12 +68,12 @@ class RunDirectory:
                     f"{out} exists and is not empty: a run never overwrites, give another"
                     + (how if (out / "run.json").exists() else "")
                 )
-            return cls(_make(out, exist_ok=True))
+            return cls(_make(out))
         number = 1
         while True:
             path = Path("runs") / f"{name}-{number:03d}"
             try:
-                path.mkdir(parents=True)
+                make_private(path, exist_ok=False)
             except FileExistsError:  # also made by another run a moment ago
                 number += 1
             except OSError as error:
@@ -83,11 +83,11 @@ class RunDirectory:
 
     def part(self, kind: str, name: str, seed: int) -> Path:
         """The directory of one method or baseline and seed (``kind`` is methods or baselines)."""
-        return _make(self.path / kind / name / f"seed-{seed}", exist_ok=True)
+        return _make(self.path / kind / name / f"seed-{seed}")
 
     def bundles(self) -> Path:
         """The directory of the meta-models that can be adapted."""
-        return _make(self.path / "bundles", exist_ok=True)
+        return _make(self.path / "bundles")
 
     def existing(self) -> Path:
         """The path, if a run was begun there and all of it lies there."""
@@ -104,7 +104,7 @@ class RunDirectory:
         return read_record(self.path / "splits" / f"seed-{seed}.json", SplitRecord)
 
     def write_split(self, split: Split, samples: Samples, seed: int) -> None:
-        folder = _make(self.path / "splits", exist_ok=True)
+        folder = _make(self.path / "splits")
         write_durably(folder / f"seed-{seed}.safetensors", split.to_bytes())
         about = {
             "sha256": split.fingerprint,
@@ -128,7 +128,7 @@ class RunDirectory:
         self, number: int, seen: Sequence[int], scores: Sequence[AgentScores], seed: int
     ) -> None:
         """In the place of a split: what sites said of theirs, which stays with them."""
-        folder = _make(self.path / "splits", exist_ok=True)
+        folder = _make(self.path / "splits")
         told = {s.agent: (s.name, s.train_samples, s.test_samples) for s in scores}
         sites = [told.get(agent, (str(agent), 0, 0)) for agent in range(number)]
         about = {
@@ -186,9 +186,9 @@ def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:
     return counts
 
 
-def _make(path: Path, exist_ok: bool = False) -> Path:
+def _make(path: Path) -> Path:
     try:
-        path.mkdir(parents=True, exist_ok=exist_ok)
+        make_private(path)
     except OSError as error:
         raise _cannot_make(path, error) from error
     return path

@@ -39,6 +39,14 @@ def write_durably(path: Path, content: bytes | Pieces) -> None:
         raise cannot_write(path, error) from error
 
 
+def make_private(folder: Path, *, exist_ok: bool = True) -> None:
+    """Make a directory that only its owner may enter, whatever the umask.
+
+    One that is there keeps its mode; parents that are missing get the usual one.
+    """
+    folder.mkdir(0o700, parents=True, exist_ok=exist_ok)
+
+
 def remove_temporary(folder: Path) -> None:
     """Remove what a kill in the middle of :func:`write_durably` left."""
     for path in folder.glob(f".*{TEMPORARY}"):

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeAlias
 
-from nufed.errors import NufedError, TrainingError, UpdateError
+from nufed.errors import NufedError, RunError, TrainingError, UpdateError
 
 Note: TypeAlias = Callable[[Any], None]
 LOG = logging.getLogger("nufed")
@@ -47,19 +47,29 @@ class Workers:
 
     def __init__(self, count: int, answer: Callable[[Any, Note], Any]) -> None:
         self._links: dict[Connection, BaseProcess] = {}
-        context = multiprocessing.get_context("fork")
-        for _ in range(count):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, [*self._links, mine], answer), name="nufed worker"
-            )
-            with warnings.catch_warnings():
-                # Python warns of threads at a fork: a child uses none that were running
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            theirs.close()
-            self._links[mine] = process
         self.close = weakref.finalize(self, _end, os.getpid(), self._links)
+        try:
+            for _ in range(count):
+                self._start(answer)
+        except OSError as error:  # too many open files, or processes
+            self.close()  # or Python would wait for them when it ends
+            raise RunError(
+                f"{count} worker processes can't be started ({error.strerror}): allow more open "
+                "files (`ulimit -n`) and processes (`ulimit -u`), or set workers=1"
+            ) from error
+
+    def _start(self, answer: Callable[[Any, Note], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        mine, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(theirs, [*self._links, mine], answer), name="nufed worker"
+        )
+        with warnings.catch_warnings():
+            # Python warns of threads at a fork: a child uses none that were running
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        self._links[mine] = process
 
     def ask(
         self,

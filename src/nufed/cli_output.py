@@ -1,0 +1,93 @@
+"""Standard streams of the command line: of any encoding, with readers that may be gone."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+BROKEN_PIPE = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1  # as shells report it
+
+
+class OutputError(Exception):
+    """A standard stream can't be written. No OSError: those are of files, and caught as such."""
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Run a command whose standard streams may fail.
+
+    What an encoding lacks is printed as an escape sequence. A reader that is gone (``| head``) ends
+    the command without a word; a full device ends it with one sentence.
+    """
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_watched(stream) for stream in streams)
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OutputError as failure:
+        error = cast(OSError, failure.__cause__)
+        if isinstance(error, BrokenPipeError):
+            sys.exit(BROKEN_PIPE)
+        print(
+            f"nufed: error: standard output can't be written ({error.strerror}): files that the "
+            "command names are written as always, direct its output elsewhere",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    finally:
+        sys.stdout, sys.stderr = streams
+        for stream in streams:
+            _discard_unwritable(stream)
+
+
+class _Watched:
+    """A text stream that raises :class:`OutputError`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._try(lambda: self._stream.write(text)) or 0
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], int | None]) -> int | None:
+        try:
+            return act()
+        except BrokenPipeError as error:
+            raise OutputError from error
+        except OSError as error:
+            if self._stream is sys.__stderr__:  # progress and warnings: work goes on without
+                return None
+            raise OutputError from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _watched(stream: TextIO | None) -> TextIO:
+    if stream is None:  # closed, and printed to in vain
+        return cast(TextIO, None)
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return cast(TextIO, _Watched(stream))
+
+
+def _discard_unwritable(stream: TextIO | None) -> None:
+    """Let what is still buffered go nowhere, or Python would complain of it when it ends."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+            os.dup2(nowhere.fileno(), stream.fileno())
