@@ -243,12 +243,13 @@ def choices_table(one: Summary) -> str:
     }
     runs = {label: run for stage, label in stages.items() if (run := summary(stage))}
     rows = []
+    last = min(run.config["rounds"] for run in runs.values())
     for label, run in {"as chosen": one, **runs}.items():
         for measure, words in (("score", "accuracy"), ("balanced", "balanced")):
-            cells = [estimate(run.at_round(m, 3, ROUNDS, measure)[: len(SEEDS)]) for m in FOUR]
+            cells = [estimate(run.at_round(m, 3, last, measure)[: len(SEEDS)]) for m in FOUR]
             nulls = run.agents("majority", 0, measure)[: len(SEEDS)]
             rows.append([f"{label}, {words}", *cells, percent(nulls.mean())])
-    headings = [f"round {ROUNDS}, {len(SEEDS)} seeds", *(NAMES[m] for m in FOUR), "majority"]
+    headings = [f"round {last}, {len(SEEDS)} seeds", *(NAMES[m] for m in FOUR), "majority"]
     return table(headings, rows)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from nufed.data import Samples, as_samples
 from nufed.data.sources import digits
-from paper import summary
+from paper import summary, tuning
 from paper.__main__ import do_stage
 from paper.page import write
 from paper.stages import STAGES, WHERE, Tables
@@ -25,7 +25,7 @@ def samples(owners: bool = False, pixels: str = "unit") -> Samples:
 
 
 def shrink(tables: Tables) -> Tables:
-    """The same stage on a few digits: six agents, two seeds, four rounds, a tiny network."""
+    """The same stage on a few digits: six agents, two seeds, two rounds, a tiny network."""
     data: dict[str, Any] = dict(tables["data"])
     natural = data["source"] == "mnist-writers"
     data |= {"source": "paper.smoke:samples", "args": data.get("args", {}) | {"owners": natural}}
@@ -33,7 +33,7 @@ def shrink(tables: Tables) -> Tables:
     data["validation"] = 0.15 if data.get("validation") else 0.0
     data["unseen_agents"] = 2 if data.get("unseen_agents") else 0
     short = {
-        "rounds": 4,
+        "rounds": 2,
         "eval_every": 2,
         "seeds": tables["seeds"][:2],
         "participation": 0.5,
@@ -52,7 +52,8 @@ def shrink(tables: Tables) -> Tables:
 
 def run_all(folder: Path) -> Path:
     """Run every stage into a folder and write the page there."""
-    before = dict(vars(WHERE))
+    before, first, last = dict(vars(WHERE)), tuning.FIRST, tuning.LAST_TURN
+    tuning.FIRST, tuning.LAST_TURN = {"adapt_lr": range(1), "meta_lr": range(1, 3)}, 2
     vars(WHERE).update(
         runs=folder / "runs", results=folder / "results", page=folder / "results.md", shrink=shrink
     )
@@ -63,4 +64,5 @@ def run_all(folder: Path) -> Path:
         return write()
     finally:
         vars(WHERE).update(before)
+        tuning.FIRST, tuning.LAST_TURN = first, last
         summary.summary.cache_clear()

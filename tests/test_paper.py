@@ -149,9 +149,8 @@ def results(tmp_path, monkeypatch):
     summary.summary.cache_clear()
 
 
-def test_every_stage_runs_to_its_end_and_is_on_the_page(tmp_path, monkeypatch):
+def test_every_stage_runs_to_its_end_and_is_on_the_page(tmp_path):
     """`make paper` on a few digits: every search, run, summary, claim, figure and table."""
-    monkeypatch.setattr(tuning, "LAST_TURN", 2)
     text = run_all(tmp_path).read_text("utf-8")
     assert "Not run yet" not in text and "nan" not in text
     assert {path.stem for path in (tmp_path / "results").glob("*.json")} == set(STAGES)
