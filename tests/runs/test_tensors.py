@@ -22,9 +22,7 @@ TENSORS = st.dictionaries(
 @given(TENSORS)
 def test_pieces_are_the_bytes_of_safetensors(about):
     about.pop("__metadata__", None)  # means something else there
-    tensors = {
-        name: torch.randint(0, 9, shape).to(dtype) for name, (dtype, shape) in about.items()
-    }
+    tensors = {name: torch.randint(0, 9, shape).to(dtype) for name, (dtype, shape) in about.items()}
     assert b"".join(tensor_pieces(tensors)) == save(tensors)
 
 
