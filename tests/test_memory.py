@@ -1,4 +1,4 @@
-"""Exact keeps ν iterates and no graph: its peak memory is measured in processes of their own."""
+"""Peak memory, measured in processes of their own: of the meta-gradient, and of whole runs."""
 
 import os
 import subprocess
@@ -43,11 +43,26 @@ def peak(steps):
     return map(int, done.stdout.split())
 
 
-@pytest.mark.skipif(
+linux = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
 )
+
+
+@linux
 def test_exact_grows_by_one_vector_per_step():
     one, vector = peak(1)
     twenty, _ = peak(20)
     assert twenty - one <= 20 * vector
     assert twenty - one >= 15 * vector  # so that the measurement is seen to measure
+
+
+@linux
+@pytest.mark.parametrize("engine", ["direct", "auto"])
+@pytest.mark.parametrize(("curvature", "most"), [("first_order", 12), ("exact", 14)])
+def test_a_run_takes_few_times_the_memory_of_its_model(monkeypatch, curvature, engine, most):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    import memory
+
+    found = memory.in_own_process(curvature, engine, [1300, 1000])
+    assert found["engine"] == ("direct" if engine == "direct" else "gram")
+    assert (found["peak"] - found["base"]) / found["model"] < most

@@ -39,8 +39,7 @@ class Progress:
 
     ``server`` and ``clients`` are all that the next round needs (on Flower sites keep their states
     themselves, and ``clients`` is empty); the rest is for records. ``rejected`` are the updates of
-    all ``attempts``, ``cohort`` and the others of the last; ``doubts`` is what is wrong with the
-    numbers behind the round.
+    all ``attempts``, ``cohort`` and the others of the last.
     """
 
     round: int
@@ -51,7 +50,6 @@ class Progress:
     dropped: tuple[int, ...] = ()
     attempts: int = 1
     cost: Cost = field(default_factory=Cost)
-    doubts: tuple[str, ...] = ()
 
     def client_states(self, algorithm: Algorithm, agents: Iterable[int]) -> dict[int, State]:
         """The agents' states; an agent that never took part starts from the present model."""

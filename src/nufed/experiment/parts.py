@@ -120,29 +120,33 @@ def _run_method(
     saved = files.begin(config.rounds, config.eval_every)
     start = Progress(saved.round, saved.server, saved.clients) if saved else None
     saved_round = saved.round if saved else None
+    if saved:
+        like = algorithm.server_init(engine.objective, engine.objective.initial())
+        saved.check_fits(like, files.folder)
+        del like
+
+    def doubt(round: int, message: str) -> None:
+        files.warnings.append({"round": round, "message": message})
+        warnings.warn(f"{name}, seed {seed}: {message}", NumericalWarning, stacklevel=2)
+
+    training = train(
+        algorithm,
+        engine,
+        engine.objective.initial(),
+        rounds=config.rounds,
+        participation=config.participation,
+        start=start,
+        rules=setup.rules,
+        faults=setup.faults,
+        label=f"{name}, seed {seed}",
+        on_doubt=doubt,
+    )
+    del saved, start  # their vectors are needed for the first round only
     with closing(files):
-        if saved:
-            like = algorithm.server_init(engine.objective, engine.objective.initial())
-            saved.check_fits(like, files.folder)
-            del like
-        del saved  # its vectors are needed for the first round only
-        for progress in train(
-            algorithm,
-            engine,
-            engine.objective.initial(),
-            rounds=config.rounds,
-            participation=config.participation,
-            start=start,
-            rules=setup.rules,
-            faults=setup.faults,
-            label=f"{name}, seed {seed}",
-        ):
+        for progress in training:
             saved_before, last = progress.round == saved_round, progress.round == config.rounds
             if saved_before and not last:
                 continue
-            for message in progress.doubts:
-                files.warnings.append({"round": progress.round, "message": message})
-                warnings.warn(f"{name}, seed {seed}: {message}", NumericalWarning, stacklevel=2)
             line = round_line(algorithm, progress)
             if progress.round % config.eval_every == 0 or last:
                 states = progress.client_states(algorithm, setup.evaluated[seed])

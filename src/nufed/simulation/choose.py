@@ -7,6 +7,7 @@ found out by a trial in float64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -35,7 +36,7 @@ assert tuple(ENGINES) == get_args(EngineName)
 STACK = 2**18  # numbers in a stack of models, above which stacking saves nothing
 MANY = 32  # agents in a stack
 GRAM_MOST = 5  # agents in a stack of the Gram engine
-GRAM_STACK = 2**24  # numbers in such a stack, above which memory matters more
+GRAM_STACK = 2**22  # numbers in such a stack, above which memory matters more
 GRAM_BYTES = 2**31  # for the matrices K of all agents and seeds
 # a gradient step's passes over the first layer's weights take about as long as the product of those
 # weights with this many samples
@@ -127,19 +128,11 @@ class Engines:
             if trial is None:
                 return False
             direct = DirectEngine(double, self.federation, self.seed)
-            for chunk in trial.chunks(algorithm, agents):  # of a large model one agent at a time
-                states: dict[int, State] = {agent: {} for agent in chunk}
-                right, got = (
-                    engine.client_updates(algorithm, {"model": w}, states, round=0)
-                    for engine in (direct, trial)
-                )
-                for agent in chunk:
-                    a, b = got[agent].vectors["model"], right[agent].vectors["model"]
-                    if not a.sub_(b).norm() <= 1e-7 * b.sub_(w).norm():
-                        return False
+            # chunk by chunk: of a large model that is one agent at a time
+            chunks = trial.chunks(algorithm, agents)
+            return all(_agree(trial, direct, algorithm, w, chunk) for chunk in chunks)
         except Exception:  # whatever a module does that can't be done for several agents
             return False
-        return True
 
     def _stackable(self, agents: int) -> bool:
         """Whether so many models make a small stack; convolutions take their time in any stack."""
@@ -166,6 +159,22 @@ class Engines:
     def _gram_bytes(self) -> int:
         split, size = self.federation.split, self.objective.dtype.itemsize
         return self.seeds * len(split.agents) * split.most_rows**2 * size
+
+
+def _agree(
+    trial: Engine, direct: Engine, algorithm: Algorithm, w: Tensor, agents: Sequence[int]
+) -> bool:
+    """Whether two engines give these agents the same models but for rounding."""
+    states: dict[int, State] = {agent: {} for agent in agents}
+    right, got = (
+        engine.client_updates(algorithm, {"model": w}, states, round=0)
+        for engine in (direct, trial)
+    )
+    for agent in agents:
+        a, b = got[agent].vectors["model"], right[agent].vectors["model"]
+        if not a.sub_(b).norm() <= 1e-7 * b.sub_(w).norm():
+            return False
+    return True
 
 
 def _make(

@@ -67,10 +67,12 @@ class GramEngine(EvaluatesScales):
         batches = PlacedBatches.make(sources, algorithm.update_draws())
         space = self._training_space(model, chunk, batches.used)
         result = algorithm.client_update(space.objective, space.start, {}, batches)
+        inputs = space.inputs
+        del space  # the start of a large model
         w = cast(GramVector, result.vectors["model"])
         return {
             agent: ClientResult(
-                {"model": self._vector(model, w, row, batches.used[row], space.inputs[row])},
+                {"model": self._vector(model, w, row, batches.used[row], inputs[row])},
                 {},
                 result.cost,
             )

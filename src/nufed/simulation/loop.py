@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -23,6 +23,9 @@ from nufed.simulation.diagnose import diagnose, doubt
 from nufed.simulation.engine import Engine, work_of
 from nufed.simulation.faults import Faults
 
+Doubt: TypeAlias = Callable[[int, str], None]
+"""Takes the number of a round, and what is wrong with the numbers behind it."""
+
 
 def train(
     algorithm: Algorithm,
@@ -35,16 +38,20 @@ def train(
     rules: Rules = Rules(),
     faults: Faults = Faults(),
     label: str = "",
+    on_doubt: Doubt | None = None,
 ) -> Iterator[Progress]:
     """Train from the model w, yielding where it stands before the first and after every round.
 
     Or go on from ``start``, where training stood once: it gives the same bits. ``label`` says in
-    the log what is being trained.
+    the log what is being trained. With ``on_doubt``, the curvature is checked at one agent before
+    rounds 1, 10, 100, …: what is found does not depend on workers, or on where it was resumed.
     """
     progress = start or Progress(0, algorithm.server_init(engine.objective, w))
     del w, start  # a large model's memory is needed again
     yield progress
     while progress.round < rounds:
+        if on_doubt is not None:
+            _check_curvature(algorithm, engine, progress, participation, on_doubt)
         progress = run_round(algorithm, engine, progress, participation, rules, faults, label)
         yield progress
 
@@ -62,12 +69,11 @@ def run_round(
 
     A round with too few usable updates is tried again with another cohort.
     """
-    doubts = _doubts(algorithm, engine, progress, participation)
 
     def attempt(cohort: list[int], number: int) -> Progress:
         return _attempt(algorithm, engine, progress, cohort, number, rules, faults, label)
 
-    after = try_round(
+    return try_round(
         attempt,
         progress.round + 1,
         engine.federation.split.seen,
@@ -76,19 +82,18 @@ def run_round(
         rules=rules,
         explain=lambda rejected: _explained(rejected, algorithm, engine, progress),
     )
-    return replace(after, doubts=doubts)
 
 
-def _doubts(
-    algorithm: Algorithm, engine: Engine, progress: Progress, participation: float
-) -> tuple[str, ...]:
-    """What is wrong with the curvature, looked for in rounds 1, 10, 100, … at one agent.
-
-    It depends on the round alone: not on engines, workers, or where a run was resumed.
-    """
+def _check_curvature(
+    algorithm: Algorithm,
+    engine: Engine,
+    progress: Progress,
+    participation: float,
+    on_doubt: Doubt,
+) -> None:
     k, federation, seed = progress.round + 1, engine.federation, engine.seed
     if k != 10 ** (len(str(k)) - 1):
-        return ()
+        return
     agent = choose_cohort(federation.split.seen, participation, seed, k)[0]
     with work_of([agent], f"round {k}"):
         found = doubt(
@@ -100,7 +105,8 @@ def _doubts(
             round=k,
             server=progress.server,
         )
-    return (found,) if found else ()
+    if found:
+        on_doubt(k, found)
 
 
 def _attempt(
