@@ -30,15 +30,10 @@ CONFIG = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _without_figures(monkeypatch):
-    monkeypatch.setattr("nufed.report.page.save_chart", lambda *_: None)
-
-
 def run(out, *overrides, **own):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        nufed.run(CONFIG, overrides, out=out, **own)
+        nufed.run(CONFIG, overrides, out=out, figures=False, **own)
     return [str(w.message) for w in caught if issubclass(w.category, NumericalWarning)]
 
 
@@ -128,11 +123,11 @@ def test_a_resumed_run_tells_what_an_uninterrupted_one_does(tmp_path):
 
     with pytest.raises(KeyboardInterrupt), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        nufed.run(CONFIG, out=tmp_path / "stopped", on_progress=interrupt)
+        nufed.run(CONFIG, out=tmp_path / "stopped", figures=False, on_progress=interrupt)
     assert not (tmp_path / "stopped" / "results.json").exists()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        nufed.resume(tmp_path / "stopped")
+        nufed.resume(tmp_path / "stopped", figures=False)
     assert file_hashes(tmp_path / "stopped") == file_hashes(tmp_path / "whole")
     assert len(told(tmp_path / "stopped")) == 4
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
+from nufed.terminal import say
+
 BROKEN_PIPE = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1  # as shells report it
 
 
@@ -36,10 +38,10 @@ def standard_streams() -> Iterator[None]:
         error = cast(OSError, failure.__cause__)
         if isinstance(error, BrokenPipeError):
             sys.exit(BROKEN_PIPE)
-        print(
-            f"nufed: error: standard output can't be written ({error.strerror}): files that the "
-            "command names are written as always, direct its output elsewhere",
-            file=sys.stderr,
+        say(
+            f"error: standard output can't be written ({error.strerror}): files that the command "
+            "names are written as always, direct its output elsewhere",
+            error=True,
         )
         sys.exit(2)
     finally:

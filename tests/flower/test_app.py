@@ -132,7 +132,7 @@ def test_a_run_goes_on_only_as_it_began(tmp_path):
 @pytest.mark.timeout(120)  # opening a FIFO that nobody reads from would wait without end
 @pytest.mark.parametrize("place", ["log.txt", "lock", "privacy.json", "federation.json"])
 def test_a_special_file_in_its_directory_is_not_opened(tmp_path, monkeypatch, place):
-    monkeypatch.setattr("nufed.report.build_report", lambda runs, out: out)
+    monkeypatch.setattr("nufed.report.build_report", lambda runs, out, **_: out)
     app, path = app_of(tmp_path), tmp_path / "run" / place
     start(app, tmp_path, tmp_path / "run")
     path.unlink(missing_ok=True)

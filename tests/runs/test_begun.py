@@ -29,13 +29,15 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    monkeypatch.setattr("nufed.report.build_report", lambda *_: None)  # takes most of the time
+    monkeypatch.setattr(
+        "nufed.report.build_report", lambda *_, **__: None
+    )  # takes most of the time
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nufed.report.build_report", lambda *_: None)
+        patch.setattr("nufed.report.build_report", lambda *_, **__: None)
         return library.run(CONFIG, out=tmp_path_factory.mktemp("finished") / "run").path
 
 
@@ -169,7 +171,7 @@ def test_other_software_is_one_warning_and_both_versions_are_shown(run, monkeypa
     for package in ("nufed", "torch", "numpy"):
         assert f"{package} {before['software'][package]}, then {package}-9" in shown
     monkeypatch.undo()
-    monkeypatch.setattr("nufed.report.build_report", lambda *_: None)
+    monkeypatch.setattr("nufed.report.build_report", lambda *_, **__: None)
     library.resume(run)  # with the first versions again: no warning, and it is written down
     assert len(read_signed(run / "run.json")["resumed"]) == 2
 

@@ -43,7 +43,7 @@ BOUNDS = {
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nufed.report.build_report", lambda *_: None)
+        patch.setattr("nufed.report.build_report", lambda *_, **__: None)
         return nufed.run(CONFIG, out=tmp_path_factory.mktemp("finished") / "run").path
 
 
@@ -54,7 +54,7 @@ def run(tmp_path, finished):
 
 def test_a_sample_of_seen_and_unseen_agents_is_read(tmp_path, monkeypatch):
     """Their lines are sorted within each group, not over both."""
-    monkeypatch.setattr("nufed.report.build_report", lambda *_: None)
+    monkeypatch.setattr("nufed.report.build_report", lambda *_, **__: None)
     data = CONFIG["data"] | {"unseen_agents": 3}
     run = nufed.run(CONFIG | {"rounds": 1, "eval_agents": 2, "data": data}, out=tmp_path / "run")
     agents = [scores.agent for scores in run.methods["fo"][0].scores]
