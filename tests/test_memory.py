@@ -57,12 +57,14 @@ def test_exact_grows_by_one_vector_per_step():
 
 
 @linux
-@pytest.mark.parametrize("engine", ["direct", "auto"])
-@pytest.mark.parametrize(("curvature", "most"), [("first_order", 12), ("exact", 14)])
+@pytest.mark.parametrize(
+    ("curvature", "engine", "most"), [("first_order", "direct", 12), ("exact", "auto", 20)]
+)
 def test_a_run_takes_few_times_the_memory_of_its_model(monkeypatch, curvature, engine, most):
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
     import memory
 
     found = memory.in_own_process(curvature, engine, [1300, 1000])
-    assert found["engine"] == ("direct" if engine == "direct" else "gram")
+    assert found["engine"] == {"direct": "direct", "auto": "gram"}[engine]
+    # a small model: the libraries themselves take about two times its memory while it is trained
     assert (found["peak"] - found["base"]) / found["model"] < most

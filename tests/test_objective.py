@@ -199,3 +199,14 @@ def test_wrong_vectors_and_losses_are_refused():
     unreduced = Objective(mlp(), lambda o, t: F.cross_entropy(o, t, reduction="none"))
     with pytest.raises(InputError, match=r"returned \(6,\).*one number"):
         unreduced.value(unreduced.initial(), batch)
+
+
+def test_in_float64_layers_that_the_user_froze_stay_so_and_the_start_is_the_same():
+    module = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    module[1].eval()
+    objective = Objective(module)
+    double, (inputs, targets, _) = objective.double, batches(1)[0]
+    w = objective.initial().double()
+    assert torch.equal(double.initial(), w)
+    values = [double.value(w, Batch(inputs, targets, seed)) for seed in (None, 1)]
+    assert torch.equal(*values)

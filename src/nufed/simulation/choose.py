@@ -8,7 +8,7 @@ found out by a trial in float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 from torch import Tensor
@@ -124,7 +124,7 @@ class Engines:
         double = self.objective.double
         w, agents = double.initial(), self.federation.split.seen[:2]
         try:
-            trial = _make(name, double, self.federation, self.seed)
+            trial = _make(name, self.objective, self.federation, self.seed, double=True)
             if trial is None:
                 return False
             direct = DirectEngine(double, self.federation, self.seed)
@@ -178,16 +178,24 @@ def _agree(
 
 
 def _make(
-    name: EngineName, objective: Objective, federation: Federation, seed: int
+    name: EngineName,
+    objective: Objective,
+    federation: Federation,
+    seed: int,
+    double: bool = False,
 ) -> Engine | None:
+    """The engine of that name, with vectors in float64 if ``double``."""
+    own = objective.double if double else objective
     if name == "direct":
-        return DirectEngine(objective, federation, seed)
+        return DirectEngine(own, federation, seed)
     if name == "batched":
         most = max(1, min(MANY, STACK // objective.size))
-        return BatchedEngine(objective, federation, seed, most)
+        return BatchedEngine(own, federation, seed, most)
     layer = first_layer(objective, federation.samples.input_shape)
     plain = isinstance(federation.samples.inputs, Tensor)
     if layer is None or not plain:
         return None
     most = max(1, min(GRAM_MOST, GRAM_STACK // layer.rest.size))
-    return GramEngine(objective, federation, seed, layer, most)
+    if double:  # which takes no memory, other than the first layer of a double
+        layer = replace(layer, rest=layer.rest.double)
+    return GramEngine(own, federation, seed, layer, most)
