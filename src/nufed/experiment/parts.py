@@ -120,10 +120,6 @@ def _run_method(
     saved = files.begin(config.rounds, config.eval_every)
     start = Progress(saved.round, saved.server, saved.clients) if saved else None
     saved_round = saved.round if saved else None
-    if saved:
-        like = algorithm.server_init(engine.objective, engine.objective.initial())
-        saved.check_fits(like, files.folder)
-        del like
 
     def doubt(round: int, message: str) -> None:
         files.warnings.append({"round": round, "message": message})
@@ -141,8 +137,12 @@ def _run_method(
         label=f"{name}, seed {seed}",
         on_doubt=doubt,
     )
-    del saved, start  # their vectors are needed for the first round only
     with closing(files):
+        if saved:
+            like = algorithm.server_init(engine.objective, engine.objective.initial())
+            saved.check_fits(like, files.folder)
+            del like
+        del saved, start  # their vectors are needed for the first round only
         for progress in training:
             saved_before, last = progress.round == saved_round, progress.round == config.rounds
             if saved_before and not last:
