@@ -152,7 +152,7 @@ def test_a_run_stopped_while_it_is_trained_longer_is_not_finished(run):
 
     with pytest.raises(Killed):
         library.resume(run, ["rounds=5"], on_progress=killed)
-    with pytest.raises(RunError, match="is not finished: continue with"):
+    with pytest.raises(RunError, match=r"is not finished, done.json has 3 rounds: continue with"):
         load_run(run)
 
 

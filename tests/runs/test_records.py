@@ -139,6 +139,16 @@ def test_a_group_that_no_round_has_scores_of_has_an_empty_chart(run):
         assert (not points) == empty
 
 
+@pytest.mark.parametrize(("key", "value"), [("name", "\ud800"), ("train", 10**400)])
+def test_what_python_reads_but_no_page_can_show_is_refused(run, key, value):
+    path = run / "splits" / "seed-0.json"
+    split = read_signed(path)
+    split["agents"][0][key] = value
+    path.write_bytes(signed(split))
+    with pytest.raises(RunError, match=r"seed-0\.json does not fit"):
+        load_run(run)
+
+
 def killed(event):
     if event.round:
         raise Killed

@@ -112,16 +112,14 @@ class _Reader:
         }
 
     def _part(self, folder: Path, seed: int, files: Sequence[str]) -> Trained:
-        unfinished = RunError(
-            f"{folder} is not finished: continue with `nufed run --resume {self._path}`"
-        )
+        how = f"continue with `nufed run --resume {self._path}`"
         if not (folder / DONE).exists():
-            raise unfinished
+            raise RunError(f"{folder} is not finished: {how}")
         done = check_done(folder)
         if done.files.keys() - set(OPTIONAL) != set(files):
             raise RunError(f"{folder / DONE} does not fit: it must list {', '.join(files)}")
         if done.rounds < self._config.rounds:
-            raise unfinished
+            raise RunError(f"{folder} is not finished, {DONE} has {done.rounds} rounds: {how}")
         if done.rounds > self._config.rounds:
             raise RunError(f"{folder / DONE} does not fit: it is about {done.rounds} rounds")
         scores = self._scores(folder / "agents.jsonl", seed)

@@ -6,6 +6,7 @@ one sentence that names the file (:func:`checked`).
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -271,12 +272,14 @@ class FederationRecord(Record):
 def checked(model: type[T], content: Any, path: Path, line: int | None = None) -> T:
     """The content of a file as a record, or an error that names the file and what does not fit.
 
-    ``content`` is what was decoded from JSON, or bytes to decode.
+    ``content`` is JSON as bytes, or what Python decoded from it. That is encoded again, because
+    Python, other than pydantic, takes halves of characters, which can't be written to a page.
     """
     try:
-        if isinstance(content, bytes):
-            return model.model_validate_json(content)
-        return model.model_validate(content)
+        text = content if isinstance(content, bytes) else json.dumps(content)
+        return model.model_validate_json(text)
+    except RecursionError:
+        raise RunError(f"{path} does not fit: it is nested too deeply") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = shown(".".join(map(str, first["loc"])))[1:-1]
