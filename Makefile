@@ -1,4 +1,4 @@
-# Everything runs in .venv, made from constraints.txt on first use.
+# Everything runs in .venv, created from constraints.txt on first use.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -12,39 +12,39 @@ run: $(READY)            ## train the quickstart and print the path of its repor
 federation: $(READY)     ## a server and four sites on this machine, with TLS and keys, on Flower
 	$(BIN)/nufed federate local examples/federation
 
-test: $(READY)           ## everything that must hold: format, lint, types, import rules, tests
+test: $(READY)           ## all checks: format, lint, types, import rules, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q -n 2 --dist loadscope
 
-test-slow: test-federation ## the longer campaigns, with hypothesis searching, and those of federations
+test-slow: test-federation ## slow tests too, with more hypothesis examples, and those of federations
 	NUFED_HYPOTHESIS=search $(BIN)/pytest -q -m "slow or not slow" --timeout 3600 \
-	  --ignore tests/federate --ignore tests/flower
+	  --ignore tests/flower
 
-# where no network is but this machine itself (Linux)
+# with the loopback interface as the only network (Linux)
 OFFLINE := unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' --
 
-test-federation: $(READY) ## real federations that are killed, intruded, late and lied to: about an hour
-	$(OFFLINE) $(BIN)/pytest -q -m "slow or not slow" tests/federate tests/flower
+test-federation: $(READY) ## real federations with crashes, intruders, late and corrupt sites: about an hour
+	$(OFFLINE) $(BIN)/pytest -q -m "slow or not slow" tests/flower
 
-test-offline: $(READY)   ## the tests where no network is but this machine itself (Linux)
+test-offline: $(READY)   ## the tests without a network other than loopback (Linux)
 	$(OFFLINE) $(BIN)/pytest -q
 
-bench: $(READY)          ## cost of rounds, side by side with a plain loop and a floor
+bench: $(READY)          ## benchmarks of rounds against a plain loop and a lower bound
 	$(BIN)/python benchmarks/bench.py
 
-attacks: $(READY)        ## every attack against every rule of aggregation: about half an hour
+attacks: $(READY)        ## every attack against every aggregation rule: about half an hour
 	$(BIN)/python benchmarks/attacks.py
 
-paper: $(READY)          ## the paper's experiments and beyond, in stages: about three hours
+paper: $(READY)          ## the paper's experiments and extensions, in stages: about three hours
 	$(BIN)/python -m paper
 
 paper-%: $(READY)        ## one stage of it: make paper-fig1
 	$(BIN)/python -m paper $*
 
-format: $(READY)         ## format and fix what can be fixed
+format: $(READY)         ## format, and apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

@@ -1,10 +1,10 @@
-"""make attacks: every attack against every rule of aggregation, on handwritten digits.
+"""make attacks: every attack against every aggregation rule, on handwritten digits.
 
 Trains with a fifth of the agents corrupt, and writes docs/results/attacks.json and the section
 about it (attacks_page.py). The setting is that of the preset quickstart with first-order updates,
 half of the agents a round, and more rounds: how many was chosen from curves of the plain mean
-without attacks, with other seeds, and by what they cost. A run that is done is not run again, one
-that was stopped goes on; to run one again, remove its directory. About half an hour.
+without attacks, with other seeds, and by their cost. Finished runs are reused and interrupted ones
+resumed; to repeat one, remove its directory. About half an hour.
 """
 
 import json
@@ -20,17 +20,18 @@ from attacks_page import RESULTS, RULES, SPLITS, STEPS
 from rich.console import Console
 
 from nufed import resume, run
-from nufed.aggregate import ClippedMean, Mean, Median, TrimmedMean
-from nufed.algorithm import ClientUpdate
+from nufed.algorithms.aggregation import ClippedMean, Mean, Median, TrimmedMean
+from nufed.algorithms.protocol import AgentUpdate
+from nufed.cli.progress import show_progress
+from nufed.config import load_config
 from nufed.errors import NufedError
-from nufed.progress import show_progress
-from nufed.runs import Run, load_config, load_run
-from nufed.runs.files import finite
+from nufed.runs import Run, load_run
+from nufed.runs.json_files import finite
 from nufed.simulation import Faults
 
 RUNS = Path("runs/attacks")
 AGENTS, CORRUPT, MAX_NORM = 30, 0.2, 3.0
-COST_OF = 15, 200_000  # updates, and numbers in each, to measure what a rule costs
+COST_OF = 15, 200_000  # updates, and numbers in each, to measure the cost of a rule
 SETTING = {
     "rounds": 120,
     "seeds": list(range(6)),
@@ -63,7 +64,7 @@ def settings(split: str, attack: str) -> dict:
 
 
 def trained(split: str, attack: str) -> Run:
-    """The run, begun, taken up again or read."""
+    """The run: trained, resumed, or read if it is finished."""
     path = RUNS / f"{split}-{attack.replace(', ', '-')}"
     tables = settings(split, attack)
     if (path / "results.json").exists():
@@ -80,9 +81,9 @@ def trained(split: str, attack: str) -> Run:
 
 
 def honest(found: Run, part: dict, steps: int) -> list[float | None]:
-    """The mean accuracy of honest agents by seed; none where training failed or diverged.
+    """The mean accuracy of honest agents by seed; None where training failed or diverged.
 
-    Without an attack those are left out, too, that would be corrupt: rows are about the same ones.
+    Without an attack the would-be corrupt agents are excluded too, so that all rows score the same.
     """
     means = []
     for seed in found.config.seeds:
@@ -102,7 +103,7 @@ def corrupt_agents(seed: int) -> frozenset[int]:
 
 
 def summary(found: Run) -> dict:
-    """What the page needs of a run."""
+    """The numbers of a run that the page needs."""
     rules = {
         rule: {str(n): honest(found, found.methods.get(rule, {}), n) for n in (0, STEPS)}
         for rule in RULES
@@ -117,35 +118,35 @@ def summary(found: Run) -> dict:
 
 
 def late_gain(found: Run) -> dict[str, float]:
-    """By how much accuracy still grew in the last third of the rounds, over seeds and agents."""
+    """The gain of accuracy in the last third of the rounds, over seeds and agents."""
 
     def at(rule: str, round: int) -> float:
         lines = [line for one in found.methods[rule].values() for line in one.metrics]
-        there = [line["evaluation"] for line in lines if line["round"] == round]
-        return statistics.fmean(means["seen"]["score"][STEPS] for means in there)
+        there = [line.evaluation for line in lines if line.round == round]
+        return statistics.fmean(means["seen"].score[STEPS] for means in there)
 
     last = found.config.rounds
     return {rule: at(rule, last) - at(rule, 2 * last // 3) for rule in found.methods}
 
 
 def crowded(found: Run) -> float:
-    """The share of rounds with more corrupt agents in the cohort than the trimmed mean leaves out.
+    """The fraction of rounds with more corrupt agents in the cohort than the trimmed mean trims.
 
     Cohorts are the same for every run.
     """
     rounds = [
-        len(corrupt_agents(seed) & set(line["cohort"])) > int(CORRUPT * len(line["cohort"]))
+        len(corrupt_agents(seed) & set(line.cohort)) > int(CORRUPT * len(line.cohort))
         for seed, one in found.methods["mean"].items()
         for line in one.metrics
-        if line["round"]
+        if line.round
     ]
     return sum(rounds) / len(rounds)
 
 
 def costs() -> dict[str, float]:
-    """The processor time that each rule takes, in that of the mean: medians over turns."""
+    """The CPU time of each rule relative to the mean: medians over repeats."""
     number, size = COST_OF
-    updates = [ClientUpdate(a, 1, 1, {"model": torch.randn(size)}) for a in range(number)]
+    updates = [AgentUpdate(a, 1, 1, {"model": torch.randn(size)}) for a in range(number)]
     rules = dict(zip(RULES, (Mean(), ClippedMean(), Median(), TrimmedMean(CORRUPT)), strict=True))
     times: dict[str, list[float]] = {rule: [] for rule in rules}
     for _ in range(7):
@@ -184,4 +185,4 @@ if __name__ == "__main__":
     except NufedError as error:
         sys.exit(f"attacks: {error}")
     except KeyboardInterrupt:
-        sys.exit("attacks: stopped; the same command goes on")
+        sys.exit("attacks: stopped; the same command resumes it")

@@ -1,6 +1,6 @@
-"""Writes the section about attacks from docs/results/attacks.json, where every number is from.
+"""Writes the section about attacks; all its numbers come from docs/results/attacks.json.
 
-What is said follows from intervals: 95 % over seeds, of differences between the same seeds.
+Statements follow from 95 % intervals over seeds, of differences paired by seed.
 """
 
 import json
@@ -26,7 +26,7 @@ SPLIT_WORDS = {"iid": "IID", "dirichlet": "α_d = 0.1"}
 ATTACKS = ("none", "sign_flip", "scale", "scale, screened", "gaussian", "nan", "labels")
 RULES = {
     "mean": ("0: one agent can move it anywhere", "one pass over the updates"),
-    "clipped": ("1/2 for the length of a step, 0 for its direction", "three passes"),
+    "clipped": ("1/2 for the norm of a step, 0 for its direction", "three passes"),
     "median": ("1/2", "n log n comparisons per number"),
     "trimmed": ("`trim`, here {trim}", "n log n comparisons per number"),
 }
@@ -41,7 +41,7 @@ class Results:
         self.about = about
 
     def values(self, split: str, attack: str, rule: str, when: str) -> Values:
-        """Mean accuracies of honest agents, seed by seed; None where training did not end well."""
+        """Mean accuracies of honest agents by seed; None where training failed or diverged."""
         found: Values = self.about["splits"][split][attack]["rules"][rule][when]
         return found
 
@@ -54,7 +54,7 @@ class Results:
         return difference(self.values(split, attack, rule, when), mean)
 
     def damage(self, split: str, attack: str, rule: str, when: str) -> Estimate | None:
-        """What the attack took from the same rule."""
+        """The accuracy that the attack costs the same rule."""
         none = self.values(split, "none", rule, when)
         return difference(none, self.values(split, attack, rule, when))
 
@@ -92,7 +92,7 @@ def sign(found: Estimate | None) -> int:
 
 
 def write() -> Path:
-    """Put the section between its markers, the rest of the page as it was."""
+    """Replace the section between its markers."""
     head, rest = PAGE.read_text("utf-8").split(BEGIN)
     about = json.loads(RESULTS.read_text("utf-8"))
     PAGE.write_text(f"{head}{BEGIN}\n{section(about)}\n{END}{rest.split(END)[1]}", "utf-8")
@@ -107,14 +107,14 @@ def section(about: dict[str, Any]) -> str:
             *introduction(about),
             "### Accuracy of honest agents",
             *(part for split in SPLITS for part in accuracy(results, split)),
-            "### What robust rules cost where nobody attacks",
+            "### The cost of robust rules without an attack",
             differences(lambda s, w, r: results.over_mean(s, "none", r, w), "rule − mean"),
             *(sentence for split in SPLITS for sentence in without_attack(results, split)),
-            "### What they save under attack",
+            "### Their gain under attack",
             *(part for split in SPLITS for part in under_attack(results, split)),
             "### What adaptation repairs",
-            "The accuracy that an attack took from a rule, in points: before adaptation → after "
-            "it. Bold: the interval of the first less the second lies above 0.",
+            "The accuracy that an attack costs a rule, in points: before adaptation → after "
+            "it. Bold: the interval of the first minus the second lies above 0.",
             *(part for split in SPLITS for part in repairs(results, split)),
         ]
     )
@@ -124,7 +124,7 @@ def introduction(about: dict[str, Any]) -> Iterator[str]:
     setting, seeds = about["setting"], len(about["setting"]["seeds"])
     method, (updates, size) = setting["method"], about["cost_of"]
     cohort = round(setting["participation"] * setting["agents"])
-    left_out = int(method["trim"] * cohort)
+    trimmed = int(method["trim"] * cohort)
     late = {
         (split, attack, rule): gain
         for split, attacks in about["splits"].items()
@@ -140,14 +140,14 @@ def introduction(about: dict[str, Any]) -> Iterator[str]:
         f"β = {method['meta_lr']}, τ = {method['local_steps']}, D = {method['batch_size']}; "
         f"{seeds} seeds. The setting is that of the preset `quickstart`, with more agents a round "
         "and more rounds; how many was chosen from runs of the plain mean without an attack, with "
-        "other seeds, and by what they cost. Scored are honest agents on their own test data, with "
-        "right labels; without an attack, too, the agents are left out that are corrupt in the "
-        f"other rows. Adaptation is {STEPS} steps. ± are 95 % intervals over seeds; differences "
-        "are taken between the same seeds, and bold where the interval excludes 0. Of twenty such "
-        "intervals one misses by chance, on average."
+        "other seeds, and by their cost. Only honest agents are scored, on their own test data "
+        "with true labels; without an attack, the agents that are corrupt in the other rows are "
+        f"excluded too. Adaptation is {STEPS} steps. ± are 95 % intervals over seeds; differences "
+        "are paired by seed, and bold where the interval excludes 0. Of twenty such intervals one "
+        "misses by chance, on average."
     )
     yield (
-        f"In the last third of the rounds accuracy after adaptation moved by at most "
+        f"In the last third of the rounds accuracy after adaptation changed by at most "
         f"{100 * abs(late[most]):.1f} points ({label(most[1])}, {most[2]}, "
         f"{SPLIT_WORDS[most[0]]}), all agents and seeds together."
     )
@@ -155,12 +155,12 @@ def introduction(about: dict[str, Any]) -> Iterator[str]:
         [rule, words[0].format(trim=method["trim"]), words[1], f"{about['costs'][rule]:.1f}"]
         for rule, words in RULES.items()
     ]
-    yield table(["rule", "breakdown point", "cost", "time, in that of the mean"], rows, texts=3)
+    yield table(["rule", "breakdown point", "cost", "time relative to the mean"], rows, texts=3)
     yield (
         f"Times are of {updates} updates of {size:,} numbers on one core. All but the mean hold a "
-        "copy of all updates in double precision. A breakdown point is a share of the cohort, not "
-        f"of the federation: in {share(about['crowded'])} of these rounds more than {left_out} of "
-        f"the {cohort} agents were corrupt, which is more than the trimmed mean leaves out."
+        "copy of all updates in float64. A breakdown point is a fraction of the cohort, not of the "
+        f"federation: in {share(about['crowded'])} of these rounds more than {trimmed} of the "
+        f"{cohort} agents were corrupt, which is more than the trimmed mean trims at each end."
     )
 
 
@@ -175,7 +175,7 @@ def accuracy(results: Results, split: str) -> Iterator[str]:
         percent(results.null(split, name)) for name in ("untrained", "majority", "local")
     )
     yield (
-        f"Beside them, {SPLIT_WORDS[split]}: an untrained model after the same adaptation "
+        f"Null baselines, {SPLIT_WORDS[split]}: an untrained model after the same adaptation "
         f"{untrained}; always the agent's most frequent class {majority}; trained on the agent's "
         f"data alone {local}."
     )
@@ -190,13 +190,13 @@ def accuracy(results: Results, split: str) -> Iterator[str]:
     ]
     if useless:
         yield (
-            "After adaptation these are not shown to be better than the untrained model: "
+            "After adaptation these are not significantly better than the untrained model: "
             f"{', '.join(useless)}."
         )
 
 
 def differences(of: Callable[[str, str, str], Estimate | None], heading: str) -> str:
-    """Points for every rule but the mean, by split and moment."""
+    """Points for every rule but the mean, by split, before and after adaptation."""
     columns = [(split, when) for split in SPLITS for when in (BEFORE, AFTER)]
     words = [f"{SPLIT_WORDS[split]}, {WHEN[when]}" for split, when in columns]
     rows = [
@@ -220,8 +220,8 @@ def under_attack(results: Results, split: str) -> Iterator[str]:
         names |= {f"{rule} under {label(attack)}": e for rule, e in found.items()}
     heading = f"{SPLIT_WORDS[split]}, {WHEN[AFTER]}, rule − mean, points"
     yield table([heading, *others()], rows)
-    said = by_sign({name: e for name, e in names.items() if sign(e)}) or "nothing is shown"
-    yield f"{SPLIT_WORDS[split]}, {WHEN[AFTER]}: {said}. For the others no difference is shown."
+    said = by_sign({name: e for name, e in names.items() if sign(e)}) or "none is significant"
+    yield f"{SPLIT_WORDS[split]}, {WHEN[AFTER]}: {said}. Other differences are not significant."
 
 
 def repairs(results: Results, split: str) -> Iterator[str]:
@@ -241,17 +241,17 @@ def repairs(results: Results, split: str) -> Iterator[str]:
         rows.append([label(attack), *cells])
     yield table([SPLIT_WORDS[split], *RULES], rows)
     yield (
-        f"{SPLIT_WORDS[split]}: adaptation repairs a part, and damage is left: {listed(partly)}. "
-        f"It repairs, and what may be left is not shown: {listed(wholly)}. "
-        f"Damage after adaptation is shown for: {listed(harmed)}."
+        f"{SPLIT_WORDS[split]}: adaptation repairs a part, and significant damage is left: "
+        f"{listed(partly)}. It repairs, and no significant damage is left: {listed(wholly)}. "
+        f"Significant damage after adaptation: {listed(harmed)}."
     )
 
 
 def by_sign(found: dict[str, Estimate | None]) -> str:
-    """Who is better or worse than the mean, as far as intervals say."""
+    """Which are significantly better or worse than the mean."""
     groups = {
         words: [name for name, e in found.items() if sign(e) == side]
-        for words, side in (("worse than the mean", -1), ("better", 1), ("no difference shown", 0))
+        for words, side in (("worse than the mean", -1), ("better", 1), ("not significant", 0))
     }
     return "; ".join(f"{words}: {', '.join(names)}" for words, names in groups.items() if names)
 

@@ -1,9 +1,9 @@
-"""make bench: what a round costs, side by side in one run.
+"""make bench: the cost of a round, all implementations interleaved in one run.
 
 Measures nufed's engines, a plain loop (plain.py) and the matrix-product floor of the direct method
 (floor.py) on the same random data, and the memory of large models (memory.py). Prints ratios with
-their range over turns, and writes benchmarks/results/bench.json and charts beside it. `--quick`
-runs all of it at tiny sizes, only to see that it runs, and keeps nothing unless `--out` says where.
+their range over repeats, and writes benchmarks/results/bench.json and charts beside it. `--quick`
+is a smoke test at tiny sizes and keeps nothing unless `--out` is given.
 """
 
 import argparse
@@ -32,18 +32,21 @@ from jobs import (
     paper_module,
     plain,
 )
-from measure import in_turns, median, memory_bytes, ratio
+from measure import interleaved, median, memory_bytes, ratio
+from states import states_job
 
 from nufed import Objective
-from nufed.experiment.parts import BASELINES, parts_of, run_part
+from nufed.config import load_config
+from nufed.config.build import build_module
+from nufed.config.problem import Problem
+from nufed.experiment.run_parts import BASELINE_PART, parts_of, run_method
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
-from nufed.runs import RunDirectory, load_config
-from nufed.runs.build import build_federation, build_module, build_samples
+from nufed.runs import RunDirectory
 from nufed.simulation import DirectEngine, Workers, usable_cores
 
 HERE = Path(__file__).parent
-ROUNDS = 300  # over which what is done once is spread
+ROUNDS = 300  # over which one-time costs are amortised
 TARGETS = {  # times faster than the plain loop, amortised
     "FedAvg": 3, "FO nu=1": 4, "FO nu=3": 5, "HF nu=3": 8, "exact nu=3": 8, "evaluation": 3,
 }  # fmt: skip
@@ -58,9 +61,9 @@ def paper_job(sizes, cores):
     contenders = paper_contenders(data, sizes, cores)
     gram = contenders[f"gram, {cores} workers"]
     before = time.perf_counter()
-    gram.round(everyone, 0, "first_order")  # forks, and computes every agent's matrix
+    gram.round(everyone, 0, "first_order")  # forks, and computes every agent's Gram matrix
     first = time.perf_counter() - before
-    again = in_turns({"all": lambda: gram.round(everyone, 0, "first_order")}, 2)
+    again = interleaved({"all": lambda: gram.round(everyone, 0, "first_order")}, 2)
     start_up = max(0.0, first - median(again["all"]))
     widths, test = (sizes.inputs, 80, 60, 10), sizes.samples // 5
     contenders["floor"] = Floor(widths, sizes.batch, test, 4, cores)
@@ -74,7 +77,7 @@ def paper_job(sizes, cores):
     jobs["evaluation"] = ("evaluate", everyone)
     for job, (what, *arguments) in jobs.items():
         works = {n: partial(getattr(c, what), *arguments) for n, c in contenders.items()}
-        times = in_turns(works, sizes.turns)
+        times = interleaved(works, sizes.repeats)
         plains = [n for n in times if n.startswith("plain")]
         best = min(plains, key=lambda n: median(times[n]))
         extra = start_up / ROUNDS
@@ -99,10 +102,9 @@ def paper_job(sizes, cores):
 def digits_job(sizes, cores):
     """The quickstart's training of all methods with one seed, evaluations included."""
     config = load_config("quickstart", ["seeds=[0]", *sizes.quickstart])
-    setup = Setup.make(config, model=None, data=None, loss=None, metric=None)
-    samples = build_samples(config.data)
-    data = build_federation(config, samples, 0)
-    module = build_module(config, samples, 0)
+    problem = Problem.make(config)
+    setup, data = Setup.make(problem), problem.federations[0]
+    module = build_module(config, problem.samples, 0)
     loop = plain(module, data, config.method.batch_size, config.method.local_steps)
     seen, agents = list(data.split.seen), list(data.split.agents)
     cohort = seen[: max(1, round(config.participation * len(seen)))]
@@ -120,14 +122,16 @@ def digits_job(sizes, cores):
     def ours():
         with tempfile.TemporaryDirectory() as folder:
             directory = RunDirectory(Path(folder))
-            parts = [part for part in parts_of(setup) if part.method != BASELINES]
+            parts = [part for part in parts_of(setup) if part.method != BASELINE_PART]
             stop = Stop()
-            workers = Workers(cores, lambda p, note: run_part(setup, p, directory, note, 1, stop))
-            workers.ask(sorted(parts, key=lambda p: -p.work), lambda part, note: str(part))
+            workers = Workers(
+                cores, lambda p, notify: run_method(setup, p, directory, notify, 1, stop)
+            )
+            workers.map(sorted(parts, key=lambda p: -p.work), lambda part, last: str(part))
             workers.close()
 
     works = {"plain loop, 1 thread": by_hand, f"nufed, {cores} workers": ours}
-    times = in_turns(works, sizes.few_turns)
+    times = interleaved(works, sizes.few_repeats)
     slow, fast = times.values()
     print("\nquickstart: five methods on digits, one seed, evaluations included")
     table("all of it", times, slow)
@@ -139,7 +143,7 @@ def digits_job(sizes, cores):
 def cnn_job(sizes, cores):
     contenders = cnn_contenders(sizes, cores)
     works = {n: partial(c.round, range(4), 1, "first_order") for n, c in contenders.items()}
-    times = in_turns(works, min(sizes.turns, 5))
+    times = interleaved(works, min(sizes.repeats, 5))
     plains = [n for n in times if n.startswith("plain")]
     best = min(plains, key=lambda n: median(times[n]))
     side = sizes.cnn_side
@@ -151,9 +155,9 @@ def cnn_job(sizes, cores):
 
 
 def scale_job(sizes):
-    """Rounds with more and more agents, each in a process of its own: seconds and memory."""
+    """Rounds with increasing N, each in a separate process: seconds and memory."""
     result = {}
-    print(f"\nmore agents, {sizes.cohort} of them a round, FO nu = 3, direct engine, 1 worker")
+    print(f"\nincreasing N, {sizes.cohort} agents a round, FO nu = 3, direct engine, 1 worker")
     for agents in sizes.scale:
         result[agents] = in_own_process(sizes, "scale", str(agents))
         one = result[agents]
@@ -170,18 +174,18 @@ def scale_job(sizes):
 
 
 def scale_of(sizes, agents):
-    data, turns = lazy_data(agents, sizes), sizes.turns
+    data, repeats = lazy_data(agents, sizes), sizes.repeats
     ours = Ours(DirectEngine(Objective(paper_module(sizes.inputs)), data, 0), sizes.batch)
     base = memory_bytes()
-    # other agents in every turn, as in a run
+    # another cohort in every repeat, as in a run
     seconds, peak = [], 0
-    for k in range(turns + 1):
+    for k in range(repeats + 1):
         ours.start = type(ours.start)(k, ours.start.server)
         start = time.perf_counter()
         ours.round(range(sizes.cohort), 3, "first_order")
         seconds.append(time.perf_counter() - start)
         peak = max(peak, memory_bytes() - base)
-    return {"seconds": sorted(seconds[1:])[turns // 2], "mib": peak / 2**20}
+    return {"seconds": sorted(seconds[1:])[repeats // 2], "mib": peak / 2**20}
 
 
 def memory_job(sizes, cores):
@@ -214,7 +218,7 @@ def memory_of(sizes, kind, name, cores):
 
 
 def large_job(sizes):
-    """Peak memory of whole runs of a large model, each in a process of its own, in models."""
+    """Peak memory of whole runs of a large model, each in a separate process, in model sizes."""
     result = {}
     print("\nlarge model, 4 agents, 1 worker: peak memory of a whole run, times the model")
     runs = [(curvature, engine) for curvature in LARGE_TARGETS for engine in ("direct", "auto")]
@@ -237,7 +241,7 @@ def sweeps(sizes, cores):
 
     def measured(contenders, *arguments):
         works = {n: partial(c.round, *arguments) for n, c in contenders.items()}
-        return {n: median(t) for n, t in in_turns(works, sizes.few_turns).items()}
+        return {n: median(t) for n, t in interleaved(works, sizes.few_repeats).items()}
 
     def some(local_steps=4):
         every = paper_contenders(data, sizes, cores, local_steps)
@@ -281,8 +285,8 @@ def in_own_process(sizes, *arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one turn")
-    parser.add_argument("--out", type=Path, help="where results and charts go")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one repeat")
+    parser.add_argument("--out", type=Path, help="directory for results and charts")
     parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -298,7 +302,7 @@ def main():
         return
     results = {
         "machine": {"cores": cores, "processor": platform.processor(), "torch": torch.__version__},
-        "turns": sizes.turns,
+        "turns": sizes.repeats,
         "rounds": ROUNDS,
         "paper": paper_job(sizes, cores),
         "digits": digits_job(sizes, cores),
@@ -306,10 +310,11 @@ def main():
         "memory": memory_job(sizes, cores),
         "large": large_job(sizes),
         "scale": scale_job(sizes),
+        "states": states_job(sizes),
         "sweeps": sweeps(sizes, cores),
     }
-    with tempfile.TemporaryDirectory() as thrown_away:
-        out = options.out or (Path(thrown_away) if options.quick else HERE / "results")
+    with tempfile.TemporaryDirectory() as discarded:
+        out = options.out or (Path(discarded) if options.quick else HERE / "results")
         out.mkdir(parents=True, exist_ok=True)
         (out / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
         for path in draw(results, out):

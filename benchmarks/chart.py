@@ -1,4 +1,4 @@
-"""The charts of a benchmark: cost of a round against nu, tau, cohort, workers and N."""
+"""The charts of a benchmark: cost of a round against ν, τ, cohort, workers and N."""
 
 import altair as alt
 

@@ -1,7 +1,6 @@
-"""The floor of the direct method: its matrix products and nothing else, one process per core.
+"""A lower bound for the direct method: its matrix products and nothing else, one process per core.
 
-Same shapes, into memory that is there already; no gathering of samples, no other arithmetic, no
-bookkeeping.
+Same shapes, into preallocated memory; no gathering of samples, no other arithmetic, no overhead.
 """
 
 from itertools import pairwise
@@ -20,7 +19,7 @@ class Floor:
         layers = list(pairwise(widths))
         self.batch = [self.layer(batch_size, *layer) for layer in layers]
         self.test = [self.layer(test_size, *layer) for layer in layers]
-        self.workers = Workers(workers, lambda work, note: self.run(*work))
+        self.workers = Workers(workers, lambda work, notify: self.run(*work))
 
     @staticmethod
     def layer(rows, inputs, outputs):
@@ -40,7 +39,7 @@ class Floor:
                 self.gradient()
             for _ in range(hvps):
                 self.gradient()
-                self.gradient()  # the change of the forward and of the backward run
+                self.gradient()  # the derivatives of the forward and of the backward pass
             for _ in range(tests):
                 for x, w, _, y, _, _ in self.test:
                     torch.mm(x, w.T, out=y)
@@ -49,7 +48,7 @@ class Floor:
         for i, (x, w, d, y, by_w, by_x) in enumerate(self.batch):
             torch.mm(x, w.T, out=y)
             torch.mm(d.T, x, out=by_w)
-            if i:  # nobody needs the derivative by the samples
+            if i:  # the derivative with respect to the samples is not needed
                 torch.mm(d, w, out=by_x)
 
     def round(self, cohort, nu, curvature):
@@ -64,4 +63,4 @@ class Floor:
     def spread(self, agents, *work):
         share = -(-len(agents) // self.workers_count)
         sizes = [share] * (len(agents) // share) + [len(agents) % share] * bool(len(agents) % share)
-        self.workers.ask([(size, *work) for size in sizes], lambda question, note: "the floor")
+        self.workers.map([(size, *work) for size in sizes], lambda task, last: "the floor")

@@ -1,4 +1,4 @@
-"""The jobs that are measured: data, models, and every way of doing a round on them."""
+"""The benchmarked jobs: data, models, and the implementations of a round on them."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,8 +10,8 @@ from plain import Plain
 from nufed import Exact, Federation, FirstOrder, GMeta, HessianFree, Objective
 from nufed.data import DirichletReusing, as_samples, lazy_split, make_split
 from nufed.evaluate import Measure
-from nufed.gram import first_layer
-from nufed.models import cnn, fcnn
+from nufed.models import cnn_groupnorm, fcnn
+from nufed.objective.first_layer import first_layer
 from nufed.simulation import DirectEngine, GramEngine, Progress, WorkerEngine, run_round
 
 ACCURACY = Measure("accuracy")
@@ -19,10 +19,10 @@ ACCURACY = Measure("accuracy")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the jobs are; by default as docs/performance.md reports them."""
+    """The sizes of the jobs; by default those that docs/performance.md reports."""
 
-    turns: int = 9
-    few_turns: int = 3  # of long jobs
+    repeats: int = 9
+    few_repeats: int = 3  # of long jobs
     agents: int = 50
     samples: int = 1000  # of every agent
     inputs: int = 3072
@@ -31,19 +31,23 @@ class Sizes:
     cnn_samples: int = 200
     cnn_side: int = 32
     quickstart: tuple[str, ...] = ()  # overrides
-    pool: int = 20_000  # samples that very many agents share
+    pool: int = 20_000  # samples that a large number of agents share
     scale: tuple[int, ...] = (10**2, 10**3, 10**4, 10**5, 10**6)
+    with_state: tuple[int, int] = (10**3, 10**5)  # agents that have a state
+    state_cohort: int = 100
+    state_rounds: int = 30
+    state_evaluated: int = 10**4  # agents with a state that are evaluated, at most
     nu: tuple[int, ...] = (0, 1, 2, 3, 5, 8)
     cohorts: tuple[int, ...] = (2, 5, 10, 20, 50)
     tau: tuple[int, ...] = (1, 2, 4, 8)
     workers: tuple[int, ...] = (1, 2, 3, 4)
     large: tuple[int, ...] = (7000, 3850)  # hidden layers of the large model: 48.5 million
-    measured: int = 5  # contenders of a job whose memory is measured, at most
+    measured: int = 5  # maximum number of contenders whose memory is measured
 
 
 QUICK = Sizes(
-    turns=1,
-    few_turns=1,
+    repeats=1,
+    few_repeats=1,
     agents=2,
     samples=20,
     inputs=12,
@@ -54,13 +58,17 @@ QUICK = Sizes(
     quickstart=("rounds=1", "data.agents=4", "data.unseen_agents=1"),
     pool=200,
     scale=(10,),
+    with_state=(4, 8),
+    state_cohort=2,
+    state_rounds=1,
+    state_evaluated=6,
     nu=(0, 1),
     cohorts=(1, 2),
     tau=(1, 2),
     workers=(1, 2),
     large=(40, 30),
     measured=1,
-)  # only to see that every job runs to its end
+)  # a smoke test of every job
 
 METHODS = {
     "FedAvg": (0, "first_order"),
@@ -78,7 +86,7 @@ class Ours:
     def __init__(self, engine, batch_size, local_steps=4):
         self.engine, self.batch_size, self.local_steps = engine, batch_size, local_steps
         self.start = Progress(0, {"model": engine.objective.initial()})
-        self.algorithm = cache(self.make_algorithm)  # the same object, so that workers know it
+        self.algorithm = cache(self.make_algorithm)  # the same object, which workers inherit once
 
     def make_algorithm(self, nu, curvature):
         return GMeta(
@@ -99,7 +107,7 @@ class Ours:
 
 
 class Threads:
-    """A contender that runs on so many torch threads."""
+    """A contender that runs on a given number of torch threads."""
 
     def __init__(self, contender, threads):
         self.contender, self.threads = contender, threads
@@ -116,7 +124,7 @@ class Threads:
 
 
 def image_data(agents, per_agent, shape):
-    """Random images in random classes: what is measured does not depend on them."""
+    """Random images in random classes: run time does not depend on them."""
     rng = np.random.default_rng(0)
     inputs = rng.random((agents * per_agent, *shape), dtype=np.float32)
     rows = np.split(rng.permutation(len(inputs)), agents)
@@ -142,7 +150,7 @@ def paper_module(inputs):
 
 
 def paper_contenders(data, sizes, cores, local_steps=4):
-    """Every way of doing the paper's job, by name."""
+    """Every implementation of the paper's job, by name."""
     module, batch = paper_module(sizes.inputs), sizes.batch
     objective = Objective(module)
     direct = DirectEngine(objective, data, 0)
@@ -162,7 +170,7 @@ def cnn_contenders(sizes, cores):
     shape, batch = (3, sizes.cnn_side, sizes.cnn_side), sizes.batch
     data = image_data(agents=10, per_agent=sizes.cnn_samples, shape=shape)
     torch.manual_seed(0)
-    module = cnn(shape, 10)
+    module = cnn_groupnorm(shape, 10)
     direct = DirectEngine(Objective(module), data, 0)
     yardstick = plain(module, data, batch, local_steps=2)
     return {
@@ -174,7 +182,7 @@ def cnn_contenders(sizes, cores):
 
 
 def lazy_data(agents, sizes):
-    """So many agents, their samples drawn from a pool: four fifths for training, the rest test."""
+    """Agents whose samples are drawn from a pool: four fifths for training, the rest for test."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 10, sizes.pool)
     inputs = rng.random((len(labels), sizes.inputs), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Measuring several ways of doing one job side by side: seconds, CPU-seconds, memory."""
+"""Measures several implementations of one job: seconds, CPU-seconds, memory."""
 
 import os
 import statistics
@@ -19,7 +19,7 @@ def process_tree(pid=None):
 
 
 def cpu_seconds():
-    """CPU time of the process tree, children that have ended included."""
+    """CPU time of the process tree, including children that have ended."""
     total = 0
     for pid in process_tree():
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -36,16 +36,16 @@ def memory_bytes():
     return total * 1024
 
 
-def in_turns(contenders, turns, warm_up=True):
-    """Seconds and CPU-seconds of every contender in every turn.
+def interleaved(contenders, repeats, warm_up=True):
+    """Seconds and CPU-seconds of every contender in every repeat.
 
-    All are run one after another in every turn, so that a busy moment of the machine hits all.
+    Each repeat runs all of them, so that load on the machine affects all alike.
     """
     if warm_up:
         for work in contenders.values():
             work()
     times = {name: {"seconds": [], "cpu": []} for name in contenders}
-    for _ in range(turns):
+    for _ in range(repeats):
         for name, work in contenders.items():
             cpu, start = cpu_seconds(), time.perf_counter()
             work()
@@ -59,9 +59,9 @@ def median(times, what="seconds"):
 
 
 def ratio(slow, fast, extra=0.0):
-    """How many times faster ``fast`` is: median and range over turns, both taken turn by turn.
+    """The speed-up of ``fast`` over ``slow``: median and range of the ratios within repeats.
 
-    ``extra`` seconds are added to every turn of ``fast``: its share of what is done once.
+    ``extra`` seconds are added to every repeat of ``fast``: amortised one-time costs.
     """
     each = [a / (b + extra) for a, b in zip(slow["seconds"], fast["seconds"], strict=True)]
     return {"median": statistics.median(each), "from": min(each), "to": max(each)}

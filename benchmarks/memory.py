@@ -1,11 +1,11 @@
-"""The memory of a large model: the peak of one whole run, in a process of its own.
+"""The memory of a large model: the peak of one whole run, in a separate process.
 
     python benchmarks/memory.py first_order direct 7000 3850
 
 trains a fully connected network with these hidden layers, 48.5 million parameters, for two rounds
-on four agents with one worker: evaluations, checkpoints, null baselines, bundle and report
-included, only figures are left out. Prints the peak resident memory of the process, of which `base`
-was there before the run began, and how many times the model that is.
+on four agents with one worker, including evaluations, checkpoints, null baselines, bundle and
+report, but without figures. Prints the peak resident memory of the process, `base` before the run,
+and the ratio of the peak to the model.
 """
 
 import json
@@ -20,15 +20,14 @@ import numpy as np
 import torch
 
 import nufed
-from nufed.report import page
 
-# large blocks straight from the system, so that freed memory is seen to be free
+# large blocks are mapped from the system, so that freed memory is returned to it
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
 INPUTS, AGENTS = 3072, 4
 
 
 def in_own_process(curvature, engine, hidden):
-    """What :func:`peak_of` finds in a process that has done nothing else."""
+    """The result of :func:`peak_of` in a fresh process."""
     command = [sys.executable, __file__, curvature, engine, *map(str, hidden)]
     environment = {**os.environ, **ENVIRONMENT}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
@@ -51,14 +50,14 @@ def settings(curvature, engine, hidden):
 
 
 def peak_of(curvature, engine, hidden):
-    """Peak memory of a run, in bytes and in models."""
-    page.save_chart = lambda *_: None  # figures are drawn by a browser's engine
+    """Peak memory of a run, in bytes and in model sizes."""
     rng = np.random.default_rng(0)
     inputs = rng.random((24 * AGENTS, INPUTS), dtype=np.float32)
     data = inputs, np.tile(np.arange(4), 6 * AGENTS)
     base = resident("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
-        run = nufed.run(settings(curvature, engine, hidden), data=data, out=Path(folder) / "run")
+        out = Path(folder) / "run"
+        run = nufed.run(settings(curvature, engine, hidden), data=data, out=out, figures=False)
         path = run.path / "methods" / "gmeta" / "seed-0" / "model.safetensors"
         model = path.stat().st_size
     peak = resident("VmHWM")
@@ -72,7 +71,7 @@ def peak_of(curvature, engine, hidden):
 
 
 def resident(which):
-    """A line of this process's status in bytes, where there is one; else the peak so far."""
+    """A field of /proc/self/status in bytes, where that exists; else the peak so far."""
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

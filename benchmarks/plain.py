@@ -1,4 +1,4 @@
-"""The yardstick: a round as published Per-FedAvg code writes it.
+"""The baseline: a round as in published Per-FedAvg code.
 
 Copy the module for every agent, step the copy with torch.optim.SGD, call backward.
 """

@@ -19,9 +19,9 @@ run = nufed.run(
     data=(inputs, classes),
     model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)),
 )
-print(f"accuracy after 3 steps: {run.rows()[0].after.mean:.3f}, {run.path / 'report.html'}")
+print(f"accuracy after 3 steps: {run.rows()[0].personal.mean:.3f}, {run.path / 'report.html'}")
 
-# Regression: every site has a line of its own; the third array says whose sample it is.
+# Regression: every site has its own linear function; the third array is the owner of each sample.
 sites, per_site = 30, 20
 lines = rng.normal(size=8) + 0.3 * rng.normal(size=(sites, 8))
 x = rng.normal(size=(sites * per_site, 8))
@@ -32,4 +32,4 @@ run = nufed.run(
     model=lambda: nn.Linear(8, 1),
     loss=nn.functional.mse_loss,
 )
-print(f"squared error after 3 steps: {run.rows()[0].after.mean:.3f}, {run.path / 'report.html'}")
+print(f"squared error after 3 steps: {run.rows()[0].personal.mean:.3f}, {run.path / 'report.html'}")

@@ -1,6 +1,6 @@
-"""From a federation to a person's own model: train, release, adapt, and see what it gains.
+"""From a federation to an adapted model: train, release, adapt, and measure the gain.
 
-Run it anywhere: `python examples/tutorial.py`. docs/tutorial.md explains it line by line.
+Run it anywhere: `python examples/tutorial.py`. docs/tutorial.md explains it.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from nufed.data.sources import digits
 everything = digits()
 rng = np.random.default_rng(0)
 order = rng.permutation(len(everything))
-ours, theirs = order[:900], order[900:]  # theirs: people who are not in the federation
+ours, theirs = order[:900], order[900:]  # theirs: users who are not in the federation
 
 # 1. Train: 30 agents with 30 digits each, some of them rare or missing at most agents.
 run = nufed.run(
@@ -34,19 +34,19 @@ run = nufed.run(
 )
 print(f"trained: {run.path / 'report.html'}")
 
-# 2. Release: the run left a bundle, one file that holds the model and how to adapt it.
+# 2. Release: the run wrote a bundle, one file with the model and how to adapt it.
 bundle = nufed.load_bundle(run.path / "bundles" / "gmeta.nufed")
 print(bundle.card)
 
-# 3. Adapt, as new people would: each writes four of the ten digits.
+# 3. Adapt, as new users would: each writes four of the ten digits.
 points = []
-for person in range(8):
+for user in range(8):
     mine = rng.choice(10, 4, replace=False)
     rows = theirs[np.isin(everything.targets[theirs], mine)]
     known, new = rows[:200], rows[200:]
     truth = [everything.classes[c] for c in everything.targets[new]]
 
-    def share_right(model, new=new, truth=truth):
+    def accuracy(model, new=new, truth=truth):
         answers = [prediction.answer for prediction in model.predict(everything.inputs[new])]
         return float(np.mean([a == b for a, b in zip(answers, truth, strict=True)]))
 
@@ -58,13 +58,15 @@ for person in range(8):
             "steps=auto": bundle.adapt(*own, steps="auto", max_steps=30),
         }
         for name, model in models.items():
-            points.append({"model": name, "samples": samples, "right": share_right(model)})
-    print(f"person {person + 1}: " + "; ".join(models["steps=auto"].report.words()[:2]))
+            points.append({"model": name, "samples": samples, "accuracy": accuracy(model)})
+    print(f"user {user + 1}: " + "; ".join(models["steps=auto"].report.words()[:2]))
 
-# 4. See what it gained.
+# 4. Measure the gain.
 for samples in (20, 50, 200):
     shares = {
-        name: np.mean([p["right"] for p in points if (p["model"], p["samples"]) == (name, samples)])
+        name: np.mean(
+            [p["accuracy"] for p in points if (p["model"], p["samples"]) == (name, samples)]
+        )
         for name in models
     }
     print(
@@ -76,10 +78,10 @@ base = alt.Chart(alt.InlineData(values=points)).encode(
     color=alt.Color("model:N", sort=list(models), legend=alt.Legend(title=None, orient="top")),
     xOffset=alt.XOffset("model:N", sort=list(models)),
 )
-axis = {"title": "right, on new samples", "scale": alt.Scale(zero=False)}
+axis = {"title": "accuracy on new samples", "scale": alt.Scale(zero=False)}
 chart = base.mark_point(opacity=0.45).encode(
-    y=alt.Y("right:Q", axis=alt.Axis(format="%"), **axis)
-) + base.mark_tick(thickness=3, size=22).encode(y=alt.Y("mean(right):Q", **axis))
+    y=alt.Y("accuracy:Q", axis=alt.Axis(format="%"), **axis)
+) + base.mark_tick(thickness=3, size=22).encode(y=alt.Y("mean(accuracy):Q", **axis))
 picture = Path(run.path) / "figures" / "tutorial.svg"
 chart.properties(width=480, height=300).save(picture)
 print(f"picture: {picture}")

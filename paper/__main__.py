@@ -4,8 +4,8 @@
     python -m paper fig1 fig2    only these, then the page
     python -m paper --page       only the page
 
-A stage whose summary (docs/results/NAME.json) exists is not run again, a stopped one is resumed. To
-run one again, remove its summary and its run directory.
+A stage whose summary (docs/results/NAME.json) exists is skipped, an interrupted one is resumed. To
+repeat one, remove its summary and its run directory.
 """
 
 import json
@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from nufed import NumericalWarning, resume, run
+from nufed.cli.progress import show_progress
 from nufed.errors import NufedError
-from nufed.progress import show_progress
 from nufed.runs import Run, load_run
 from paper import page, tuning
 from paper.stages import FOUR, STAGES, WHERE
@@ -29,7 +29,7 @@ from paper.summary import summarise_run, summarise_search
 def main(arguments: list[str]) -> None:
     unknown = [a for a in arguments if a not in STAGES and a != "--page"]
     if unknown:
-        sys.exit(f"{unknown[0]!r} is no stage; there are {', '.join(STAGES)}")
+        sys.exit(f"{unknown[0]!r} is not a stage: use one of {', '.join(STAGES)}")
     wanted = [a for a in arguments if a in STAGES] or list(STAGES)
     if "--page" not in arguments:
         for name in wanted:
@@ -56,15 +56,15 @@ def _single(name: str) -> dict[str, Any]:
 
 
 def _search(name: str) -> dict[str, Any]:
-    """Train around the best step sizes so far until none lies on an edge of what was tried."""
+    """Train around the best step sizes so far until none lies on an edge of the grid."""
     scores: tuning.Scores = {method: {} for method in FOUR}
-    seconds, turn = 0.0, 0
-    while turn < tuning.LAST_TURN:
+    seconds, runs = 0.0, 0
+    while runs < tuning.MAX_RUNS:
         points = {method: tuning.next_points(method, own) for method, own in scores.items()}
         if not any(points.values()):
             break
-        turn += 1
-        directory = WHERE.runs / f"{name}-{turn}"
+        runs += 1
+        directory = WHERE.runs / f"{name}-{runs}"
         run = _train(STAGES[name].config() | {"methods": tuning.methods_of(points)}, directory)
         tuning.read_scores(run, scores)
         seconds += _seconds(directory)
@@ -77,12 +77,12 @@ def _train(tables: dict[str, Any], directory: Path) -> Run:
         return load_run(directory)
     before, start = _seconds(directory), time.monotonic()
     with show_progress(Console(stderr=True)) as display, warnings.catch_warnings():
-        warnings.simplefilter("ignore", NumericalWarning)  # about the poor steps of `delta`
+        warnings.simplefilter("ignore", NumericalWarning)  # expected for the large steps of `delta`
         how = {"on_start": display.start, "on_progress": display.update, "figures": False}
         try:
             if (directory / "run.json").exists():
-                return resume(directory, trust=True, **how)  # we have begun it
-            return run(_without_nothing(WHERE.shrink(tables)), out=directory, **how)
+                return resume(directory, trust=True, **how)  # started by this command
+            return run(_without_none(WHERE.shrink(tables)), out=directory, **how)
         finally:
             if directory.exists():
                 seconds = before + time.monotonic() - start
@@ -94,10 +94,10 @@ def _seconds(directory: Path) -> float:
     return json.loads(path.read_text("utf-8"))["seconds"] if path.exists() else 0.0
 
 
-def _without_nothing(tables: dict) -> dict:
-    """TOML has no null: a key set to None is left out."""
+def _without_none(tables: dict) -> dict:
+    """TOML has no null: keys set to None are omitted."""
     return {
-        key: _without_nothing(value) if isinstance(value, dict) else value
+        key: _without_none(value) if isinstance(value, dict) else value
         for key, value in tables.items()
         if value is not None
     }

@@ -1,15 +1,15 @@
-"""The sentences of the paper that its figures support, each tested on what was measured.
+"""The paper's claims about its figures, each tested on our measurements.
 
-A claim is one sentence; its comparisons are the pairs of methods that it is about. Hessian-free and
-exact gMeta are one method to rounding, so that only one of them is compared with FedAvg.
+A claim is one sentence; its comparisons are the pairs of methods that it concerns. Hessian-free and
+exact gMeta agree to rounding, so that only one of them is compared with FedAvg.
 
 An accuracy is that of the last round, mean over all agents, after the number of fine-tuning steps
 that the figure states. A difference is paired by seed and agent and has two 95 % intervals (over
 seeds, over agents); the wider counts. Rules, the same for all:
 
 - "better", "faster", "degraded": held if the interval lies on the claimed side of 0; not held if it
-  excludes a difference of MATTERS (or of one evaluation, for rounds) on that side; else undecided.
-- "not much affected": held if the interval lies within ±LITTLE; not held if it lies outside; else
+  excludes a difference of RELEVANT (or of one evaluation, for rounds) on that side; else undecided.
+- "not much affected": held if the interval lies within ±SMALL; not held if it lies outside; else
   undecided.
 - A claim has the verdict of its comparisons if they agree; else it is mixed.
 """
@@ -24,9 +24,9 @@ from nufed.runs.compare import Difference, Verdict
 from nufed.runs.results import Estimate
 from paper.summary import Lr, Summary, Values, summary
 
-MATTERS = 0.005
-LITTLE = 0.01
-BELOW = 0.005  # the accuracy to be reached: this much below the lowest final one of the figure
+RELEVANT = 0.005
+SMALL = 0.01
+TARGET_MARGIN = 0.005  # the target accuracy is this much below the lowest final one of the figure
 
 Judge = Callable[[Difference], Verdict]
 
@@ -75,7 +75,7 @@ def protocol_claims() -> list[Claim]:
 
 
 def fair_claims() -> list[Claim]:
-    """The same with every method's own α, chosen on validation samples."""
+    """The same claims with every method's own α, chosen on validation samples."""
     found: list[Claim] = []
     for stage, where in (
         ("fair-fig1", "CIFAR-10"),
@@ -111,7 +111,7 @@ def _better(stage: str, run: Summary, where: str, lr: Lr) -> Iterator[Claim]:
                 f"{ours} against {theirs}",
                 run.agents(ours, 3, lr=lr),
                 run.agents(theirs, 3, lr=lr),
-                lambda difference: difference.above(MATTERS),
+                lambda difference: difference.above(RELEVANT),
             )
             for ours, theirs in pairs
         ]
@@ -119,7 +119,7 @@ def _better(stage: str, run: Summary, where: str, lr: Lr) -> Iterator[Claim]:
 
 
 def _faster(stage: str, run: Summary, where: str, lr: Lr) -> Iterator[Claim]:
-    target = lowest_final(run, lr) - BELOW
+    target = lowest_final(run, lr) - TARGET_MARGIN
     every = run.config["eval_every"]
     for rival, pairs in _pairs(run):
         comparisons = []
@@ -145,10 +145,10 @@ def lowest_final(run: Summary, lr: Lr) -> float:
 
 
 def rounds_to(run: Summary, method: str, step: int, target: float, lr: Lr) -> Values:
-    """The first evaluated round with at least that mean accuracy, by seed; else one past the end.
+    """The first evaluated round with at least the target accuracy, by seed; else one past the end.
 
-    Seeds have splits of different difficulty: each has to come as near to the lowest final accuracy
-    of its own methods as ``target`` is to that of all.
+    Seeds have splits of different difficulty: the target of a seed is as far below the lowest final
+    accuracy of its own methods as ``target`` is below that of all.
     """
     shift = lowest_final(run, lr) - target
     own = np.min([run.curve(m, step, lr=lr)[:, -1] for m in run.methods], axis=0) - shift
@@ -174,7 +174,7 @@ def _harder(easy: Summary, hard: Summary) -> Claim:
     words = "accuracies are degraded on CIFAR-100 compared to CIFAR-10"
     values = f"{100 * a.mean():.1f} % against {100 * b.mean():.1f} %"
     compared = "all methods: CIFAR-10 against CIFAR-100"
-    verdict = difference.above(MATTERS)
+    verdict = difference.above(RELEVANT)
     return Claim("fig2", words, [Comparison(compared, values, difference, "points", verdict)])
 
 
@@ -182,8 +182,8 @@ def _batches(
     small: Summary, large: Summary, stage: str, methods: Sequence[str], suffix: str
 ) -> Iterator[Claim]:
     """D = 40 and three steps against D = 120; the former are called ``method + suffix``."""
-    degraded: Judge = lambda difference: difference.above(MATTERS)  # noqa: E731
-    little: Judge = lambda difference: difference.small(LITTLE)  # noqa: E731
+    degraded: Judge = lambda difference: difference.above(RELEVANT)  # noqa: E731
+    little: Judge = lambda difference: difference.small(SMALL)  # noqa: E731
     for family, words, step, judge in (
         ("fedavg", "FedAvg is degraded by a batch three times as large and one step", 1, degraded),
         ("per-fedavg", "Per-FedAvg is not much affected by a larger batch and one step", 1, little),

@@ -25,7 +25,7 @@ NULLS = {
     "local": "trained alone",
     "untrained": "untrained",
 }
-NULL_STEPS = {"majority": 0, "local": 0, "untrained": 3}  # what is trained is not fine-tuned
+NULL_STEPS = {"majority": 0, "local": 0, "untrained": 3}  # only the untrained is fine-tuned
 MEASURES = {
     "score": "test accuracy",
     "balanced": "balanced accuracy",
@@ -38,7 +38,7 @@ Line = tuple[str, str, int]  # label, method, fine-tuning steps
 
 
 def name(method: str) -> str:
-    """What a method is called in figures and tables, with its batch size if it has one."""
+    """The name of a method in figures and tables, with its batch size if it has one."""
     stem, _, size = method.rpartition("-")
     return f"{NAMES[stem]}, D = {size}" if stem in NAMES and size.isdigit() else NAMES[method]
 
@@ -73,9 +73,9 @@ def rounds_figure(run: Summary, lines: Sequence[Line], nulls: Summary | None = N
 
 
 def _level_seeds(run: Summary, method: str, step: int, measure: str) -> Values:
-    """A curve by seed and round, without what makes one seed's split easier than another's.
+    """A curve by seed and round, corrected for the difficulty of each seed's split.
 
-    That is the accuracy of the majority class; its mean over seeds takes its place.
+    The accuracy of the majority class of a seed is replaced by its mean over seeds.
     """
     curve = run.curve(method, step, measure)
     if measure == "minority":
@@ -100,7 +100,7 @@ def _levels(run: Summary, measure: str, group: str = "seen") -> dict[str, float]
 
 
 def compute_figure(run: Summary) -> Any:
-    """Accuracy by gradient evaluations, as many as FedAvg made; minority classes beside."""
+    """Accuracy by gradient evaluations, up to FedAvg's budget; also on minority classes."""
     panels = []
     for measure in ("score", "minority"):
         points = [
@@ -143,7 +143,7 @@ def _alpha(alpha: float) -> str:
 
 
 def delta_figure(run: Summary) -> Any:
-    """How far the Hessian-free model is from the exact one, and its accuracy, by δ."""
+    """The distance of the Hessian-free model from the exact one, and its accuracy, by δ."""
     order = ["auto", *reversed(DELTAS)]
     far = [
         {"x": method.removeprefix("hf-"), "mean": float(np.mean(values)), "method": "Hessian-free"}
@@ -254,7 +254,7 @@ def _layers(
         lines.mark_area(opacity=0.12).encode(alt.Y("low:Q"), alt.Y2("high:Q")),
         lines.mark_line(strokeWidth=2).encode(y),
     ]
-    if symbols:  # of different shapes, so that lines that coincide can still be told apart
+    if symbols:  # of different shapes, to distinguish coinciding lines
         few = alt.Chart(alt.Data(values=_some(points, methods))).encode(x, y, color=colour)
         shape = alt.Shape("method:N", scale=alt.Scale(domain=methods), legend=None)
         layers.append(few.mark_point(size=45, strokeWidth=1.5).encode(shape=shape))
@@ -262,7 +262,7 @@ def _layers(
 
 
 def _some(points: list[dict[str, Any]], methods: list[str]) -> list[dict[str, Any]]:
-    """The points to draw symbols at: of long lines every eighth, of each method others."""
+    """The points to draw symbols at: every eighth of long lines, offset by method."""
     some = []
     for i, method in enumerate(methods):
         own = [point for point in points if point["method"] == method]
@@ -275,7 +275,7 @@ def _side_by_side(panels: list[Any]) -> Any:
 
 
 def all_figures() -> dict[str, Path]:
-    """Draw every figure whose runs are there; file names by figure."""
+    """Draw every figure whose runs exist; paths by figure."""
     drawn: dict[str, Path] = {}
     one = summary("fig1")
     for figure in FIGURES:

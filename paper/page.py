@@ -1,6 +1,6 @@
-"""Writes docs/results.md from the summaries: every number on it comes from there.
+"""Writes docs/results.md from the summaries, the source of all its numbers.
 
-The words are in results.md.j2 and in_short.md.j2; tables and numbers in sentences are made here.
+The text is in results.md.j2 and in_short.md.j2; tables and numbers in sentences are made here.
 """
 
 from collections import Counter
@@ -13,9 +13,9 @@ import numpy as np
 from nufed.runs.compare import Difference
 from nufed.runs.results import Estimate
 from paper.claims import (
-    BELOW,
-    LITTLE,
-    MATTERS,
+    RELEVANT,
+    SMALL,
+    TARGET_MARGIN,
     Claim,
     fair_claims,
     lowest_final,
@@ -74,8 +74,8 @@ def write() -> Path:
         until=until,
         work=work,
         search=search,
-        matters=MATTERS,
-        little=LITTLE,
+        matters=RELEVANT,
+        little=SMALL,
         rounds=ROUNDS,
         seeds=len(SEEDS),
         tuned_at=TUNED_AT,
@@ -121,18 +121,18 @@ def gain(
 
 def until(run: Summary, method: str, lr: Lr = "chosen") -> str:
     """The rounds until a method is within half a point of the lowest final accuracy."""
-    rounds = rounds_to(run, method, 3, lowest_final(run, lr) - BELOW, lr)
+    rounds = rounds_to(run, method, 3, lowest_final(run, lr) - TARGET_MARGIN, lr)
     return f"{rounds.mean():.0f}"
 
 
 def work(run: Summary, method: str, lr: Lr = "chosen") -> str:
     """The same in gradient evaluations, a Hessian-vector product counted as two."""
-    rounds = rounds_to(run, method, 3, lowest_final(run, lr) - BELOW, lr)
+    rounds = rounds_to(run, method, 3, lowest_final(run, lr) - TARGET_MARGIN, lr)
     return f"{rounds.mean() * run.compute(method):,.0f}"
 
 
 def verdicts(found: Sequence[Claim]) -> str:
-    """How many claims held, in words."""
+    """How many claims held, as text."""
     counts = Counter(claim.verdict for claim in found)
     kinds = {
         "held": "held",
@@ -168,11 +168,11 @@ def claims_table(found: Sequence[Claim]) -> str:
 
 
 def search(found: Summary) -> str:
-    """How a search went: how much was tried, and where the best step sizes lie."""
+    """The size of a search, and whether the best step sizes lie inside the grid."""
     tried = {method: len(points) for method, points in found.data["tried"].items()}
     counts = ", ".join(f"{NAMES[method]} {number}" for method, number in tried.items())
     outside = [NAMES[m] for m, inside in found.data["inside"].items() if not inside]
-    where = f"still on an edge: {', '.join(outside)}" if outside else "all inside what was tried"
+    where = f"still on an edge: {', '.join(outside)}" if outside else "all inside the grid"
     return f"trainings: {counts}; best step sizes {where}"
 
 
@@ -186,7 +186,7 @@ def figure_lines(run: Summary) -> Lines:
 
 
 def scores_table(run: Summary, lines: Lines, group: str = "seen") -> str:
-    """Accuracy beside what it hides, for methods and null baselines.
+    """Accuracy, balanced and minority accuracy, for methods and null baselines.
 
     Where step sizes were chosen, also with the one of training.
     """
@@ -225,7 +225,7 @@ def span(values: Sequence[float]) -> str:
 
 
 def rounds_table(run: Summary) -> str:
-    """Accuracy had training stopped earlier: the paper does not say when it did."""
+    """Accuracy after fewer rounds: the paper does not state the number of rounds."""
     rounds = [r for r in (0, 20, 50, 100, 200, 400) if r in run.rounds(run.methods[0])]
     rows = [
         [name(method), *(estimate(run.at_round(method, 3, round)) for round in rounds)]
@@ -235,11 +235,11 @@ def rounds_table(run: Summary) -> str:
 
 
 def choices_table(one: Summary) -> str:
-    """Pixels and exhausted classes: the same round, the same seeds, another choice."""
+    """Other choices of pixels and of exhausted classes, at the same round and seeds."""
     stages = {
         "fair-standardised": "standardised pixels",
         "pixels-symmetric": "pixels in −1 … 1",
-        "reuse": "classes never run out: agents may share samples",
+        "reuse": "classes never exhausted: agents may share samples",
     }
     runs = {label: run for stage, label in stages.items() if (run := summary(stage))}
     rows = []
@@ -332,7 +332,7 @@ def paired_table(run: Summary, group: str = "seen") -> str:
 
 
 def steps_table(run: Summary) -> str:
-    """What training for ν steps adds to FedAvg, by number of steps in evaluation, paired."""
+    """The gain of training for ν steps over FedAvg, by steps in evaluation, paired."""
     steps = [s for s in NUS if s]
     rows = [
         [f"ν = {nu}", *(gain(run, f"nu-{nu}", "nu-0", (s, s)) for s in steps)] for nu in NUS if nu
@@ -377,13 +377,13 @@ def estimate(by_seed: Values) -> str:
 
     A seed has none where training diverged, or where no agent holds minority samples.
     """
-    there = by_seed[~np.isnan(by_seed)].tolist()
-    if not there:
+    defined = by_seed[~np.isnan(by_seed)].tolist()
+    if not defined:
         return "–"
-    found = Estimate.of(there)
+    found = Estimate.of(defined)
     spread = "" if found.half_width is None else f" ± {100 * found.half_width:.1f}"
-    left_out = f" ({len(there)} of {len(by_seed)} seeds)" if len(there) < len(by_seed) else ""
-    return f"{100 * found.mean:.1f}{spread} %{left_out}"
+    seeds = f" ({len(defined)} of {len(by_seed)} seeds)" if len(defined) < len(by_seed) else ""
+    return f"{100 * found.mean:.1f}{spread} %{seeds}"
 
 
 def points(difference: Difference) -> str:

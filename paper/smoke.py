@@ -1,4 +1,4 @@
-"""Every stage of `make paper` made tiny, so that all of its code runs to the end in a minute."""
+"""A smoke test of `make paper`: every stage at a tiny size, in about a minute."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ AGENTS, SAMPLES = 6, 40
 
 
 def samples(owners: bool = False, pixels: str = "unit") -> Samples:
-    """A few handwritten digits in the place of images; with owners, of uneven numbers."""
+    """A few handwritten digits instead of images; with owners for a natural federation."""
     all_of_them = digits()
     inputs, targets = all_of_them.take(np.arange(AGENTS * SAMPLES))
     if not owners:
@@ -52,8 +52,8 @@ def shrink(tables: Tables) -> Tables:
 
 def run_all(folder: Path) -> Path:
     """Run every stage into a folder and write the page there."""
-    before, first, last = dict(vars(WHERE)), tuning.FIRST, tuning.LAST_TURN
-    tuning.FIRST, tuning.LAST_TURN = {"adapt_lr": range(1), "meta_lr": range(1, 3)}, 2
+    before, first, most = dict(vars(WHERE)), tuning.FIRST, tuning.MAX_RUNS
+    tuning.FIRST, tuning.MAX_RUNS = {"adapt_lr": range(1), "meta_lr": range(1, 3)}, 2
     vars(WHERE).update(
         runs=folder / "runs", results=folder / "results", page=folder / "results.md", shrink=shrink
     )
@@ -64,5 +64,5 @@ def run_all(folder: Path) -> Path:
         return write()
     finally:
         vars(WHERE).update(before)
-        tuning.FIRST, tuning.LAST_TURN = first, last
+        tuning.FIRST, tuning.MAX_RUNS = first, most
         summary.summary.cache_clear()

@@ -1,4 +1,4 @@
-"""The stages of `make paper`: what is trained, in which order.
+"""The stages of `make paper` and their order.
 
 `fig1` to `fig4` are the paper's figures in the paper's protocol, as shipped with nufed: one step
 size α of fine-tuning for all methods, 800 samples to train on and 200 to test on. All other stages
@@ -18,8 +18,8 @@ from typing import Any
 
 from paper import tuning
 
-ROUNDS, SEEDS = 200, [0, 1, 2]  # beyond the paper
-UNSEEN = 10  # of 50 agents, beyond the paper
+ROUNDS, SEEDS = 200, [0, 1, 2]  # of the extensions
+UNSEEN = 10  # of 50 agents, in the extensions
 ALPHAS = [0.01, 0.05, 0.1, 0.5, 1.0, math.inf]
 NUS = [0, 1, 2, 3, 5, 10]
 DELTAS = ["1e-2", "1e-3", "1e-4", "1e-5", "1e-6", "1e-7"]
@@ -37,7 +37,7 @@ Tables = dict[str, Any]
 
 @dataclass
 class Where:
-    """Where things are written; the tests write elsewhere, and make every stage small."""
+    """Output paths, and a hook that shrinks every stage; the tests override both."""
 
     runs: Path = Path("runs/paper")  # run directories, large
     results: Path = Path("docs/results")  # summaries and figures, small
@@ -50,10 +50,10 @@ WHERE = Where()
 
 @dataclass(frozen=True)
 class Stage:
-    """A run: what it is for, and its configuration (made when its turn comes).
+    """A run: a description, and its configuration (built when it is run).
 
     A stage that is a search (``tuning``) makes several runs, until the best step sizes lie inside
-    what was tried.
+    the grid.
     """
 
     about: str
@@ -62,7 +62,7 @@ class Stage:
 
 
 def preset(name: str) -> Tables:
-    return tomllib.loads((files("nufed.runs") / "presets" / f"{name}.toml").read_text("utf-8"))
+    return tomllib.loads((files("nufed.config") / "presets" / f"{name}.toml").read_text("utf-8"))
 
 
 def changed(tables: Tables, **changes: Any) -> Tables:
@@ -116,7 +116,7 @@ def trials(**changes: Any) -> Tables:
 
 
 def tuned(search: str, **changes: Any) -> Tables:
-    """The four methods with their best step sizes, beside training alone with its own best one."""
+    """The four methods, and training alone, each with its best step sizes."""
     methods = {name: own | tuning.chosen(search, name) for name, own in FOUR.items()}
     return shorter(methods, tune_local=True, **changes)
 
@@ -147,7 +147,7 @@ def alpha_stage(alpha: float) -> tuple[str, Stage]:
 
 
 def beside(**data: Any) -> Callable[[], Tables]:
-    """Figure 1 with another choice about the data that the paper leaves open."""
+    """Figure 1 with another choice about data that the paper does not specify."""
     return lambda: shorter(data=data, baselines=["majority", "untrained"])
 
 

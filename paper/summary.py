@@ -1,4 +1,4 @@
-"""What of a run directory the page needs, small enough to keep beside it."""
+"""Summaries of run directories: the numbers that the page needs, small enough to commit."""
 
 import json
 from collections.abc import Iterable
@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.torch import load_file
 
+from nufed.config.build import build_module, build_samples
 from nufed.evaluate import AgentScores
 from nufed.runs import Run
-from nufed.runs.build import build_module, build_samples
 from nufed.runs.results import Trained
 from paper.stages import DELTAS, WHERE
 from paper.tuning import Scores, best, next_points, step_size
@@ -47,7 +47,7 @@ def summarise_run(stage: str, run: Run, seconds: float) -> dict[str, Any]:
 
 
 def summarise_search(stage: str, run: Run, scores: Scores, seconds: float) -> dict[str, Any]:
-    """What a search for step sizes tried and chose."""
+    """The step sizes that a search tried and chose."""
     chosen = {}
     for method, own in scores.items():
         a, b = best(own)
@@ -86,20 +86,20 @@ def _seeds(part: dict[int, Trained]) -> dict[str, Any]:
 def _costs(part: dict[int, Trained]) -> dict[str, float]:
     """Gradients and Hessian-vector products of one round."""
     line = next(iter(part.values())).metrics[-1]
-    return {"gradients": line["gradients"], "hvps": line["hvps"]}
+    return {"gradients": line.gradients, "hvps": line.hvps}
 
 
 def _curves(trained: Trained, steps: list[int]) -> dict[str, Any]:
     """Means over agents seen in training, by measure, number of steps shown, and round."""
-    found = _curve([m for m in trained.metrics if "evaluation" in m], "evaluation", steps)
-    chosen = [m for m in trained.metrics if "evaluation_chosen" in m]
-    return found | ({"chosen": _curve(chosen, "evaluation_chosen", steps)} if chosen else {})
+    found = _curve({m.round: m.evaluation for m in trained.metrics if m.evaluation}, steps)
+    chosen = {m.round: m.evaluation_chosen for m in trained.metrics if m.evaluation_chosen}
+    return found | ({"chosen": _curve(chosen, steps)} if chosen else {})
 
 
-def _curve(lines: list[dict[str, Any]], key: str, steps: list[int]) -> dict[str, Any]:
-    seen = [m[key]["seen"] for m in lines]
-    return {"rounds": [m["round"] for m in lines]} | {
-        measure: {step: _short(at[measure][step] for at in seen) for step in steps}
+def _curve(by_round: dict[int, dict[str, Any]], steps: list[int]) -> dict[str, Any]:
+    seen = [groups["seen"] for groups in by_round.values()]
+    return {"rounds": list(by_round)} | {
+        measure: {step: _short(getattr(at, measure)[step] for at in seen) for step in steps}
         for measure in ("score", "balanced", "minority")
     }
 
@@ -113,8 +113,8 @@ def _agents(scores: list[AgentScores]) -> dict[str, Any]:
     }
 
 
-def _short(values: Iterable[float]) -> list[float | None]:
-    return [round(v, 4) if np.isfinite(v) else None for v in values]
+def _short(values: Iterable[float | None]) -> list[float | None]:
+    return [None if v is None or not np.isfinite(v) else round(v, 4) for v in values]
 
 
 def _distances(run: Run, method: str) -> list[float]:
@@ -195,7 +195,7 @@ class Summary:
 
     def minority(self, name: str, step: int, group: str = "seen", lr: Lr = "chosen") -> Values:
         """Final accuracy on the minority samples of all agents of a group, by seed."""
-        right = self.agents(name, step, "minority", group, lr)
+        accuracy = self.agents(name, step, "minority", group, lr)
         counts = [
             [n for n, seen in zip(s["minority_samples"], s["seen"], strict=True) if seen == wanted]
             for s in self._finals(name, lr)
@@ -204,14 +204,14 @@ class Summary:
         return np.array(
             [
                 np.average(np.nan_to_num(own), weights=number) if any(number) else np.nan
-                for own, number in zip(right, counts, strict=True)
+                for own, number in zip(accuracy, counts, strict=True)
             ]
         )
 
     def chosen_lr(self, name: str, step: int) -> list[float]:
         """The step sizes that were chosen, by seed; empty where none was.
 
-        Of training alone it is that of training (β), of the others that of fine-tuning (α).
+        For training alone it is the step size of training (β), for the others of fine-tuning (α).
         """
         settings = {**self.config["method"], **self._part(name).get("settings", {})}
         if name in self.data["baselines"]:  # they use the first method's settings
@@ -226,7 +226,7 @@ class Summary:
         ]
 
     def diverged(self) -> list[str]:
-        """Trainings whose final models have no finite score for some agent, in words."""
+        """Trainings whose final models have a non-finite score for some agent."""
         return [
             f"{self.data['stage']}: {name}, seed {seed}"
             for name, own in self.data.get("methods", {}).items()

@@ -1,9 +1,9 @@
-"""The search for step sizes: a grid in factors of 3 that grows until its best point lies inside.
+"""The search for step sizes: a grid in factors of 3, extended until its best point lies inside.
 
 Every method has the same grid of β, and of α where its training depends on it (FedAvg's does not:
-its α is chosen at evaluation, as everyone's is). A point is scored by the mean validation accuracy
-after three fine-tuning steps. While the best point of a method lies on an edge of what was tried,
-its neighbours beyond the edge are tried too.
+its α is chosen at evaluation, as every method's is). A point is scored by the mean validation
+accuracy after three fine-tuning steps. While the best point of a method lies on an edge of the
+grid, its neighbours beyond the edge are tried too.
 """
 
 import json
@@ -15,7 +15,7 @@ from paper import stages
 
 BASE = 0.01  # step sizes are this times powers of 3
 FIRST = {"adapt_lr": range(-1, 2), "meta_lr": range(0, 4)}  # powers tried at first
-LAST_TURN = 6  # runs after which a search ends, wherever its best points lie
+MAX_RUNS = 6  # after which a search ends, wherever its best points lie
 
 Point: TypeAlias = tuple[int, int]  # the powers of α and β
 Scores: TypeAlias = dict[str, dict[Point, float]]  # by method
@@ -31,7 +31,7 @@ def step_size(power: int) -> float:
 
 
 def next_points(method: str, scores: Mapping[Point, float]) -> list[Point]:
-    """What to try next: the first grid, then whatever surrounds the best point; none when done.
+    """The points to try next: the first grid, then neighbours of the best point; none when done.
 
     >>> next_points("gmeta-fo", {(0, 0): 0.5, (0, 1): 0.6, (-1, 1): 0.4, (1, 1): 0.4, (0, 2): 0.5})
     []
@@ -49,7 +49,7 @@ def next_points(method: str, scores: Mapping[Point, float]) -> list[Point]:
 
 
 def best(scores: Mapping[Point, float]) -> Point:
-    """The point with the best score; a training that diverged (NaN) is worst."""
+    """The point with the best score; a diverged training (NaN) ranks worst."""
     return max(scores, key=lambda point: (scores[point] == scores[point], scores[point]))
 
 
@@ -67,9 +67,9 @@ def methods_of(points: Mapping[str, Iterable[Point]]) -> dict[str, Any]:
 
 
 def read_scores(run: Run, scores: Scores) -> None:
-    """Add what a run of :func:`methods_of` measured; what could not be trained is NaN."""
+    """Add the scores of a run of :func:`methods_of`; NaN where training failed."""
     assert run.config.eval_on == "validation"
-    rows = {row.name: row.after.mean for row in run.rows() if row.group == "seen"}
+    rows = {row.name: row.personal.mean for row in run.rows() if row.group == "seen"}
     for label in run.config.methods:
         name, a, b = label.rsplit("_", 2)
         scores[name][int(a), int(b)] = rows.get(label, float("nan"))

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from support import without_report
+
 # `make test` runs the same examples every time; `make test-slow` searches for new ones
 settings.register_profile("repeatable", derandomize=True, max_examples=60, deadline=None)
 settings.register_profile(
@@ -36,6 +38,12 @@ def nufed(monkeypatch, capsys):
     return call
 
 
+@pytest.fixture
+def no_report():
+    with without_report():
+        yield
+
+
 @pytest.fixture(scope="session")
 def data_directory():
     """A directory with the real data sets; without one the test is skipped.
@@ -54,16 +62,17 @@ def data_directory():
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (unpacked / "complete").exists():
             subprocess.run([sys.executable, shared / "unpack.py", unpacked], check=True)
-            writers = unpacked / "mnist_by_writer.npz"
-            writers.unlink(missing_ok=True)
-            writers.symlink_to(shared / "mnist_by_writer.npz")
             (unpacked / "complete").touch()
+        for name in ("mnist_by_writer.npz", "omniglot_8_alphabets.npz"):
+            if not (unpacked / name).exists():
+                (unpacked / name).unlink(missing_ok=True)  # a link to nowhere
+                (unpacked / name).symlink_to(shared / name)
     return unpacked
 
 
 @pytest.fixture
 def real_data(data_directory, monkeypatch):
-    """The real data sets, where nufed looks for them."""
+    """The real data sets, in nufed's data directory."""
     monkeypatch.setenv("NUFED_DATA", str(data_directory))
     return data_directory
 
@@ -72,3 +81,14 @@ def real_data(data_directory, monkeypatch):
 def _one_thread_and_fixed_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_modules(tmp_path_factory, monkeypatch):
+    """Forget the modules that a test wrote and imported: the next test may use the same name."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    written = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(written):
+            del sys.modules[name]

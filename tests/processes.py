@@ -1,7 +1,8 @@
-"""Processes of tests: forked ones that may be killed, and who descends from whom."""
+"""Helpers for processes in tests: forked children to kill, and process trees."""
 
 import os
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -10,17 +11,21 @@ from pathlib import Path
 
 from nufed.errors import NufedError, NumericalWarning
 
+NUFED = [sys.executable, "-m", "nufed.cli"]  # the command in its own process
+
 
 def fork():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which is used
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # about threads, which the child does not use
         return os.fork()
 
 
 class Child:
-    """A process forked from this one that calls ``work()``, in a process group of its own.
+    """A forked process that calls ``work()``, in its own process group.
 
-    Forked, because it need not import torch again. What nufed raises there is its ``error``.
+    Forked to avoid importing torch again. The message of a nufed exception is its ``error``.
     """
 
     def __init__(self, work, errors):
@@ -31,7 +36,7 @@ class Child:
             os._exit(self._run(work))
 
     def _run(self, work):
-        warnings.simplefilter("ignore", NumericalWarning)  # of a checkpoint cut by a kill
+        warnings.simplefilter("ignore", NumericalWarning)  # about a checkpoint truncated by a kill
         try:
             work()
         except NufedError as error:
@@ -43,14 +48,14 @@ class Child:
         return 0
 
     def kill(self):
-        """End it and all its processes, which hold the lock of their run until they are gone."""
+        """Kill it and its descendants, which hold the run's lock until they exit."""
         below = descendants(self.pid)
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # it has exited
             os.killpg(self.pid, signal.SIGKILL)
         wait_for(lambda: not alive(below))
 
     def wait(self):
-        """0, 2 for an error of nufed, 1 for another, or minus the signal that ended it."""
+        """The exit code: 0, 2 for a nufed error, 1 for another, or minus the signal number."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     @property
@@ -59,7 +64,7 @@ class Child:
 
 
 def children(pid):
-    """The processes started by this one that have not ended, from Linux's /proc."""
+    """The running child processes of ``pid``, from Linux's /proc."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         state, parent = state_and_parent(stat)
@@ -80,7 +85,7 @@ def alive(pids):
 def state_and_parent(stat):
     try:
         state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-    except OSError:  # it has ended, and has been waited for
+    except OSError:  # it has exited and was reaped
         return "Z", 0
     return state, int(parent)
 
@@ -88,5 +93,5 @@ def state_and_parent(stat):
 def wait_for(condition, seconds=30):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)

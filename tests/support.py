@@ -1,16 +1,16 @@
 """Small modules, batches and federations that several tests use."""
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from contextlib import contextmanager
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from nufed import Batch, Federation, Objective
-from nufed.aggregate import average
-from nufed.algorithm import ClientResult, Cost
+from nufed.algorithms.protocol import AgentContext, AgentUpdate, Context
 from nufed.data import as_samples, make_split
 
 
@@ -97,7 +97,7 @@ def federation(
 
 
 def uneven_federation(sizes=(12, 16, 40, 24, 12, 40), inputs=5, classes=3, unseen=1):
-    """Agents of several sizes, the small ones with all they have as their batch."""
+    """Agents of several sizes; small ones use all their samples as a batch."""
     rng = np.random.default_rng(3)
     x = rng.normal(size=(sum(sizes), inputs)).astype(np.float32)
     y = (x @ rng.normal(size=(inputs, classes))).argmax(axis=1)
@@ -107,7 +107,7 @@ def uneven_federation(sizes=(12, 16, 40, 24, 12, 40), inputs=5, classes=3, unsee
 
 
 def file_hashes(path):
-    """The SHA-256 of all files that a run leaves, but for wall-clock values and what shows them."""
+    """The SHA-256 of all files of a run except those that contain wall-clock times."""
     return {
         str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(path.rglob("*"))
@@ -121,45 +121,79 @@ def relative_error(got, right):
     return float((got - right).norm() / right.norm())
 
 
-@dataclass(frozen=True)
-class Scaffold:
-    """SCAFFOLD (its second option for control variates), for tests only."""
+def context(round=1, agents=6, cohort=3):
+    """The server's context of a round."""
+    return Context(round, agents, cohort)
 
-    lr: float = 0.1
-    local_steps: int = 2
-    batch_size: int = 6
 
-    receives = ("model", "control")
-    sends = ("model", "control")
+def agent_context(objective, batches, round=1):
+    """An agent's context of a round."""
+    return AgentContext.of(context(round), objective, batches, 24)
 
-    def server_init(self, objective, w):
-        return {"model": w, "control": torch.zeros_like(w)}
 
-    def client_init(self, w):
-        return {"control": torch.zeros_like(w)}
+def states_of(engine, progress, agents=None):
+    """Agents' states for an evaluation."""
+    agents = engine.federation.split.agents if agents is None else agents
+    return {agent: progress.states.get(agent) for agent in agents}
 
-    def client_update(self, objective, received, state, batches):
-        w = received["model"]
-        for t in range(self.local_steps):
-            (batch,) = batches.draw("outer", self.batch_size, step=t)
-            w = w - self.lr * (objective.grad(w, batch) - state["control"] + received["control"])
-        drift = (received["model"] - w) / (self.local_steps * self.lr)
-        control = state["control"] - received["control"] + drift
-        sent = {"model": w, "control": control - state["control"]}
-        return ClientResult(sent, {"control": control}, Cost(self.local_steps))
 
-    def server_update(self, server, updates):
-        change = average(updates, "control", "uniform")
-        return {
-            "model": average(updates, "model", "uniform"),
-            "control": server["control"] + 0.5 * change,
-        }
+class Point(nn.Module):
+    """The model is a point; its output is its distance to a sample."""
 
-    def personalize(
-        self, objective, server, state, batches, steps, scale=1.0
-    ) -> Iterator[torch.Tensor]:
-        w, lr = server["model"], scale * self.lr
-        yield w
-        for batch in batches.draw("adapt", self.batch_size, steps):
-            w = w - lr * (objective.grad(w, batch) - state["control"] + server["control"])
-            yield w
+    def __init__(self, dimensions):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(dimensions, dtype=torch.float64))
+
+    def forward(self, inputs):
+        return inputs, self.w
+
+
+def quadratic_loss(outputs, targets):
+    """½(w − b)ᵀA(w − b), with A and b in one input row: flattened A, then b."""
+    rows, w = outputs
+    n = len(w)
+    a, b = rows[0, : n * n].reshape(n, n), rows[0, n * n :]
+    return 0.5 * (w - b) @ a @ (w - b)
+
+
+def quadratics(agents=5, dimensions=3):
+    """Agents with different curvature and different minima, full batches."""
+    generator = torch.Generator().manual_seed(4)
+    rows, pairs = [], []
+    for _ in range(agents):
+        root = torch.randn(dimensions, dimensions, generator=generator, dtype=torch.float64)
+        a = root @ root.T + 0.5 * torch.eye(dimensions, dtype=torch.float64)
+        b = 3 * torch.randn(dimensions, generator=generator, dtype=torch.float64)
+        pairs.append((a, b))
+        rows += [torch.cat([a.flatten(), b])] * 4
+    places = np.split(np.arange(4 * agents), agents)
+    split = make_split(places, 0, validation=0.0, test=0.25)
+    data = Federation(as_samples((torch.stack(rows), torch.zeros(4 * agents))), split)
+    return data, pairs
+
+
+def update(agent=0, vector=None, round=5, samples=10, **other):
+    """An agent's update of three numbers, by default the agent's number."""
+    vectors = {"model": torch.full((3,), float(agent)) if vector is None else vector, **other}
+    return AgentUpdate(agent, round, samples, vectors)
+
+
+class Killed(BaseException):
+    """Simulates a kill of a run in a test."""
+
+
+def same(left, right):
+    """Whether two mappings from names to tensors are equal to the bit."""
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def json_lines(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+@contextmanager
+def without_report():
+    """Runs in this process write no report, which takes most of a small run's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nufed.report.build_report", lambda runs, out, **_: out)
+        yield

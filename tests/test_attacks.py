@@ -1,4 +1,4 @@
-"""The table of attacks: what is compared, who is scored, and words that follow from intervals."""
+"""The tables of attacks: what is compared, who is scored, and statements from intervals."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nufed.runs import load_config
+from nufed.config import load_config
 from nufed.runs.results import Estimate
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ def test_runs_differ_in_the_rule_the_attack_and_the_split_only(attacks, page):
         for attack in page.ATTACKS:
             config = load_config(attacks.settings(split, attack))
             own = [m.model_dump(exclude_unset=True) for m in config.methods.values()]
-            assert own == [{"aggregation": rule} for rule in page.RULES]
+            assert own == [{"algorithm": "gmeta", "aggregation": rule} for rule in page.RULES]
             assert config.eval_on == "test" and config.data.source == "digits"
             assert config.faults.corruption == (0 if attack == "none" else attacks.CORRUPT)
             assert len(config.seeds) >= 3
@@ -56,7 +56,7 @@ def test_only_honest_agents_are_scored(attacks):
     ("found", "expected"),
     [((0.02, 0.01), 1), ((-0.02, 0.01), -1), ((0.01, 0.02), 0), ((-0.01, 0.02), 0), (None, 0)],
 )
-def test_nothing_is_said_that_an_interval_does_not_say(page, found, expected):
+def test_statements_follow_from_intervals(page, found, expected):
     assert page.sign(found and Estimate(*found)) == expected
 
 
@@ -74,7 +74,7 @@ def test_what_adaptation_repairs_is_taken_between_the_same_seeds(page):
     assert page.percent([None, 0.3]) == "diverged in 1 of 2"
 
 
-def test_the_page_is_what_the_numbers_make_of_it(page):
+def test_the_page_is_generated_from_the_numbers(page):
     about = json.loads((ROOT / page.RESULTS).read_text("utf-8"))
     text = (ROOT / page.PAGE).read_text("utf-8")
     shown = re.search(f"{page.BEGIN}\n(.*)\n{page.END}", text, re.DOTALL)[1]

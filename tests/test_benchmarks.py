@@ -1,4 +1,4 @@
-"""`make bench` runs to its end: every job of it, at tiny sizes."""
+"""Smoke test of `make bench`: every job at a tiny size."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def test_every_job_of_the_benchmark_runs_to_its_end(tmp_path):
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "bench.json").read_text())
     kept = json.loads((ROOT / "benchmarks/results/bench.json").read_text())
-    assert results.keys() == kept.keys()  # what was reported was made by the same jobs
+    assert results.keys() == kept.keys()  # the committed results come from the same jobs
     assert {path.name for path in tmp_path.iterdir()} == {
         path.name for path in (ROOT / "benchmarks/results").iterdir()
     }

@@ -1,42 +1,239 @@
-"""What the documents name exists, and what the README promises is so."""
+"""Names, paths, links and commands in the documents exist, and scripts in them run."""
 
+import ast
 import gzip
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
+from pydoc import locate
 
 import numpy as np
 import pytest
 import torch
+import typer.main
 
 from nufed import Samples
+from nufed.algorithms import ALGORITHMS
+from nufed.algorithms.aggregation import AGGREGATIONS
+from nufed.cli.commands import app
+from nufed.config.load import known_fields
+from nufed.data import PARTITIONS
+from nufed.data.omniglot import omniglot
 from nufed.data.sources import SOURCES, mnist_writers
 
 ROOT = Path(__file__).parent.parent
+BASES = ["", "src", "src/nufed", "tests"]  # paths may be written from any of these
+ROOMS = {path.stem for path in (ROOT / "src/nufed").iterdir()}
+GROUPS = {known.group for known in (ALGORITHMS, AGGREGATIONS, PARTITIONS)}  # of entry points
+TOP = {path.name for path in ROOT.iterdir() if path.is_dir()} | ROOMS | {"nufed"}
+MADE_UP = {  # files that a reader makes
+    "algorithms/yours.py",
+    "tests/algorithms/test_yours.py",
+    "app.py",
+    "mine.py",
+    "my_data.py",
+}
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in ROOT.rglob("*.md")
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+
+
+def text_of(page):
+    """A page; of the changelog only the unreleased part, which describes this state."""
+    text = (ROOT / page).read_text("utf-8")
+    return text.split("\n## ")[1] if page == "CHANGELOG.md" else text
+
+
+def missing_paths(text):
+    """Missing files and folders that a text names, relative to the root or a room.
+
+    A bare file name is looked for in the folders that the same line or table row names, too.
+    """
+    for line in text.splitlines():
+        names = re.findall(r"`([\w.*/-]+)`", line)
+        names += re.findall(
+            r"(?<![\w./-])((?:src|tests|docs|examples|benchmarks)/[\w./*-]*\w)", line
+        )
+        folders = [name for name in names if name.endswith("/")]
+        folders += [f"{Path(name).parent}" for name in names if "/" in name]
+        for name in set(names) - MADE_UP:
+            first, slash, _ = name.partition("/")
+            if re.match(r"runs/\w+(-\w+)*(/|$)", name) and not name.endswith((".py", ".toml")):
+                continue  # a run directory of the reader's
+            if (slash and first in TOP) or name.endswith((".py", ".j2")):
+                places = [ROOT / base / folder for base in BASES for folder in ("", *folders)]
+                if not any(any(place.glob(name)) for place in places):
+                    yield name
+
+
+def missing_tests(text):
+    """``file::test`` whose file has no such test."""
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
+        if f"def {test}(" not in (ROOT / file).read_text("utf-8"):
+            yield f"{file}::{test}"
+
+
+def missing_names(text):
+    """Dotted names of nufed, in backticks or in Python, that can't be imported.
+
+    What is called must be callable. ``data.agents`` may be a key of a configuration instead, and
+    ``nufed.partitions`` is a group of entry points.
+    """
+    python = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for piece in (*re.findall(r"`([^`\n]+)`", text), *python):
+        for name, called in re.findall(r"(?<![\w./:-])([a-z_]\w*(?:\.\w+)+)(\()?", piece):
+            first = name.partition(".")[0]
+            if first != "nufed":  # in Python a variable
+                if first not in ROOMS or piece in python or is_key(name) or is_file(name):
+                    continue
+                name = f"nufed.{name}"
+            if name in GROUPS:
+                continue
+            found = locate(name)
+            if found is None or (called and not callable(found)):
+                yield name
+
+
+def is_key(name):
+    """Whether a configuration has this key, or a table of free keys above it."""
+    keys = [key for key, _ in known_fields()]
+    tables = {key for key in keys for other in keys if other.startswith(f"{key}.")}
+    return name in keys or any(name.startswith(f"{key}.") for key in set(keys) - tables)
+
+
+def is_file(name):
+    return name.endswith((".json", ".toml", ".md", ".py", ".txt", ".html"))
+
+
+def missing_imports(text):
+    """Imports of nufed in the Python of a page that would fail."""
+    for script in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        for node in ast.walk(ast.parse(script)):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "nufed":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                yield from (name for name in names if locate(name) is None)
+
+
+def missing_links(page, text):
+    """Links to files that don't exist, and to headings that no page has."""
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        file, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            yield target
+
+
+@cache
+def anchors(path):
+    """The names that GitHub gives to the headings of a page."""
+    plain = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def missing_commands(text):
+    """Commands of nufed, and targets of make, that don't exist."""
+    top = typer.main.get_command(app)
+    for words in re.findall(r"(?:^|`|\$ )nufed ((?:[a-z-]+ ?)+)", text, re.MULTILINE):
+        group = top
+        for word in words.split():
+            if group is None or not hasattr(group, "commands"):
+                break
+            if word not in group.commands:
+                yield f"nufed {words}"
+            group = group.commands.get(word)
+    for target in re.findall(r"(?:^|`)make ([a-z][\w-]*)", text, re.MULTILINE):
+        if target not in make_targets() and not target.startswith("paper-"):
+            yield f"make {target}"
+
+
+@cache
+def make_targets():
+    text = (ROOT / "Makefile").read_text()
+    return re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split()
+
+
+def missing(page, text):
+    return {
+        *missing_paths(text),
+        *missing_tests(text),
+        *missing_names(text),
+        *missing_imports(text),
+        *missing_links(page, text),
+        *missing_commands(text),
+    }
+
+
+def test_the_readme_links_every_page_and_the_changelog_names_every_algorithm():
+    readme, changelog = text_of("README.md"), text_of("CHANGELOG.md")
+    assert [p for p in PAGES if Path(p).parent == Path("docs") and f"({p})" not in readme] == []
+    assert [name for name in ALGORITHMS if f"`{name}`" not in changelog] == []
+
+
+def test_algorithms_are_mapped_to_their_code_and_test():
+    for name in ("gmeta", "scaffold", "ditto"):
+        for path in (f"src/nufed/algorithms/{name}.py", f"tests/algorithms/test_{name}.py"):
+            assert f"`{path}`" in text_of("docs/paper.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_documents_name_exists(page):
+    assert missing(page, text_of(page)) == set()
+
+
+def test_all_pages_are_read():
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/privacy.md"} <= set(PAGES)
 
 
 @pytest.mark.parametrize(
-    "page",
+    "text",
     [
-        "docs/paper.md",
-        "docs/theory.md",
-        "docs/performance.md",
-        "docs/data.md",
-        "docs/tutorial.md",
-        "docs/reliability.md",
-        "docs/deployment.md",
-        "CONTRIBUTING.md",
-        "README.md",
+        "`src/nufed/nowhere.py`",
+        "`nufed/nowhere.py`",
+        "`simulation/nowhere.py`",
+        "`nowhere.py`",
+        "in `bundle/`: the file in `nowhere.py`",
+        "`nowhere.md.j2`",
+        "`config/presets/nowhere*.toml`",
+        "`paper/nowhere.py`",
+        "tests/nowhere",
+        "`tests/test_docs.py::test_nothing`",
+        "`nufed.nowhere`",
+        "`nufed.meta.nowhere(w)`",
+        "`simulation.loop.nowhere`",
+        "`data.nowhere`",
+        "```python\nw = nufed.meta.fine_tuning(w)\n```",
+        "```python\nfrom nufed.data import Nothing\n```",
+        "[page](docs/nowhere.md)",
+        "[page](README.md#nowhere)",
+        "[below](#nowhere)",
+        "`nufed nowhere`",
+        "```\nnufed data nowhere\n```",
+        "`make nowhere`",
     ],
 )
-def test_files_that_documents_name_exist(page):
-    named = re.findall(
-        r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+)`", (ROOT / page).read_text()
-    )
-    linked = re.findall(r"\]\((?!http|#)([\w./-]+)\)", (ROOT / page).read_text())
-    assert all((ROOT / name).exists() for name in named), named
-    assert all(((ROOT / page).parent / name).exists() for name in linked), linked
-    assert named or linked or page in ("CONTRIBUTING.md", "docs/data.md")
+def test_what_does_not_exist_is_found(text):
+    assert len(missing("README.md", text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`src/nufed/files.py` `nufed/files.py` `files.py` `simulation/loop.py` `tests/support.py`",
+        "in `bundle/`: the file in `adapted.py`",
+        "`config/presets/fig*.toml` `paper/stages.py` `paper/` `results.json`",
+        "`tests/test_docs.py::test_all_pages_are_read`",
+        "`nufed.meta.differences` `nufed.run(data=…)` `seeding.stream(seed)` `data.agents`",
+        "`nufed.partitions`",
+        "`runs/mine` `runs/quickstart-001/report.html` `nufed data get cifar10` `make test`",
+        "[page](CONTRIBUTING.md#add-an-algorithm) [below](#start)",
+    ],
+)
+def test_what_exists_is_found(text):
+    assert missing("README.md", text) == set()
 
 
 def test_the_script_that_makes_mnist_by_writer(tmp_path, monkeypatch):
@@ -54,12 +251,28 @@ def test_the_script_that_makes_mnist_by_writer(tmp_path, monkeypatch):
     assert (samples.inputs.numpy() == digits).all()
 
 
+def test_the_script_that_makes_omniglot(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.chdir(tmp_path)
+    drawings = np.random.default_rng(0).random((10, 105, 105)) < 0.9  # ink is False
+    for number, drawing in enumerate(drawings):
+        folder = tmp_path / f"images_background/Greek/character{1 + number // 2:02}"
+        folder.mkdir(parents=True, exist_ok=True)
+        image.fromarray(drawing).save(folder / f"0394_{1 + number % 2:02}.png")
+    exec(python_of("docs/data.md")[1], {})
+    monkeypatch.setenv("NUFED_DATA", str(tmp_path))
+    samples = omniglot()
+    assert set(samples.owners) == {"Greek-0"} and samples.targets.bincount().tolist() == [2] * 5
+    means = samples.inputs.float().mean(dim=(1, 2))
+    assert (means - 25.5).abs().max() < 3  # a tenth is ink
+
+
 def test_the_shares_of_rows_that_agents_share(monkeypatch, capsys):
     """The table of docs/data.md is what its script prints, for labels as CIFAR-10 has them."""
     labels = torch.arange(10).repeat(5000)
     cifar10 = Samples(torch.zeros(len(labels), 1), labels, tuple("0123456789"))
     monkeypatch.setitem(SOURCES, "cifar10", lambda: cifar10)
-    exec(python_of("docs/data.md")[1], {})
+    exec(python_of("docs/data.md")[2], {})
     page = (ROOT / "docs/data.md").read_text()
     listed = re.findall(r"^\| (?:train|test).* \| .* \| (\d+ % .*) \|$", page, re.MULTILINE)
     assert len(listed) == 5 and capsys.readouterr().out.splitlines() == listed

@@ -3,8 +3,8 @@ import re
 import runpy
 from pathlib import Path
 
-from nufed.runs import load_config
-from nufed.runs.build import build_samples, build_split
+from nufed.config import load_config
+from nufed.config.build import build_samples, build_split
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -13,15 +13,15 @@ EXAMPLES = ROOT / "examples"
 def test_the_tutorial_and_what_its_page_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLES / "tutorial.py"))
-    printed = capsys.readouterr().out
-    rows = re.findall(
-        r"(\d+) samples: not adapted ([\d.]+)%, .* for ([\d.]+)%, .*=auto ([\d.]+)%", printed
-    )
-    before, fixed, auto = ({int(n): float(v) for n, *v3 in rows for v in [v3[k]]} for k in range(3))
-    assert before[20] < fixed[20] - 5 and auto[200] > fixed[200] + 1
-    page = (ROOT / "docs/tutorial.md").read_text()
-    for share in (before[20], fixed[20], auto[20], fixed[200], auto[200]):
-        assert f"{share:.0f}\u00a0%" in page or f"{share:.0f} %" in page
+    line = r"^(\d+) samples: not adapted ([\d.]+)%, 3 steps.* ([\d.]+)%, steps=auto ([\d.]+)%$"
+    printed = re.findall(line, capsys.readouterr().out, re.MULTILINE)
+    shares = {int(n): [float(share) for share in row] for n, *row in printed}
+    assert shares[20][0] < shares[20][1] - 5 and shares[200][2] > shares[200][1] + 1
+    page = (ROOT / "docs/tutorial.md").read_text("utf-8")
+    cells = re.findall(r"^\| (\d+) \| (\d+) % \| (\d+) % \| (\d+) % \|$", page, re.MULTILINE)
+    assert {int(n): [int(share) for share in row] for n, *row in cells} == {
+        n: [round(share) for share in row] for n, row in shares.items()
+    }
     assert (tmp_path / "runs/tutorial-001/figures/tutorial.svg").exists()
 
 
@@ -45,7 +45,7 @@ def test_own_model(tmp_path, monkeypatch, capsys):
         float(line.split(": ")[1].split(",")[0]) for line in capsys.readouterr().out.splitlines()
     )
     assert accuracy > 0.6
-    rows = {row.name: row.after.mean for row in run.rows()}
+    rows = {row.name: row.personal.mean for row in run.rows()}
     assert abs(error - rows["gmeta"]) < 1e-3
     assert rows["gmeta"] < rows["local"] < rows["untrained"]
     for name in ("own-classification", "own-regression"):

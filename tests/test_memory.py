@@ -1,4 +1,4 @@
-"""Peak memory, measured in processes of their own: of the meta-gradient, and of whole runs."""
+"""Peak memory of the meta-gradient and of whole runs, measured in separate processes."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ print(status("VmHWM") - before, w.nbytes)
 
 
 def peak(steps):
-    # large blocks straight from the system, so that freed memory is seen to be free
+    # allocate large blocks with mmap, so that freed memory is returned to the system
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     command = [sys.executable, "-c", SCRIPT, str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -53,7 +53,7 @@ def test_exact_grows_by_one_vector_per_step():
     one, vector = peak(1)
     twenty, _ = peak(20)
     assert twenty - one <= 20 * vector
-    assert twenty - one >= 15 * vector  # so that the measurement is seen to measure
+    assert twenty - one >= 15 * vector  # check that the measurement is sensitive
 
 
 @linux

@@ -1,4 +1,4 @@
-"""Nothing calls out: without being asked for a download, no socket is opened but local ones."""
+"""No network access: unless a download is requested, only local sockets are opened."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import nufed
-from test_resume import CONFIG
+from experiment.test_resume import CONFIG
 
-# a process that writes down every socket that it or its children open, then does its work
+# a process that logs every socket that it or its children open
 WATCHED = """
 import os, socket, sys
 log = os.open("sockets", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -41,7 +41,7 @@ for command in ("report run", "doctor", "list", "data list", "data show"):
 
 
 def sockets(work, cwd):
-    """What a process with that work opens."""
+    """The sockets that a process with that work opens."""
     path = os.pathsep.join([str(Path(nufed.__file__).parents[1]), *sys.path])
     environment = os.environ | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(cwd)}
     environment.pop("NUFED_DATA", None)

@@ -7,13 +7,14 @@ import re
 import numpy as np
 import pytest
 from paper import claims, page, summary, tuning
-from paper.__main__ import _without_nothing
+from paper.__main__ import _without_none
 from paper.figures import FIGURES
 from paper.smoke import run_all
 from paper.stages import STAGES, WHERE
 
+from nufed.config import load_config
 from nufed.data import make_split, part_sizes
-from nufed.runs import load_config, load_run
+from nufed.runs import load_run
 
 
 @pytest.mark.parametrize("figure", ["fig1", "fig2", "fig3", "fig4"])
@@ -43,21 +44,21 @@ def test_the_figures_show_the_stated_numbers_of_steps():
 
 
 def test_every_stage_keeps_the_papers_training_part():
-    """800 of 1000 samples to train on, the very same ones as in the paper's protocol."""
+    """800 of 1000 samples to train on, the same ones as in the paper's protocol."""
     for name in ("fig1", "fair-fig1", "fair-standardised", "alpha-0.1"):
-        data = load_config(_without_nothing(STAGES[name].config())).data
+        data = load_config(_without_none(STAGES[name].config())).data
         assert part_sizes(1000, data.validation, data.test)[0] == 800
         split = make_split([np.arange(1000)], 3, validation=data.validation, test=data.test)
         right = make_split([np.arange(1000)], 3, validation=0.0, test=0.2)
         assert split.train[0].tolist() == right.train[0].tolist()
 
 
-def test_a_search_grows_until_the_best_point_is_inside():
+def test_a_search_is_extended_until_the_best_point_is_inside():
     def score(a, b):
         return -abs(a - 2) - abs(b - 4)
 
     scores = {}
-    for _ in range(tuning.LAST_TURN):
+    for _ in range(tuning.MAX_RUNS):
         points = tuning.next_points("gmeta-fo", scores)
         scores |= {point: score(*point) for point in points}
         if not points:
@@ -73,7 +74,9 @@ def test_a_search_grows_until_the_best_point_is_inside():
 def made_up(tmp_path, **means):
     """A summary with two evaluations (rounds 0 and 10), five seeds of 40 agents per method."""
     rng = np.random.default_rng(0)
-    shared = rng.normal(0, 0.05, (5, 40))  # agents and seeds are hard alike for all methods
+    shared = rng.normal(
+        0, 0.05, (5, 40)
+    )  # the difficulty of agents and seeds, common to all methods
     methods = {}
     for name, (first, last) in means.items():
         agents = last + shared + rng.normal(0, 0.005, (5, 40))
@@ -107,7 +110,7 @@ def test_claims_are_decided_by_what_was_measured(tmp_path):
     better = {c.sentence: c for c in claims._better("fig1", run, "here", "as_trained")}
     found = {c.compared: c.verdict for claim in better.values() for c in claim.comparisons}
     assert found == {
-        "gmeta-fo against per-fedavg-fo": "not held",  # equal, to less than what matters
+        "gmeta-fo against per-fedavg-fo": "not held",  # equal, to less than RELEVANT
         "gmeta-hf against per-fedavg-hf": "held",
         "gmeta-fo against fedavg": "held",
         "gmeta-exact against fedavg": "not held",
@@ -141,7 +144,7 @@ def test_claims_with_every_methods_own_step_size_use_the_chosen_scores(tmp_path)
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """A place of its own for summaries, figures and the page."""
+    """A separate directory for summaries, figures and the page."""
     monkeypatch.setattr(WHERE, "results", tmp_path)
     monkeypatch.setattr(WHERE, "page", tmp_path / "results.md")
     summary.summary.cache_clear()
@@ -166,7 +169,7 @@ def test_every_stage_runs_to_its_end_and_is_on_the_page(tmp_path):
         assert run.step_sizes_chosen and not run.failures
         for row in run.rows():
             if row.kind == "method" and stage == "fair-fig1":
-                shown = f"{100 * row.after.mean:.1f} ± {100 * row.after.half_width:.1f} %"
+                shown = f"{100 * row.personal.mean:.1f} ± {100 * row.personal.half_width:.1f} %"
                 assert shown in text
     assert not load_run(tmp_path / "runs" / "fig1").step_sizes_chosen
     for cells in (line.count("|") for line in text.splitlines() if line.startswith("|")):
@@ -187,7 +190,7 @@ def test_a_short_figure_1_on_real_data_from_run_to_page(real_data, nufed, tmp_pa
     (tmp_path / "fig1.json").write_text(json.dumps(summary.summarise_run("fig1", run, 60.0)))
     text = page.write().read_text("utf-8")
     row = next(r for r in run.rows() if r.name == "gmeta-exact")
-    assert f"{100 * row.after.mean:.1f} ± {100 * row.after.half_width:.1f} %" in text
+    assert f"{100 * row.personal.mean:.1f} ± {100 * row.personal.half_width:.1f} %" in text
     assert f"{100 * row.balanced.mean:.1f} ±" in text and f"{100 * row.minority.mean:.1f} ±" in text
     assert "gmeta-fo against per-fedavg-fo" in text and "Not run yet: fig2" in text
     assert (tmp_path / "fig1.svg").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""What Flower runs at the server and at every site. Nothing needs to be changed here."""
+"""The apps that Flower runs at the server and at every site. No changes needed here."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Four sites with handwritten digits, some of them rare at some sites."""
+"""Four sites with handwritten digits; class frequencies differ between sites."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from nufed.data import SOURCES, dirichlet
 
 
 def load(site):
-    """A real site would read its own file; here each takes its share of the digits in nufed."""
+    """A real site would read its own file; here each takes its part of nufed's digits."""
     digits = SOURCES["digits"]()
     shares = dirichlet(digits.targets.numpy(), 4, 400, 0.3, np.random.default_rng(0))
     rows = shares[site["partition-id"]]

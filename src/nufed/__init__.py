@@ -1,13 +1,14 @@
 """nufed: meta federated learning, for models that are good after ν fine-tuning steps."""
 
-from nufed.adapt import adapt, trajectory
 from nufed.algorithms import GMeta, fedavg, gmeta, per_fedavg
 from nufed.bundle import Bundle, load_adapted, load_bundle
-from nufed.bundle.of_run import make_bundle
+from nufed.bundle.from_run import make_bundle
+from nufed.bundle.personal import make_personal
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, NufedError, NumericalWarning
 from nufed.experiment import resume, run
-from nufed.metagrad import (
+from nufed.meta.fine_tuning import adapt, trajectory
+from nufed.meta.meta_gradient import (
     Exact,
     FirstOrder,
     HessianFree,
@@ -43,6 +44,7 @@ __all__ = [
     "load_bundle",
     "load_run",
     "make_bundle",
+    "make_personal",
     "meta_gradient",
     "meta_gradient_with_rates",
     "per_fedavg",

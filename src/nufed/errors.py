@@ -4,10 +4,10 @@
 
     NufedError                 everything below; the command line prints it as one sentence
     ├── InputError             a value, key, file or module that was given can't be used
-    ├── UpdateError            one agent's update must not be averaged in; it names agent and round
-    ├── TrainingError          training can't go on
+    ├── UpdateError            one agent's update is rejected; it names agent, round and reason
+    ├── TrainingError          training has to stop
     └── RunError               a run directory can't be written or read
-    NumericalWarning           a result was computed, but the numbers behind it are poor
+    NumericalWarning           a result was computed, but is numerically unreliable
     ReportWarning              a report was written, but without some of its charts
 
 Every message says what was given, what is allowed, and what to do.
@@ -31,7 +31,7 @@ class InputError(NufedError, ValueError):
 
 
 class UpdateError(NufedError):
-    """One agent's update must not be averaged in."""
+    """One agent's update is rejected."""
 
     def __init__(self, agent: int, round: int, reason: str) -> None:
         super().__init__(f"agent {agent}, round {round}: {reason}")
@@ -41,7 +41,7 @@ class UpdateError(NufedError):
 
 
 class TrainingError(NufedError):
-    """Training can't go on."""
+    """Training has to stop."""
 
 
 class RunError(NufedError):
@@ -49,7 +49,7 @@ class RunError(NufedError):
 
 
 class NumericalWarning(UserWarning):
-    """A result was computed, but the numbers behind it are poor."""
+    """A result was computed, but is numerically unreliable."""
 
 
 class ReportWarning(UserWarning):
@@ -68,12 +68,37 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as it would be written in Python, in one line that is not too long.
+    """The ``repr`` of a value, truncated if it is long.
 
     >>> shown(["a", 10**9])
     "['a', 1000000000]"
     """
     try:
         return _short.repr(value)
-    except ValueError:  # Python does not write down whole numbers of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return f"a very long {type(value).__name__}"
+
+
+def visible(text: object, keep: str = "") -> str:
+    r"""Text with all non-printable characters escaped as in Python's repr.
+
+    So no name, message or file can send terminal escapes, forge a line or reverse the text
+    direction. Characters of ``keep`` are not escaped.
+
+    >>> print(visible("a\x1b[2J\nb\u202ec"))
+    a\x1b[2J\nb\u202ec
+    """
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in str(text)
+    )
+
+
+def in_short(error: BaseException) -> str:
+    """An error's class and the first line of its message.
+
+    >>> in_short(ValueError("a\\nb"))
+    'ValueError: a'
+    """
+    line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line}".removesuffix(": ")

@@ -1,15 +1,17 @@
 """Algorithm 1 and its special cases against independent code."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
 from nufed import Exact, FirstOrder, GMeta, HessianFree, InputError, Objective, fedavg, per_fedavg
-from nufed.aggregate import ClippedMean, Mean, Median
-from nufed.algorithm import ClientUpdate
-from nufed.metagrad import MetaBatch
+from nufed.algorithms.aggregation import ClippedMean, Mean, Median
+from nufed.algorithms.protocol import AgentUpdate
+from nufed.meta.meta_gradient import MetaBatch
 from nufed.seeding import stream
 from nufed.simulation import DirectEngine, train
-from support import batches, federation, mlp, relative_error, tied
+from support import agent_context, batches, context, federation, mlp, relative_error, tied
 
 SETTINGS = {"adapt_lr": 0.4, "meta_lr": 0.2, "local_steps": 3, "batch_size": 7}
 
@@ -56,7 +58,8 @@ def test_one_step_equals_the_formula_of_per_fedavg(curvature, within):
     algorithm = per_fedavg(curvature=curvature, **{**SETTINGS, "local_steps": 1})
     batches = data.batches(2, seed=0, use="train", round=1)
     w = objective.initial()
-    got = algorithm.client_update(objective, {"model": w}, {}, batches).vectors["model"]
+    own = agent_context(objective, batches)
+    got = algorithm.agent_update(own, {"model": w}, {}).vectors["model"]
 
     (inner,), (outer,), (other,) = (batches.draw(p, 7) for p in ("adapt", "outer", "curvature"))
     d = objective.grad(w - alpha * objective.grad(w, inner), outer)
@@ -70,9 +73,12 @@ def test_one_step_equals_the_formula_of_per_fedavg(curvature, within):
 
 
 def test_names_are_settings_of_one_algorithm():
-    assert fedavg(**SETTINGS) == GMeta(0, curvature=FirstOrder(), **SETTINGS)
+    def settings(algorithm):
+        return {field.name: getattr(algorithm, field.name) for field in fields(GMeta)}
+
+    assert settings(fedavg(**SETTINGS)) == settings(GMeta(0, curvature=FirstOrder(), **SETTINGS))
     own = {"curvature": HessianFree(), "rates_lr": 0.5, **SETTINGS}
-    assert per_fedavg(**own) == GMeta(1, **own)
+    assert settings(per_fedavg(**own)) == settings(GMeta(1, **own))
 
 
 def test_averaging_by_samples_weighs_agents_by_their_training_part():
@@ -83,8 +89,10 @@ def test_averaging_by_samples_weighs_agents_by_their_training_part():
     got = final_model(algorithm, objective, data, rounds=1)
     cohort = stream(3, "cohort", 1).choice(6, 3, replace=False).tolist()
     models = [
-        algorithm.client_update(
-            objective, {"model": objective.initial()}, {}, data.batches(agent, 3, "train", 1)
+        algorithm.agent_update(
+            agent_context(objective, data.batches(agent, 3, "train", 1)),
+            {"model": objective.initial()},
+            {},
         ).vectors["model"]
         for agent in cohort
     ]
@@ -97,13 +105,18 @@ def test_averaging_by_samples_weighs_agents_by_their_training_part():
 
 
 def test_every_local_update_has_batches_of_its_own():
+    check_local_updates_are_the_recursion(GMeta)
+
+
+def check_local_updates_are_the_recursion(cls):
     """τ = 2 and ν = 2 against the recursion written out, with the batches drawn by hand."""
     objective, data = Objective(mlp()), federation()
     alpha, beta = SETTINGS["adapt_lr"], SETTINGS["meta_lr"]
-    algorithm = GMeta(2, curvature=Exact(), **{**SETTINGS, "local_steps": 2})
+    algorithm = cls(2, curvature=Exact(), **{**SETTINGS, "local_steps": 2})
     batches = data.batches(1, seed=0, use="train", round=1)
     w = objective.initial()
-    got = algorithm.client_update(objective, {"model": w}, {}, batches).vectors["model"]
+    own = agent_context(objective, batches)
+    got = algorithm.agent_update(own, {"model": w}, {}).vectors["model"]
     for t in range(2):
         first, second = batches.draw("adapt", 7, 2, step=t)
         curved, bent = batches.draw("curvature", 7, 2, step=t)
@@ -131,14 +144,13 @@ def test_the_cost_that_is_reported_is_the_work_that_is_done(nu, rates_lr, curvat
 
         monkeypatch.setattr(Objective, name, counted)
     # checks of products are not counted
-    monkeypatch.setattr("nufed.metagrad._Watch.due", lambda self: False)
-    monkeypatch.setattr("nufed.metagrad._checked", [objective])
+    monkeypatch.setattr("nufed.meta.meta_gradient._Watch.due", lambda self: False)
+    monkeypatch.setattr("nufed.meta.meta_gradient._checked", [objective])
     algorithm = GMeta(nu, curvature=curvature, rates_lr=rates_lr, **SETTINGS)
-    result = algorithm.client_update(
-        objective,
+    result = algorithm.agent_update(
+        agent_context(objective, data.batches(0, 0, "train", 1)),
         algorithm.server_init(objective, objective.initial()),
         {},
-        data.batches(0, 0, "train", 1),
     )
     assert (result.cost.gradients, result.cost.hvps) == (calls["grad"], calls["hvp"])
     assert result.cost.gradients >= SETTINGS["local_steps"]
@@ -184,7 +196,8 @@ def test_learned_step_sizes_move_by_the_gradient_of_their_logarithms(module, fir
     before = algorithm.server_init(objective, objective.initial())
     spread = torch.linspace(-1, 1, len(before["log_rates"]), dtype=torch.float64)
     before = {**before, "log_rates": before["log_rates"] + spread}
-    after = algorithm.local_update(objective, before, MetaBatch(own[:3], own[3], own[:3]))
+    step = algorithm.optimizer.start(objective, algorithm.meta_lr, 1)
+    after = algorithm.local_update(objective, before, MetaBatch(own[:3], own[3], own[:3]), step)
 
     leaves = [before[name].clone().requires_grad_() for name in ("model", "log_rates")]
     w, rates = leaves[0], leaves[1].exp()
@@ -206,7 +219,8 @@ def test_step_sizes_that_are_too_small_grow_and_serve_fine_tuning():
         algorithm = GMeta(2, rates_lr=rates_lr, **settings)
         engine = DirectEngine(objective, data, 3)
         *_, last = train(algorithm, engine, objective.initial(), rounds=6, participation=1.0)
-        models = list(algorithm.personalize(objective, last.server, {}, own, 2))
+        tuned = algorithm.fine_tune(agent_context(objective, own), last.server, last.server, 2)
+        models = [tensors["model"] for tensors in tuned]
         losses.append(float(objective.value(models[-1], data.scored(0))))
     assert losses[1] < losses[0]
     rates = last.server["log_rates"].exp()
@@ -230,10 +244,10 @@ def test_the_servers_rule_combines_learned_step_sizes_and_keeps_them_positive(ag
     server = algorithm.server_init(objective, objective.initial())
     changes = [torch.tensor(x).log() for x in (2.0, 2.0, 1e-24 / 4)]
     updates = [
-        ClientUpdate(i, 1, 9, {**server, "log_rates": server["log_rates"] + change})
+        AgentUpdate(i, 1, 9, {**server, "log_rates": server["log_rates"] + change})
         for i, change in enumerate(changes)
     ]
-    after = algorithm.rate(objective, algorithm.server_update(server, updates))
+    after = algorithm.rate(objective, algorithm.server_update(context(), server, updates))
     torch.testing.assert_close(after, torch.full_like(after, 0.4 * factor), rtol=1e-5, atol=0)
 
 
@@ -244,3 +258,82 @@ def test_without_learning_state_and_messages_hold_the_model_only():
         assert algorithm.receives == algorithm.sends == ("model",)
         assert algorithm.server_init(objective, w) == {"model": w}
         assert algorithm.combines == "linearly" and algorithm.rate(objective, {}) == 0.4
+
+
+# wrong copies
+
+
+class GraphIsCut(GMeta):
+    """First-order under the name of exact."""
+
+    def local_update(self, objective, vectors, batch, step):
+        return GMeta.local_update(
+            replace(self, curvature=FirstOrder()), objective, vectors, batch, step
+        )
+
+
+class OneBatchForAll(GMeta):
+    def meta_batch(self, batches, t, outer=None):
+        own = super().meta_batch(batches, t, outer)
+        nu = self.adapt_steps
+        return MetaBatch([own.outer] * nu, own.outer, [own.outer] * nu)
+
+
+class SameBatchForCurvature(GMeta):
+    """The Hessian of a step on the step's own batch."""
+
+    def meta_batch(self, batches, t, outer=None):
+        own = super().meta_batch(batches, t, outer)
+        return MetaBatch(own.adapt, own.outer, own.adapt)
+
+
+class OuterGradientAtTheStart(GMeta):
+    def local_update(self, objective, vectors, batch, step):
+        w = vectors["model"]
+        return {"model": step(w, objective.grad(w, batch.outer))}
+
+
+class HessianAtTheEnd(GMeta):
+    """H at w_ν for every step instead of at w_l."""
+
+    def local_update(self, objective, vectors, batch, step):
+        w = end = vectors["model"]
+        for each in batch.adapt:
+            end = end - self.adapt_lr * objective.grad(end, each)
+        d = objective.grad(end, batch.outer)
+        for each in reversed(batch.curvature):
+            d = d - self.adapt_lr * objective.hvp(end, each, d)
+        return {"model": step(w, d)}
+
+
+class StepsOfSizeBeta(GMeta):
+    def rate(self, objective, received):
+        return self.meta_lr
+
+
+class MovesFromTheFineTunedModel(GMeta):
+    """w_ν − β·d instead of w − β·d."""
+
+    def local_update(self, objective, vectors, batch, step):
+        after = super().local_update(objective, vectors, batch, step)["model"]
+        w = end = vectors["model"]
+        for each in batch.adapt:
+            end = end - self.adapt_lr * objective.grad(end, each)
+        return {"model": end + (after - w)}
+
+
+MUTANTS = [
+    GraphIsCut,
+    OneBatchForAll,
+    SameBatchForCurvature,
+    OuterGradientAtTheStart,
+    HessianAtTheEnd,
+    StepsOfSizeBeta,
+    MovesFromTheFineTunedModel,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
+def test_a_wrong_copy_is_rejected(mutant):
+    with pytest.raises(AssertionError):
+        check_local_updates_are_the_recursion(mutant)

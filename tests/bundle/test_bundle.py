@@ -1,4 +1,4 @@
-"""Bundles: what is saved is what is loaded, adapted models are the same bits, bad data is named."""
+"""Bundles: saving and loading preserve bits, as does adapting; invalid data is named."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ import nufed
 from nufed import Bundle, InputError, Objective, load_adapted, load_bundle
 from nufed.bundle import Prediction
 from nufed.data.sources import digits
-from support import Tied
+from support import Tied, same
 
 CONFIG = {
     "rounds": 6,
@@ -56,11 +56,7 @@ def weights(module):
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_run_leaves_a_bundle_per_method_that_holds_its_model(run):
+def test_a_run_writes_a_bundle_per_method_with_its_model(run):
     assert sorted(p.name for p in run.path.glob("bundles/*")) == [
         "fedavg.nufed",
         "gmeta-fo.nufed",
@@ -77,9 +73,9 @@ def test_a_run_leaves_a_bundle_per_method_that_holds_its_model(run):
             "optimiser": "sgd",
         }
         measured = bundle.about.measured
-        assert measured["split_sha256"] == run.splits[0]["sha256"]
+        assert measured["split_sha256"] == run.splits[0].sha256
         scores = [s.score[2] for s in run.methods[method][0].scores if s.seen]
-        assert measured["groups"]["seen"]["after"] == pytest.approx(np.mean(scores))
+        assert measured["groups"]["seen"]["personal"] == pytest.approx(np.mean(scores))
         assert f"{np.mean(scores):.3f}" in bundle.card
 
 
@@ -87,18 +83,18 @@ def test_another_seed_can_be_bundled(run, tmp_path):
     made = nufed.make_bundle(run, "fedavg", 1)
     trained = load_file(run.path / "methods" / "fedavg" / "seed-1" / "model.safetensors")
     assert torch.equal(made.objective.initial(), trained["model"])
-    for method, seed, words in (("no", 0, "has fedavg, gmeta-fo"), ("fedavg", 7, "has 0, 1")):
+    for method, seed, words in (
+        ("no", 0, "must be one of fedavg, gmeta-fo"),
+        ("fedavg", 7, "must be one of 0, 1"),
+    ):
         with pytest.raises(InputError, match=words):
             nufed.make_bundle(run, method, seed)
 
 
-@pytest.mark.parametrize("name", ["b.nufed", "folder"])
 @pytest.mark.parametrize("steps", [0, 3, "auto"])
-def test_adapting_through_a_file_gives_the_bits_of_adapting_in_memory(
-    run, some, tmp_path, name, steps
-):
+def test_adapting_through_a_file_gives_the_bits_of_adapting_in_memory(run, some, tmp_path, steps):
     made = nufed.make_bundle(run, "gmeta-fo")
-    loaded = load_bundle(made.save(tmp_path / name))
+    loaded = load_bundle(made.save(tmp_path / "b.nufed"))
     here, there = (bundle.adapt(*some, steps=steps) for bundle in (made, loaded))
     assert same(weights(here.module), weights(there.module)) and here.report == there.report
     kept = load_adapted(there.save(tmp_path / "mine.safetensors"))
@@ -108,7 +104,7 @@ def test_adapting_through_a_file_gives_the_bits_of_adapting_in_memory(
 
 
 def test_adapting_is_plain_steps_on_the_training_data_in_its_own_units(run, some):
-    """Against a loop of one's own, in which the batches are those that were drawn."""
+    """Against a plain loop with the same batches."""
     bundle = nufed.make_bundle(run, "gmeta-fo")
     from nufed.bundle.adapting import fine_tuned
 
@@ -121,8 +117,8 @@ def test_adapting_is_plain_steps_on_the_training_data_in_its_own_units(run, some
     assert adapted.predict(some[0])[0].answer == str(int(outputs[0].argmax()))
 
 
-def test_the_report_is_about_samples_that_were_held_back(some):
-    """On labels that say nothing, adapting can't be seen to help; on real ones it is."""
+def test_the_report_is_measured_on_held_out_samples(some):
+    """On random labels adapting does not help; on real ones it does."""
     x, y = data(200)
     bundle = small()
     rng = np.random.default_rng(1)
@@ -134,7 +130,7 @@ def test_the_report_is_about_samples_that_were_held_back(some):
     assert real.majority == pytest.approx(0.36, abs=0.1)
 
 
-def test_auto_leaves_a_model_alone_that_fine_tuning_only_harms():
+def test_auto_leaves_a_model_unchanged_that_fine_tuning_only_harms():
     x, y = data(120)
     trained = small().adapt(x, y, steps=400, seed=1).module[1]
     good = small().about.adapt
@@ -144,7 +140,7 @@ def test_auto_leaves_a_model_alone_that_fine_tuning_only_harms():
     fixed, auto = bundle.adapt(x, y, steps=3), bundle.adapt(x, y, steps="auto")
     assert fixed.report.verdict == "harmed"
     assert auto.report.steps == 0 and same(weights(auto.module[1]), weights(trained))
-    assert "left as it is" in " ".join(auto.report.words())
+    assert "left unchanged" in " ".join(auto.report.words())
     helped = small().adapt(x, y, steps="auto", max_steps=40).report
     assert helped.steps > 5 and helped.verdict == "helped"
 
@@ -238,12 +234,14 @@ def test_a_step_size_per_parameter(tmp_path):
         if not torch.equal(p, bundle.module.get_parameter(n))
     }
     assert moved == {"2.bias"}
-    with pytest.raises(InputError, match=r"must name every trainable parameter, 0.bias, 0.weight"):
+    with pytest.raises(
+        InputError, match=r"must have one for every trainable parameter, 0.bias, 0.weight"
+    ):
         small(adapt_lr={"2.bias": 0.1})
 
 
 def test_learned_step_sizes_travel_in_the_bundle(tmp_path):
-    """Adapting by the bundle is what the run's own evaluation did with what it learned."""
+    """Adapting the bundle gives the scores of the run's evaluation with learned step sizes."""
     learning = {"gmeta": {"rates_lr": 0.1}}
     run = nufed.run({**CONFIG, "seeds": [0], "methods": learning}, out=tmp_path / "run")
     bundle = load_bundle(run.path / "bundles" / "gmeta.nufed")
@@ -265,7 +263,7 @@ def test_an_adapted_model_can_be_exported():
 
 
 def test_code_is_imported_only_for_those_who_trust(tmp_path, monkeypatch):
-    (tmp_path / "their_code.py").write_text(
+    (tmp_path / "their_model.py").write_text(
         "from pathlib import Path\nfrom torch import nn\nPath('was-run').touch()\n"
         "def make(width):\n    return nn.Linear(5, width)\n"
     )
@@ -273,14 +271,14 @@ def test_code_is_imported_only_for_those_who_trust(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     bundle = Bundle.of(
         nn.Linear(5, 3),
-        build="their_code:make",
+        build="their_model:make",
         args={"width": 3},
         input_shape=(5,),
         adapt_lr=0.1,
         classes=("a", "b", "c"),
     )
     path = bundle.save(tmp_path / "b.nufed")
-    with pytest.raises(InputError, match=r"their_code:make, code that would be imported"):
+    with pytest.raises(InputError, match=r"their_model:make, code that would be imported"):
         load_bundle(path)
     assert not (tmp_path / "was-run").exists()
     trusted = load_bundle(path, trust=True)
@@ -294,7 +292,7 @@ def test_code_is_imported_only_for_those_who_trust(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("inputs", "targets", "words"),
     [
-        (np.zeros((4, 6)), [0, 1, 2, 0], "6 numbers and this model takes 5"),
+        (np.zeros((4, 6)), [0, 1, 2, 0], "6 numbers, and this model takes 5"),
         (np.zeros((0, 5)), [], "the data is empty"),
         (np.zeros((1, 5)), [0], "there is 1 sample"),
         (np.full((3, 5), np.nan), [0, 1, 2], r"sample 0 .* holds NaN"),
@@ -305,7 +303,7 @@ def test_code_is_imported_only_for_those_who_trust(tmp_path, monkeypatch):
         ([["x"] * 5] * 3, [0, 1, 2], "can't be used as data"),
     ],
 )
-def test_data_that_does_not_fit_is_refused_in_one_sentence(inputs, targets, words):
+def test_invalid_data_is_refused_in_one_sentence(inputs, targets, words):
     with pytest.raises(InputError, match=words):
         small().adapt(inputs, targets)
 
@@ -318,7 +316,7 @@ def test_bytes_are_given_as_bytes(some):
         weights(bundle.adapt(x, y).module), weights(bundle.adapt(x.astype(float), y).module)
     )
     for wrong in (x / 16, x * 16, -x):
-        with pytest.raises(InputError, match=r"whole numbers in 0 … 255.*scales them itself"):
+        with pytest.raises(InputError, match=r"integers in 0 … 255.*which it scales itself"):
             bundle.adapt(wrong, y)
 
 
@@ -334,14 +332,11 @@ def test_class_names_and_numbers_mean_the_same():
     assert same(weights(small().adapt(x, y).module), weights(small().adapt(x, names).module))
 
 
-def test_what_is_said_is_json_too(tmp_path):
+def test_the_report_is_valid_json(tmp_path):
     adapted = small().adapt(*data())
     adapted.save(tmp_path / "m.safetensors")
     from safetensors import safe_open
 
     with safe_open(tmp_path / "m.safetensors", "pt") as file:
-        assert json.loads(file.metadata()["nufed"])["content"]["about"]["classes"] == [
-            "a",
-            "b",
-            "c",
-        ]
+        about = json.loads(file.metadata()["about"])
+        assert about["adapted"]["classes"] == ["a", "b", "c"]

@@ -1,4 +1,4 @@
-"""Campaigns: the same thing many times, in as many different ways.
+"""Campaigns: one kind of fault, repeated with random variations.
 
 Each has a short version in the default run and a full one marked slow. What it did is one line,
 shown by `pytest -s` and added to the file that NUFED_CAMPAIGNS names.

@@ -1,4 +1,4 @@
-"""Settings of any kind are taken, or refused in one sentence that names the key or the file."""
+"""Random settings are accepted, or refused in one sentence that names the key or the file."""
 
 import random
 import string
@@ -7,9 +7,9 @@ import tomllib
 import pytest
 import tomli_w
 
+from nufed.config import load_config, presets
+from nufed.config.load import known_keys
 from nufed.errors import InputError, shown
-from nufed.runs import load_config, presets
-from nufed.runs.config import known_keys
 
 ODD = ["", " ", "a b", "a\nb", "'", '"', "é", "ν", "\x00", "\udcff", "[x]", "int", "=", "#"]
 NUMBERS = [0, 1, -1, 2, 10**9, 10**30, -(10**400), 10**5000, 0.0, 0.5, -0.1, 1e308, 1e-320]
@@ -48,7 +48,7 @@ def nested(dotted, content):
 
 
 def keys_of(tables):
-    """All keys that stand in tables, also in tables of tables."""
+    """All keys of tables, including nested ones."""
     for name, content in tables.items():
         yield str(name)
         if isinstance(content, dict):
@@ -56,7 +56,7 @@ def keys_of(tables):
 
 
 def check(source, overrides, names):
-    """Load settings: whether they are taken. An error names one of ``names``, in one line."""
+    """Load settings; return whether they are accepted. An error names one of ``names``."""
     try:
         load_config(source, overrides)
     except InputError as error:
@@ -84,12 +84,12 @@ def as_override(rng, path):
 
 
 def as_file(rng, path):
-    """A file: right TOML with odd content, fragments of TOML, or any bytes."""
+    """A file: valid TOML with random content, fragments of TOML, or random bytes."""
     tables, _, names = as_mapping(rng, path)
     try:
         text = tomli_w.dumps(tables) + rng.choice(["", "", *FRAGMENTS])
         tomllib.loads(text)
-    except Exception:  # what can't be written, or read back
+    except Exception:  # can't be encoded or decoded
         text = "\n".join(rng.choices([*FRAGMENTS, "rounds = 3", "[method]"], k=3))
     content = text.encode("utf-8", "surrogatepass")
     if rng.random() < 0.3:
@@ -116,14 +116,14 @@ WAYS = [as_mapping, as_mapping, as_override, as_override, as_file, as_name]
 
 
 @pytest.mark.parametrize("times", [200, pytest.param(1000, marks=pytest.mark.slow)])
-def test_settings_of_any_kind_are_taken_or_refused_in_words(tmp_path, tell, times):
+def test_random_settings_are_accepted_or_refused_in_one_sentence(tmp_path, tell, times):
     rng, taken = random.Random(times), 0
     for number in range(times):
         way = WAYS[number % len(WAYS)]
         taken += check(*way(rng, tmp_path / "odd.toml"))
     tell(
-        f"settings: {times:,} odd mappings, overrides, files and names: {taken} taken, "
-        f"{times - taken} refused in words that name the key, override or file"
+        f"settings: {times:,} random mappings, overrides, files and names: {taken} accepted, "
+        f"{times - taken} refused with a message that names the key, override or file"
     )
 
 

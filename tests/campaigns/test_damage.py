@@ -1,4 +1,4 @@
-"""Any flipped bit and any cut of any file of a run is seen, and the file or its part is named."""
+"""Any bit flip or truncation of any file of a run is detected, and the file or part is named."""
 
 import random
 
@@ -8,9 +8,11 @@ import nufed
 from campaigns.test_kills import CONFIG
 from nufed import Split
 from nufed.errors import InputError, RunError
+from nufed.files import read_sealed
 from nufed.runs import load_run
 from nufed.runs.checkpoint import load_checkpoint
-from nufed.runs.durable import read_signed
+from nufed.runs.json_files import write_json
+from support import without_report
 
 PART = "methods/fo/seed-0"
 OF_A_RUN = ["run.json", "splits/seed-0.json"]
@@ -20,14 +22,13 @@ OF_A_PART = ["metrics.jsonl", "agents.jsonl", "model.safetensors", "done.json"]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     config = {**CONFIG, "methods": {"fo": {}}, "baselines": []}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nufed.report.build_report", lambda *_, **__: None)
+    with without_report():
         run = nufed.run(config, ["workers=1"], out=tmp_path_factory.mktemp("damage") / "run")
         yield run.path
 
 
 def damaged(good, rng):
-    """The content with a bit flipped, or cut."""
+    """The content with a bit flipped, or truncated."""
     if rng.random() < 0.25:
         return good[: rng.randrange(len(good))]
     content = bytearray(good)
@@ -37,10 +38,10 @@ def damaged(good, rng):
 
 
 def checks(run):
-    """For every kind of file: where it is, and a look at it that names what is wrong with it."""
+    """For every kind of file: its path, and a check that names the damage."""
     part = run / PART
-    last, before = (part / f"checkpoint-0000{round}" for round in (12, 10))
-    belongs = read_signed(last.with_suffix(".json"))["belongs_to"]
+    last, before = (part / f"checkpoint-0000{round}.safetensors" for round in (12, 10))
+    belongs = read_sealed(last).about["belongs_to"]
 
     def loaded(*named):
         def look(path):
@@ -63,9 +64,8 @@ def checks(run):
         with pytest.raises(InputError, match=path.name):
             Split.load(path)
 
-    assert before.with_suffix(".json").exists()
-    yield last.with_suffix(".json"), checkpoint
-    yield last.with_suffix(".safetensors"), checkpoint
+    assert before.exists()
+    yield last, checkpoint
     yield part / "metrics.jsonl", checkpoint
     yield run / "splits" / "seed-0.safetensors", split
     for name in OF_A_RUN:
@@ -76,7 +76,7 @@ def checks(run):
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("times", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_any_damage_of_any_file_is_seen_and_named(finished, tell, times):
+def test_any_damage_of_any_file_is_detected_and_named(finished, tell, times):
     rng, kinds = random.Random(times), list(checks(finished))
     for number in range(times):
         path, look = kinds[number % len(kinds)]
@@ -89,13 +89,14 @@ def test_any_damage_of_any_file_is_seen_and_named(finished, tell, times):
     load_run(finished)
     names = sorted({path.name for path, _ in kinds})
     tell(
-        f"damage: {times:,} flipped bits and cuts in {len(names)} kinds of files, looked at in "
-        f"{len(kinds)} ways: {times:,} seen and named; the checkpoint before a damaged one was used"
+        f"damage: {times:,} bit flips and truncations in {len(names)} kinds of files, with "
+        f"{len(kinds)} checks: {times:,} detected and named; the checkpoint before a damaged one "
+        "was used"
     )
 
 
 @pytest.mark.parametrize("name", ["run.json", "splits/seed-0.json", "splits/seed-0.safetensors"])
-def test_a_run_with_a_damaged_file_is_not_taken_up_again(finished, name):
+def test_a_run_with_a_damaged_file_is_not_resumed(finished, name):
     path = finished / name
     good = path.read_bytes()
     path.write_bytes(damaged(good, random.Random(1)))
@@ -108,13 +109,11 @@ def test_a_run_with_a_damaged_file_is_not_taken_up_again(finished, name):
         assert path.read_bytes() == good
 
 
-def test_files_from_before_they_were_signed_are_read(finished):
-    """Their content stands where now the content and the signature do."""
-    right = load_run(finished)
-    for name in OF_A_RUN:
-        path = finished / name
-        good = path.read_bytes()
-        nufed.runs.files.write_json(path, read_signed(path))
-        old = load_run(finished)
-        assert (old.software, old.splits) == (right.software, right.splits)
-        path.write_bytes(good)
+@pytest.mark.parametrize("name", OF_A_RUN)
+def test_a_file_of_an_older_format_is_refused(finished, name):
+    path = finished / name
+    good = path.read_bytes()
+    write_json(path, {"content": read_sealed(path).about, "sha256": "0" * 64})
+    with pytest.raises(RunError, match=f"{path} is damaged, or another version of nufed wrote it"):
+        load_run(finished)
+    path.write_bytes(good)

@@ -18,14 +18,14 @@ from torch import nn
 
 import nufed as library
 from nufed import Bundle, InputError, Samples
-from nufed.bundle.table import from_cell, read_data, to_cell
-from nufed.cli_bundle import _write
+from nufed.bundle.data_file import from_cell, read_data, to_cell
+from nufed.cli.bundle_commands import _write
+from nufed.cli.terminal import console, styled, table
+from nufed.config import load_config
 from nufed.data import SOURCES
+from nufed.errors import visible
 from nufed.report.charts import counts_chart
 from nufed.report.figures import spec_of
-from nufed.runs import load_config
-from nufed.terminal import console, table, words
-from nufed.text import visible
 
 KNOWN = [
     *("[/b]yes", "[b]", "[red]x[/]", "[link=http://x]y[/link]", ":smile:", "[", "\\[b]", "[/]"),
@@ -41,7 +41,7 @@ ALPHABET = [*"[]/\\=+-@'\"<>&|`*_#{}$%;:,. ab\x00\x07\x1b\r\n\t\x85\x9b\u200b\u2
 
 
 def hostile(rng):
-    """A name from the list, random signs, or both."""
+    """A name from the list, random characters, or both."""
     signs = "".join(rng.choices(ALPHABET, k=rng.randint(1, 8)))
     return rng.choice([rng.choice(KNOWN), signs, rng.choice(KNOWN) + signs])
 
@@ -57,7 +57,7 @@ def names_of(rng, number):
 
 
 def check_text(printed):
-    """Nothing in it steers a terminal."""
+    """It contains no control characters."""
     assert all(sign.isprintable() or sign == "\n" for sign in printed), repr(printed)
 
 
@@ -65,7 +65,7 @@ def check_printed(name):
     file = io.StringIO()
     terminal = console()
     terminal.file, terminal.width = file, 2000
-    terminal.print(words(name))
+    terminal.print(styled(name))
     terminal.print(table([[name, "x"]], [name, "y"]))
     printed = file.getvalue()
     check_text(printed)
@@ -74,7 +74,7 @@ def check_printed(name):
 
 
 def check_cell(name, folder):
-    """It is written as no formula, and read back as a label."""
+    """It is not written as a formula, and is read back as a label."""
     said = SimpleNamespace(answer=name, probability=0.5)
     _write(folder / "answers.csv", [said])
     with (folder / "answers.csv").open(encoding="utf-8", newline="") as file:
@@ -166,7 +166,7 @@ def source(classes, owners):
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(25, marks=pytest.mark.slow)])
-def test_a_run_of_hostile_names_ends_well(tmp_path, nufed, tell, times, monkeypatch):
+def test_a_run_with_hostile_names_completes(tmp_path, nufed, tell, times, monkeypatch):
     monkeypatch.setitem(SOURCES, "hostile", source)
     rng = random.Random(times)
     for number in range(times):
@@ -196,11 +196,11 @@ def test_a_run_of_hostile_names_ends_well(tmp_path, nufed, tell, times, monkeypa
         page = (out / "report.html").read_text("utf-8")
         body = page[page.index("<body>") :]
         check_text(body)
-    tell(f"hostile names: {times} runs of such classes, owners, methods and directories end well")
+    tell(f"hostile names: {times} runs with such classes, owners, methods and directories complete")
 
 
 def test_commands_print_through_one_module():
-    """What is printed elsewhere is JSON, which Python writes in ASCII."""
+    """Other prints are of JSON, which Python writes in ASCII."""
     root = Path(library.__file__).parent
     direct = re.compile(r"^(?!\s*>>>).*?((?<![\w.])print\((?!json\.dumps)|\bConsole\()", re.M)
     found = [
@@ -208,11 +208,11 @@ def test_commands_print_through_one_module():
         for path in root.rglob("*.py")
         if direct.search(path.read_text("utf-8"))
     ]
-    assert found == ["terminal.py"]
+    assert found == ["cli/terminal.py"]
 
 
 @pytest.mark.parametrize("name", ["local", "majority", "untrained"])
-def test_a_method_can_not_be_called_like_a_baseline(name):
+def test_a_method_can_not_have_the_name_of_a_baseline(name):
     with pytest.raises(InputError, match=f"methods.{name}: {name} is the name of a null baseline"):
         load_config({"methods": {name: {}}})
 
@@ -224,6 +224,6 @@ def test_names_that_files_can_not_hold_are_refused_before_training(name):
 
 
 def test_what_is_asked_for_by_hand_still_works(tmp_path):
-    """A label as a spreadsheet writes it back is the class that it was."""
+    """A label is the same class after a spreadsheet has saved it."""
     (tmp_path / "a.csv").write_text("x,label\n1,'=a\n2,-1\n3,'tis\n")
     assert read_data(tmp_path / "a.csv").labels == ["=a", "-1", "'tis"]

@@ -15,10 +15,11 @@ import pytest
 
 import nufed
 from nufed.errors import NufedError, RunError
+from nufed.files import SEALED_TEXT, ZERO_DIGEST, read_sealed, sha256, unseal, write_sealed
 from nufed.report import page
 from nufed.runs import load_run
 from nufed.runs.checkpoint import load_checkpoint
-from nufed.runs.durable import sha256, signed
+from support import without_report
 
 CONFIG = {
     "rounds": 4,
@@ -42,6 +43,7 @@ BOUNDS = {
     "smooth": True,
     "seed": 0,
     "uniform": True,
+    "by_steps_of": "fo",
     "by_steps": [
         {
             "steps": 1,
@@ -58,23 +60,25 @@ BOUNDS = {
         {
             "method": "fo",
             "steps": 1,
-            "smoothness": 2.0,
-            "meta_lr": 0.2,
-            "largest_meta_lr": 0.1,
-            "admissible": False,
-            "bias": 0.1,
-            "error": 0.2,
-            "dissimilarity": 0.3,
-            "trivial": 4.0,
-            "terms": {
-                "initial_gap": 1.0,
+            "promised": {
+                "smoothness": 2.0,
+                "meta_lr": 0.2,
+                "largest_meta_lr": 0.1,
+                "admissible": False,
                 "bias": 0.1,
-                "drift_dissimilarity": 0.1,
-                "drift_noise": 0.1,
-                "agent_sampling": 0.1,
-                "gradient_noise": None,
+                "error": 0.2,
+                "dissimilarity": 0.3,
+                "trivial": 4.0,
+                "terms": {
+                    "initial_gap": 1.0,
+                    "bias": 0.1,
+                    "drift_dissimilarity": 0.1,
+                    "drift_noise": 0.1,
+                    "agent_sampling": 0.1,
+                    "gradient_noise": None,
+                },
+                "total": 1.4,
             },
-            "total": 1.4,
             "measured": {"bias": 0.1, "error": 0.1, "dissimilarity": 0.1},
         },
         {
@@ -100,21 +104,20 @@ PRIVACY = {
     "rounds": 4,
     "scores_sent": True,
 }
-UNUSED = ["results.json", "advice.json"]  # written for people, never read back
-LENIENT = [*UNUSED, "timing.jsonl"]  # lines that do not fit are left out
+UNUSED = ["results.json", "advice.json"]  # written for users, never read back
+LENIENT = [*UNUSED, "timing.jsonl"]  # invalid lines are skipped
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run with every file that a report reads."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nufed.report.build_report", lambda runs, out, **_: None)
+    with without_report():
         run = nufed.run(CONFIG, out=tmp_path_factory.mktemp("mutated") / "run").path
-    (run / "bounds.json").write_bytes(signed(BOUNDS))
-    (run / "privacy.json").write_bytes(signed(PRIVACY))
+    write_sealed(run / "bounds.json", BOUNDS)
+    write_sealed(run / "privacy.json", PRIVACY)
     (run / "advice.json").write_text('{"recommended": {"method": "fo"}}')
     failed = run / "methods" / "exact" / "seed-1"
-    (failed / "failure.json").write_bytes(signed({"reason": "it diverged"}))
+    write_sealed(failed / "failure.json", {"reason": "it diverged"})
     return run
 
 
@@ -137,7 +140,7 @@ def nested(depth):
 
 
 def other(rng, value):
-    """Something else: another type, too large, negative, not finite, nested, or of wrong length."""
+    """A wrong value: another type, too large, negative, non-finite, nested, or of wrong length."""
     odd = [None, True, False, "", "x", "../x", "\ud800", "a\nb", 0, -1, 1, 7, 2**63, -(2**70)]
     odd += [10**400, 0.5, -0.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"), [], {}, [[]]]
     odd += [[None], {"x": 1}, nested(50), "9" * 5000]
@@ -156,7 +159,7 @@ def other(rng, value):
 
 
 def mutated(rng, content):
-    """A copy of JSON content with one value replaced, and where."""
+    """A copy of JSON content with one value replaced, and its path."""
     content = json.loads(json.dumps(content))
     path = rng.choice([p for p in places(content) if p] or [()])
     if not path:
@@ -173,20 +176,20 @@ def dumped(value):
 
 
 def seal(folder):
-    """Make the digests of a part anew, in its checkpoints and its end."""
+    """Recompute the digests of a part, in its checkpoints and done.json."""
     metrics = folder / "metrics.jsonl"
-    for path in folder.glob("checkpoint-*.json"):
-        content = json.loads(path.read_bytes())["content"]
-        length = content["metrics_bytes"] = len(metrics.read_bytes())
-        content["metrics_sha256"] = sha256(metrics.read_bytes()[:length])
-        path.write_bytes(signed(content))
-    done = json.loads((folder / "done.json").read_bytes())["content"]
+    for path in folder.glob("checkpoint-*"):
+        found = read_sealed(path)
+        length = found.about["metrics_bytes"] = len(metrics.read_bytes())
+        found.about["metrics_sha256"] = sha256(metrics.read_bytes()[:length])
+        write_sealed(path, found.about, found.tensors)
+    done = read_sealed(folder / "done.json").about
     done["files"] = {name: sha256((folder / name).read_bytes()) for name in done["files"]}
-    (folder / "done.json").write_bytes(signed(done))
+    write_sealed(folder / "done.json", done)
 
 
 def mutate(rng, path):
-    """Change one value of a file, and seal what depends on it."""
+    """Change one value of a file, and reseal the files that depend on it."""
     content = path.read_bytes()
     if path.suffix == ".jsonl":
         lines = content.splitlines()
@@ -202,18 +205,22 @@ def mutate(rng, path):
         path.write_bytes(dumped(mutated(rng, json.loads(content))))
     elif rng.random() < 0.05:
         deep = b"[" * 100_000 + b"]" * 100_000
-        inside = b'{"content": ' + deep + b', "sha256": "x"}'
+        blank = SEALED_TEXT + ZERO_DIGEST + b'", "about": ' + deep + b"}"
+        inside = blank.replace(ZERO_DIGEST, sha256(blank).encode())
         path.write_bytes(rng.choice([deep, inside, b"", b"{"]))
+    elif path.suffix == ".safetensors":
+        found = unseal(content)
+        write_sealed(path, mutated(rng, found.about), found.tensors)
     else:
-        path.write_bytes(signed(mutated(rng, json.loads(content)["content"])))
+        write_sealed(path, mutated(rng, unseal(content).about))
 
 
 def files_of(run):
-    """Every kind of JSON file that is in the run; of checkpoints the newest, which is used."""
+    """Every kind of file with JSON that is in the run; of checkpoints the newest, which is used."""
     found = [*run.glob("*.json"), *run.glob("*.jsonl"), *run.glob("splits/*.json")]
     for part in (*run.glob("methods/*/seed-*"), *run.glob("baselines/*/seed-*")):
-        found += [*part.glob("*.json"), *part.glob("*.jsonl")]
-    return sorted(path for path in found if path.name != "checkpoint-000002.json")
+        found += [*part.glob("*.json"), *part.glob("*.jsonl"), *part.glob("checkpoint-*4.*")]
+    return sorted(found)
 
 
 def look(run, path, out, how="tables"):
@@ -253,7 +260,7 @@ def test_a_run_that_was_changed_and_sealed_again_is_read_or_refused(
     for number in range(times):
         path = files[number % len(files)] if times > len(files) else rng.choice(files)
         how = "figures" if number % figures == 1 else "charts" if number % charts == 1 else "tables"
-        before = {each: each.read_bytes() for each in path.parent.glob("*.json*")}
+        before = {each: each.read_bytes() for each in path.parent.glob("*.*") if each.is_file()}
         mutate(rng, path)
         try:
             with warnings.catch_warnings():

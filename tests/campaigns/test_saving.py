@@ -1,4 +1,4 @@
-"""A save that is killed or meets a full disk at any point leaves the old checkpoint or the new."""
+"""A save that is killed or finds a full disk at any point leaves the old or the new checkpoint."""
 
 import ctypes
 import errno
@@ -16,8 +16,9 @@ import torch
 import nufed
 from campaigns.test_kills import CONFIG
 from nufed.errors import NumericalWarning, RunError
+from nufed.runs.agent_states import StoredStates
 from nufed.runs.checkpoint import load_checkpoint
-from nufed.runs.part import PartFiles
+from nufed.runs.part_files import PartFiles
 from nufed.simulation import can_fork
 from processes import Child, fork
 from support import file_hashes
@@ -33,17 +34,18 @@ def state(round):
 
 
 def begun(folder):
-    """A part that goes on from where its files are, with one more line of metrics."""
+    """A part resumed from its files, with one more line of metrics."""
     files = PartFiles(folder, BELONGS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NumericalWarning)  # of a checkpoint that was cut
+        warnings.simplefilter("ignore", NumericalWarning)  # of a truncated checkpoint
         saved = files.begin(rounds=99, eval_every=1)
     files.add({"round": saved.round + 10 if saved else 10})
     return files
 
 
 def save(files, round):
-    files.checkpoint(round, state(round), {3: state(round + 1)})
+    files.states.put(round, {3: state(round + 1), round: state(round + 2)})
+    files.checkpoint(round, state(round))
 
 
 @pytest.fixture
@@ -59,18 +61,22 @@ def two(tmp_path):
 
 
 def check(folder):
-    """The newest checkpoint is a good one, of round 20 or 30; then the next can be saved."""
+    """The newest checkpoint is valid, of round 20 or 30; then the next can be saved."""
     found, _ = load_checkpoint(folder, BELONGS)
     assert torch.equal(found.server["model"], state(found.round)["model"])
-    assert torch.equal(found.clients[3]["model"], state(found.round + 1)["model"])
+    states = StoredStates(folder, BELONGS, [found.round])
+    for agent, value in {3: found.round + 1, 10: 12, 20: 22}.items():
+        assert torch.equal(states.get(agent)["model"], state(value)["model"])
     assert found.round in (20, 30)
     files = begun(folder)
     save(files, found.round + 10)
     files.close()
     assert load_checkpoint(folder, BELONGS)[0].round == found.round + 10
     rounds = (found.round, found.round + 10)
-    kept = [f"checkpoint-0000{r}.{kind}" for r in rounds for kind in ("json", "safetensors")]
-    assert sorted(p.name for p in folder.iterdir()) == [*kept, "metrics.jsonl"]
+    kept = [f"checkpoint-0000{r}.safetensors" for r in rounds]
+    assert sorted(p.name for p in folder.iterdir()) == [*kept, "metrics.jsonl", "states"]
+    three = {int(path.parent.name) for path in folder.glob("states/*/3.safetensors")}
+    assert three <= {found.round - 10, *rounds} and three >= set(rounds)
     return found.round
 
 
@@ -103,7 +109,7 @@ def stopped_at(work, call):
 
 
 @linux
-def test_a_save_killed_at_any_system_call_leaves_a_good_checkpoint(two, tmp_path, tell):
+def test_a_save_killed_at_any_system_call_leaves_a_valid_checkpoint(two, tmp_path, tell):
     loaded = {20: 0, 30: 0}
     for call in range(1, 10_000):
         folder = shutil.copytree(two, tmp_path / "run")
@@ -122,7 +128,7 @@ def test_a_save_killed_at_any_system_call_leaves_a_good_checkpoint(two, tmp_path
 
 
 class Failing:
-    """Counts the calls of the system that a save makes, and lets one of them fail."""
+    """Counts the system calls of a save, and lets one of them fail."""
 
     def __init__(self, patch, at, number=errno.ENOSPC):
         self.at, self.number, self.calls = at, number, 0
@@ -158,7 +164,9 @@ class File:
         self.close()
 
 
-def test_a_save_in_which_any_call_finds_the_disk_full_keeps_the_last_good(two, tmp_path, tell):
+def test_a_save_in_which_any_call_finds_the_disk_full_keeps_the_last_checkpoint(
+    two, tmp_path, tell
+):
     failed, at = 0, 0
     while failed == at:
         at += 1
@@ -176,11 +184,11 @@ def test_a_save_in_which_any_call_finds_the_disk_full_keeps_the_last_good(two, t
         check(folder)
         shutil.rmtree(folder)
     assert failing.calls == failed > 10
-    tell(f"full disk: told at each of {failed} calls of a save: {failed} clear errors, 0 losses")
+    tell(f"full disk: simulated at {failed} calls of a save: {failed} clear errors, 0 losses")
 
 
 def on_small_disk(work, tmp_path, pages):
-    """Call ``work(folder)`` in a process for which that folder is a disk of so many pages."""
+    """Call ``work(folder)`` in a process that has a disk of so many pages mounted there."""
     disk, refused = tmp_path / "disk", 77
     disk.mkdir()
 
@@ -205,7 +213,7 @@ def on_small_disk(work, tmp_path, pages):
 
 
 def filled(folder, pages):
-    """Fill the disk but for so many pages; the file that does it."""
+    """Fill the disk up to so many pages; return the file that fills it."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         with suppress(OSError):
@@ -216,7 +224,7 @@ def filled(folder, pages):
 
 
 @linux
-def test_a_save_on_a_disk_with_any_space_left_keeps_the_last_good(two, tmp_path, tell):
+def test_a_save_on_a_disk_with_any_space_left_keeps_the_last_checkpoint(two, tmp_path, tell):
     def every_space(disk):
         failed, space = 0, 0
         while failed == space:
@@ -235,19 +243,17 @@ def test_a_save_on_a_disk_with_any_space_left_keeps_the_last_good(two, tmp_path,
         assert failed > 5
         tell(
             f"full disk: a save with 0 … {failed - 1} pages left on a real one: "
-            f"{failed} clear errors, 0 losses; it fits into {failed} pages"
+            f"{failed} clear errors, 0 losses; {failed} pages suffice"
         )
 
     on_small_disk(every_space, tmp_path, pages=100)
 
 
+@pytest.mark.usefixtures("no_report")
 @linux
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("step", [40, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_on_a_disk_with_any_space_left_goes_on_when_there_is_more(
-    tmp_path, monkeypatch, tell, step
-):
-    monkeypatch.setattr("nufed.report.build_report", lambda *_, **__: None)
+def test_a_run_on_a_disk_with_any_space_left_resumes_when_there_is_more(tmp_path, tell, step):
 
     def every_space(disk):
         nufed.run(CONFIG, ["workers=1"], out=tmp_path / "whole")
@@ -272,7 +278,7 @@ def test_a_run_on_a_disk_with_any_space_left_goes_on_when_there_is_more(
         assert file_hashes(path) == right and begun
         tell(
             f"full disk: runs with 0 … {step * (failed - 1)} pages left, in steps of {step}: "
-            f"{failed} clear errors, {begun} after the beginning; with space all went on to equal "
+            f"{failed} clear errors, {begun} after run.json; with space all resumed to equal "
             "hashes"
         )
 

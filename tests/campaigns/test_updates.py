@@ -1,4 +1,4 @@
-"""Updates of any kind: bad ones are left out and named, good ones give the same bits as alone."""
+"""Random updates: invalid ones are left out and named, valid ones give the same bits as alone."""
 
 import random
 import resource
@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from nufed.aggregate import ClippedMean, Mean, Median, TrimmedMean
-from nufed.algorithm import ClientUpdate
 from nufed.algorithms import GMeta
+from nufed.algorithms.aggregation import ClippedMean, Mean, Median, TrimmedMean
+from nufed.algorithms.protocol import AgentUpdate
 from nufed.server import Rules, close_round
+from support import context
 
 RULES = [Mean(), Mean("samples"), Median(), TrimmedMean(), ClippedMean()]
 SIZE, ROUND, COHORT = 40, 5, range(8)
@@ -20,11 +21,11 @@ OVERSIZED = torch.zeros(1).expand(10**9)  # four gigabytes, if it were copied
 
 def good(agent, rng):
     vector = torch.tensor([rng.gauss(0, 1) for _ in range(SIZE)])
-    return ClientUpdate(agent, ROUND, rng.randint(1, 1000), {"model": vector})
+    return AgentUpdate(agent, ROUND, rng.randint(1, 1000), {"model": vector})
 
 
 def spoiled(rng, value):
-    """A vector with one number that is none."""
+    """A vector with one invalid number."""
     vector = torch.ones(SIZE)
     vector[rng.randrange(SIZE)] = value
     return vector
@@ -62,17 +63,15 @@ FIELDS = {
 
 
 def bad(rng, update):
-    """Something made of a good update that must not be taken."""
+    """An invalid variation of a valid update."""
     if rng.random() < 0.5:
-        return ClientUpdate(
-            update.agent, ROUND, update.samples, {"model": rng.choice(VECTORS)(rng)}
-        )
+        return AgentUpdate(update.agent, ROUND, update.samples, {"model": rng.choice(VECTORS)(rng)})
     field = rng.choice(list(FIELDS))
-    return ClientUpdate(**{**vars(update), field: rng.choice(FIELDS[field])})
+    return AgentUpdate(**{**vars(update), field: rng.choice(FIELDS[field])})
 
 
 @pytest.mark.parametrize("times", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_bad_updates_are_left_out_and_the_others_give_the_same_bits(tell, times):
+def test_invalid_updates_are_left_out_and_the_others_give_the_same_bits(tell, times):
     rng, made, rounds = random.Random(times), 0, 0
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     while made < times:
@@ -84,8 +83,12 @@ def test_bad_updates_are_left_out_and_the_others_give_the_same_bits(tell, times)
         mixed = [*rng.sample([*left, *wrong], len(updates)), *second]
         algorithm = GMeta(aggregation=rng.choice(RULES))
         rules = Rules(max_update_norm=rng.choice([None, 1e6]))
-        got, rejected = close_round(algorithm, SERVER, mixed, ROUND, cohort=COHORT, rules=rules)
-        right, none = close_round(algorithm, SERVER, left, ROUND, cohort=COHORT, rules=rules)
+        got, rejected = close_round(
+            algorithm, SERVER, mixed, context(ROUND), cohort=COHORT, rules=rules
+        )
+        right, none = close_round(
+            algorithm, SERVER, left, context(ROUND), cohort=COHORT, rules=rules
+        )
         assert len(rejected) == len(wrong) + len(second) and not none
         assert all(len(str(error)) < 500 and "\n" not in str(error) for error in rejected)
         assert torch.equal(got["model"], right["model"])
@@ -93,8 +96,8 @@ def test_bad_updates_are_left_out_and_the_others_give_the_same_bits(tell, times)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     assert grown < 200
     tell(
-        f"updates: {made:,} bad ones in {rounds:,} rounds: none taken, none crashed, the others "
-        f"gave the bits they give alone; memory grew by {grown:.0f} MB"
+        f"updates: {made:,} invalid ones in {rounds:,} rounds: none accepted, no crash, the others "
+        f"gave the same bits as alone; memory grew by {grown:.0f} MB"
     )
 
 
@@ -104,11 +107,11 @@ def test_the_order_of_replies_does_not_matter(tell, times):
     updates = [good(agent, rng) for agent in COHORT]
     for rule in RULES:
         algorithm = GMeta(aggregation=rule)
-        right, _ = close_round(algorithm, SERVER, updates, ROUND)
+        right, _ = close_round(algorithm, SERVER, updates, context(ROUND))
         assert right["model"].dtype == torch.float32
         for _ in range(times):
             shuffled = rng.sample(updates, len(updates))
             assert torch.equal(
-                close_round(algorithm, SERVER, shuffled, ROUND)[0]["model"], right["model"]
+                close_round(algorithm, SERVER, shuffled, context(ROUND))[0]["model"], right["model"]
             )
     tell(f"order: replies shuffled {times:,} times for each of {len(RULES)} rules: identical bits")

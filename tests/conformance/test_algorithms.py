@@ -1,40 +1,25 @@
-"""One suite for every algorithm, with every curvature: what an engine may rely on.
+"""One suite for every algorithm: what engines, checkpoints, workers and Flower may rely on."""
 
-``Scaffold`` keeps state at the server and at every agent, and sends two vectors: methods like it
-must fit the protocol without a change to the engines.
-"""
-
+import json
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import pytest
 import torch
 from torch import nn
 
-from nufed import Exact, FirstOrder, HessianFree, Objective
-from nufed.algorithms import ALGORITHMS
+from conformance.cases import CASES, THOROUGH
+from flower.app.in_memory import RUN, agents_data, federation_of, plan_of, site_state, sites_of
+from nufed import Objective
+from nufed.algorithms import AgentUpdate
 from nufed.evaluate import Measure
-from nufed.server import to_send
-from nufed.simulation import DirectEngine, run_round, train
-from support import Scaffold, federation, mlp, tied
-
-SETTINGS = {"adapt_lr": 0.2, "meta_lr": 0.1, "local_steps": 2, "batch_size": 6}
-CURVATURES = {
-    "exact": Exact(),
-    "fo": FirstOrder(),
-    "hf": HessianFree(),
-    "hf-fixed": HessianFree(1e-4),
-}
-CASES = {
-    "scaffold": Scaffold(),
-    "fedavg": ALGORITHMS["fedavg"](**SETTINGS),
-    **{
-        f"{name}-{how}": ALGORITHMS[name](curvature=curvature, **SETTINGS, **extra)
-        for name, extra in (("per_fedavg", {}), ("gmeta", {"adapt_steps": 2}))
-        for how, curvature in CURVATURES.items()
-    },
-    "gmeta-exact-learned": ALGORITHMS["gmeta"](adapt_steps=2, rates_lr=0.5, **SETTINGS),
-}
-assert set(ALGORITHMS) == {"fedavg", "per_fedavg", "gmeta"}, "add the new algorithm to CASES"
+from nufed.files import sha256
+from nufed.flower.app.server_app import Server
+from nufed.runs.agent_states import StoredStates
+from nufed.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from nufed.server import Progress, to_send
+from nufed.simulation import ENGINES, DirectEngine, Engines, WorkerEngine, run_round, train
+from support import agent_context, context, federation, mlp, same, states_of, tied
 
 MODULES = {
     "float64": mlp,
@@ -44,12 +29,31 @@ MODULES = {
 }
 
 
-@pytest.fixture(params=CASES, ids=str)
+MAY_USE = {
+    None: ["direct"],
+    "elementwise": ["direct", "batched"],
+    "linearly": ["direct", "batched", "gram"],
+}
+"""The engines that must run an algorithm, by what it declares."""
+BELONGS = {"configuration": "a", "data": "b", "split": "c"}
+
+
+def pytest_generate_tests(metafunc):
+    """Every algorithm; where a test has an engine too, thorough cases on every kind of module."""
+    if "engine" in metafunc.fixturenames:
+        pairs = [(c, m) for c in CASES for m in MODULES if m == "float64" or c in THOROUGH]
+        ids = [f"{case}-{kind}" for case, kind in pairs]
+        metafunc.parametrize("algorithm, engine", pairs, ids=ids, indirect=True)
+    elif "algorithm" in metafunc.fixturenames:
+        metafunc.parametrize("algorithm", CASES, indirect=True)
+
+
+@pytest.fixture
 def algorithm(request):
     return CASES[request.param]
 
 
-@pytest.fixture(params=MODULES, ids=str)
+@pytest.fixture
 def engine(request):
     return DirectEngine(Objective(MODULES[request.param]()), federation(unseen=1), seed=5)
 
@@ -58,44 +62,76 @@ def snapshot(state):
     return {name: vector.clone() for name, vector in state.items()}
 
 
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+def same_states(left, right, engine):
+    found, expected = (states_of(engine, p) for p in (left, right))
+    return all(same(found[a] or {}, expected[a] or {}) for a in expected)
+
+
+def assert_near(found, expected):
+    """Two states are equal up to rounding."""
+    torch.testing.assert_close(dict(found or {}), dict(expected or {}), rtol=1e-6, atol=1e-9)
+
+
+def history(algorithm, engine, rounds=4, start=None, states=None):
+    w, more = engine.objective.initial(), {"start": start, "states": states}
+    return list(train(algorithm, engine, w, rounds=rounds, participation=0.6, **more))
+
+
+def killed_and_resumed(algorithm, engine, folder):
+    """Training killed in round 4, after the checkpoint of round 2, and resumed from disk."""
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    store = StoredStates(folder, BELONGS, cache_bytes=0)
+    saved = history(algorithm, engine, 2, states=store)[-1]
+    inventory = store.flush(2)
+    save_checkpoint(folder, Checkpoint(2, saved.server, 0, sha256(b""), states=inventory), BELONGS)
+    history(algorithm, engine, 3, saved)  # leaves states newer than the checkpoint
+    found, problems = load_checkpoint(folder, BELONGS)
+    assert not problems
+    states = StoredStates(folder, BELONGS, [2], cache_bytes=0)
+    states.begin(found.states)
+    return history(algorithm, engine, start=Progress(found.round, found.server, states))
+
+
+def evaluate(algorithm, engine, progress):
+    received = to_send(algorithm, progress.server)
+    states, measure = states_of(engine, progress), Measure("accuracy")
+    return engine.evaluate(algorithm, received, states, steps=2, measure=measure)
 
 
 def test_dtype_shape_and_inputs_are_kept(algorithm, engine):
     objective = engine.objective
     w = objective.initial()
-    server, client = algorithm.server_init(objective, w), algorithm.client_init(w)
-    before = snapshot(server), snapshot(client), w.clone()
-    results = engine.client_updates(algorithm, to_send(algorithm, server), {2: client}, round=1)
-    models = list(
-        algorithm.personalize(
-            objective, server, client, engine.federation.batches(2, 0, "evaluate"), 2
-        )
-    )
-    assert same(server, before[0]) and same(client, before[1]) and torch.equal(w, before[2])
-    assert set(results[2].vectors) == set(algorithm.sends)
-    assert len(models) == 3 and torch.equal(models[0], server["model"])
+    server = algorithm.initial_server(objective, w)
+    received = to_send(algorithm, server)
+    agent = algorithm.agent_init(objective, received)
+    before = snapshot(server), snapshot(agent), w.clone()
+    results = engine.agent_updates(algorithm, received, {2: agent, 3: agent}, context())
+    assert set(results[2].vectors) == set(algorithm.sent_in(1))
+    own = agent_context(objective, engine.federation.batches(2, 0, "evaluate"))
+    for state in (None, results[2].state or None):
+        personal = algorithm.personal_model(own, received, state)
+        models = list(algorithm.fine_tune(own, received, personal.tensors, 2))
+        assert len(models) == 3 and same(models[0], personal.tensors)
+        for model in models:
+            found = model["model"]
+            assert found.shape == w.shape and found.dtype == w.dtype and not found.requires_grad
+    assert same(server, before[0]) and same(agent, before[1]) and torch.equal(w, before[2])
+    # a second round: some vectors move once agents differ from the server
+    updates = [AgentUpdate(agent, 1, 24, result.vectors) for agent, result in results.items()]
+    received = to_send(algorithm, algorithm.next_server(context(), server, updates))
+    results = engine.agent_updates(algorithm, received, {2: results[2].state}, context(2))
     pairs = [(vector, server[name]) for name, vector in results[2].vectors.items()]
-    pairs += [(vector, client[name]) for name, vector in results[2].state.items()]
-    for vector, like in (*pairs, *((model, w) for model in models)):
+    pairs += [(vector, agent[name]) for name, vector in results[2].state.items()]
+    for vector, like in pairs:
         assert vector.shape == like.shape and vector.dtype == w.dtype and not vector.requires_grad
-    assert all(not torch.equal(vector, server[name]) for name, vector in results[2].vectors.items())
+        assert not torch.equal(vector, like)
 
 
 def test_training_is_repeatable_and_lowers_the_loss(algorithm, engine):
-    def run():
-        return list(
-            train(algorithm, engine, engine.objective.initial(), rounds=6, participation=0.6)
-        )
-
-    first, again = run(), run()
+    first, again = history(algorithm, engine, 6), history(algorithm, engine, 6)
     assert all(same(a.server, b.server) for a, b in zip(first, again, strict=True))
-    assert all(
-        same(a.clients[i], b.clients[i])
-        for a, b in zip(first, again, strict=True)
-        for i in b.clients
-    )
+    assert same_states(first[-1], again[-1], engine)
     loss = [
         sum(s.loss[-1] for s in evaluate(algorithm, engine, progress))
         for progress in (first[0], first[-1])
@@ -103,58 +139,124 @@ def test_training_is_repeatable_and_lowers_the_loss(algorithm, engine):
     assert loss[1] < loss[0]
 
 
-def evaluate(algorithm, engine, progress):
-    states = progress.client_states(algorithm, engine.federation.split.agents)
-    return engine.evaluate(algorithm, progress.server, states, steps=2, measure=Measure("accuracy"))
-
-
 def test_the_order_of_agents_does_not_matter(algorithm, engine):
     @dataclass(frozen=True)
     class Backwards(DirectEngine):
-        def client_updates(self, algorithm, received, states, round):
+        def agent_updates(self, algorithm, received, states, context):
             turned = dict(reversed(states.items()))
-            return super().client_updates(algorithm, received, turned, round)
+            return super().agent_updates(algorithm, received, turned, context)
 
     backwards = Backwards(engine.objective, engine.federation, engine.seed)
-    *_, progress = train(algorithm, engine, engine.objective.initial(), rounds=2, participation=0.8)
-    there = run_round(algorithm, engine, progress, 0.8)
-    back = run_round(algorithm, backwards, progress, 0.8)
-    assert same(there.server, back.server)
-    assert all(same(there.clients[i], back.clients[i]) for i in there.clients)
+    progress = [history(algorithm, engine, 2)[-1] for _ in range(2)]
+    there = run_round(algorithm, engine, progress[0], 0.8)
+    back = run_round(algorithm, backwards, progress[1], 0.8)
+    assert same(there.server, back.server) and same_states(there, back, engine)
 
 
 def test_an_agent_whose_update_is_rejected_leaves_no_trace(algorithm, engine):
     @dataclass(frozen=True)
     class Breaking(DirectEngine):
-        def client_updates(self, algorithm, received, states, round):
-            results = super().client_updates(algorithm, received, states, round)
+        def agent_updates(self, algorithm, received, states, context):
+            results = super().agent_updates(algorithm, received, states, context)
             agent = min(results)
             broken = {k: v * float("nan") for k, v in results[agent].vectors.items()}
             return {**results, agent: replace(results[agent], vectors=broken)}
 
     @dataclass(frozen=True)
     class Without(DirectEngine):
-        def client_updates(self, algorithm, received, states, round):
+        def agent_updates(self, algorithm, received, states, context):
             others = {a: s for a, s in states.items() if a != min(states)}
-            return super().client_updates(algorithm, received, others, round)
+            return super().agent_updates(algorithm, received, others, context)
 
     outcomes = []
     for kind in (Breaking, Without):
         other = kind(engine.objective, engine.federation, engine.seed)
-        *_, last = train(algorithm, other, engine.objective.initial(), rounds=3, participation=0.6)
-        outcomes.append(last)
+        outcomes.append(history(algorithm, other, 3)[-1])
     assert same(outcomes[0].server, outcomes[1].server)
-    assert outcomes[0].clients.keys() == outcomes[1].clients.keys()
+    assert same_states(*outcomes, engine)
     assert [r.agent for r in outcomes[0].rejected] == [min(outcomes[0].cohort)]
 
 
 def test_unseen_agents_never_train(algorithm, engine):
     (unseen,) = engine.federation.split.unseen
-    cohorts = [
-        progress.cohort
-        for progress in train(
-            algorithm, engine, engine.objective.initial(), rounds=8, participation=0.6
-        )
-    ]
+    cohorts = [progress.cohort for progress in history(algorithm, engine, 8)]
     assert unseen not in {agent for cohort in cohorts for agent in cohort}
     assert all(len(cohort) == 3 for cohort in cohorts[1:])
+
+
+def test_every_engine_that_may_run_it_gives_the_same(algorithm, tmp_path):
+    """Models, states and scores, with 1 and 2 workers, and killed and resumed in the middle."""
+    data, objective = federation(unseen=1), Objective(mlp())
+    engines = Engines(objective, data, seed=5)
+    direct = engines.get("direct")
+    right, scores = history(algorithm, direct), None
+    obstacles = {name: engines.obstacle(name, algorithm) for name in ENGINES}
+    usable = [name for name, obstacle in obstacles.items() if obstacle is None]
+    assert usable == MAY_USE[algorithm.combines], obstacles
+    for name in usable:
+        engine = engines.get(name)
+        alone = history(algorithm, engine)
+        with WorkerEngine(engine, 2) as workers:
+            spread = history(algorithm, workers)
+            assert evaluate(algorithm, workers, spread[-1]) == evaluate(
+                algorithm, engine, alone[-1]
+            )
+        resumed = killed_and_resumed(algorithm, engine, tmp_path / name)
+        for other in (spread, resumed):
+            assert same(other[-1].server, alone[-1].server)
+            assert same_states(other[-1], alone[-1], engine)
+        assert_near(alone[-1].server, right[-1].server)
+        for agent, state in states_of(direct, right[-1]).items():
+            assert_near(alone[-1].states.get(agent), state)
+        scores = scores or evaluate(algorithm, direct, right[-1])
+        for one, other in zip(evaluate(algorithm, engine, alone[-1]), scores, strict=True):
+            assert one.loss == pytest.approx(other.loss, rel=1e-6)
+            shared = other.global_loss  # None where the server holds no whole model
+            assert one.global_loss == (shared and pytest.approx(shared, rel=1e-6))
+            for cost in ("personal_gradients", "personal_hvps", "newcomer"):
+                assert getattr(one, cost) == getattr(other, cost)
+
+
+def test_on_flower_it_gives_the_bits_of_the_direct_engine(algorithm, tmp_path):
+    """Also if the server is killed in round 4, after the checkpoint of round 2, and resumed."""
+    data = agents_data(5)
+    plan = plan_of(algorithm, agents=5, rounds=4, participation=0.5, unseen_agents=1)
+    direct = DirectEngine(plan.objective, federation_of(data, plan.seed, 1), plan.seed)
+    w = plan.objective.initial()
+    right = list(train(algorithm, direct, w, rounds=4, participation=0.5))
+    scores = evaluate(algorithm, direct, right[-1])
+    whole = Server(plan, sites_of(plan, data, tmp_path / "whole"), RUN)
+    killed = Server(plan, sites_of(plan, data, tmp_path / "killed"), RUN)
+    training = killed.train()
+    *before, saved = islice(training, 3)
+    notes = json.dumps(killed.notes)
+    next(training)  # sites have answered a round that the server does not know of
+    resumed = Server(plan, sites_of(plan, data, tmp_path / "killed"), RUN, json.loads(notes))
+    again = resumed.train(Progress(saved.round, saved.server))
+    for name, server, rounds in (
+        ("whole", whole, list(whole.train())),
+        ("killed", resumed, [*before, saved, *islice(again, 1, None)]),
+    ):
+        for one, other in zip(rounds, right, strict=True):
+            assert same(one.server, other.server) and one.cost == other.cost
+        for agent in range(5):
+            state = right[-1].states.get(agent)
+            found = site_state(tmp_path / name, server, agent, state or {})
+            assert same(found or {}, state or {})
+        outcome = server.evaluate(rounds[-1])
+        assert outcome.scores == scores and not outcome.missing
+
+
+def test_the_cost_of_a_newcomer_is_counted(algorithm):
+    calls = []
+
+    class Counting(Objective):
+        def grad(self, w, batch):
+            calls.append(1)
+            return super().grad(w, batch)
+
+    objective = Counting(mlp())
+    own = agent_context(objective, federation().batches(2, 0, "evaluate"))
+    received = to_send(algorithm, algorithm.initial_server(objective, objective.initial()))
+    personal = algorithm.personal_model(own, received, None)
+    assert personal.cost.gradients == len(calls) and algorithm.newcomer

@@ -106,7 +106,7 @@ def test_a_class_number_far_beyond_the_samples_is_refused():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_numbers_that_are_not_finite_are_named_on_the_way_in(bad):
+def test_non_finite_numbers_are_refused_and_named(bad):
     x, y = np.zeros((4, 2)), np.zeros((4, 1))
     spoiled = x.copy()
     spoiled[2, 1] = bad
@@ -132,7 +132,7 @@ def test_numbers_beyond_the_dtype_of_the_model_are_named():
         samples.check_finite(torch.float32)
 
 
-def test_read_only_arrays_are_taken_without_a_word():
+def test_read_only_arrays_are_accepted_without_a_warning():
     x = np.zeros((6, 2), dtype=np.float32)
     x.setflags(write=False)
     assert len(as_samples((x, np.arange(6)))) == 6

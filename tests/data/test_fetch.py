@@ -1,4 +1,4 @@
-"""Getting data sets, against a web server on this machine that misbehaves on request."""
+"""Fetching data sets, from a local web server that misbehaves on request."""
 
 import errno
 import gzip
@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nufed import InputError, cli_data
+from nufed import InputError
+from nufed.cli import data_commands
 from nufed.data import SOURCES, download, fetch
 from nufed.data.store import MNIST_WRITERS, STORED, Stored
 
@@ -58,7 +59,7 @@ HALF = len(ARCHIVE) // 2
 def directory(tmp_path, monkeypatch):
     """The data directory, empty."""
     monkeypatch.setenv("NUFED_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(download, "FIRST_PAUSE", 0)
+    monkeypatch.setattr(download, "FIRST_BACKOFF", 0)
     (tmp_path / "data").mkdir()
     return tmp_path / "data"
 
@@ -153,21 +154,21 @@ def test_a_download_is_checked_unpacked_and_not_repeated(directory, server):
         (["cuts off", 416], [None, HALF, None]),
     ],
 )
-def test_a_download_goes_on_where_it_stopped(plan, ranges, directory, server):
+def test_an_interrupted_download_is_resumed(plan, ranges, directory, server):
     server.plan = plan
     assert get(server)
     assert server.asked == [None if r is None else f"bytes={r}-" for r in ranges]
     assert_complete(directory)
 
 
-def test_a_connection_that_stalls_is_given_up_and_taken_up_again(directory, server):
+def test_a_stalled_connection_times_out_and_is_retried(directory, server):
     server.plan = ["stalls"]
     assert fetch.fetch(TINY, url=server.url, timeout=0.2)
     assert server.asked == [None, f"bytes={HALF}-"]
     assert_complete(directory)
 
 
-def test_a_later_run_goes_on_and_a_complete_download_is_not_repeated(directory, server):
+def test_a_later_run_resumes_and_a_complete_download_is_not_repeated(directory, server):
     start_of_a_download(directory, ARCHIVE[:HALF])
     assert get(server) and server.asked == [f"bytes={HALF}-"]
     assert_complete(directory)
@@ -178,7 +179,7 @@ def test_a_later_run_goes_on_and_a_complete_download_is_not_repeated(directory, 
 
 
 @pytest.mark.parametrize("plan", [[], ["ignores If-Range"]])
-def test_a_file_that_changed_is_not_glued_together(plan, directory, server):
+def test_two_versions_of_a_file_are_not_mixed(plan, directory, server):
     start_of_a_download(directory, b"the start of an older file", version='"0"')
     server.plan = plan
     assert get(server)
@@ -186,19 +187,19 @@ def test_a_file_that_changed_is_not_glued_together(plan, directory, server):
 
 
 @pytest.mark.parametrize("version", ["", "two\nlines", "ÿ"])
-def test_a_start_of_unknown_version_is_not_used(version, directory, server):
+def test_a_partial_file_of_unknown_version_is_not_used(version, directory, server):
     start_of_a_download(directory, b"who knows", version)
     assert get(server)
     assert_complete(directory)
 
 
-def test_a_server_without_versions_is_asked_for_the_whole_again(directory, server):
+def test_without_a_version_the_whole_file_is_requested_again(directory, server):
     server.etag, server.plan = "", ["cuts off"]
     assert get(server) and server.asked == [None, None]
     assert_complete(directory)
 
 
-def test_after_the_last_attempt_the_start_is_kept(directory, server):
+def test_after_the_last_attempt_the_partial_file_is_kept(directory, server):
     server.plan = ["cuts off", 500, 503]
     with pytest.raises(InputError, match=r"503.*3 attempts.*run the command again.*--url.*--from"):
         get(server, attempts=3)
@@ -208,7 +209,7 @@ def test_after_the_last_attempt_the_start_is_kept(directory, server):
     assert_complete(directory)
 
 
-def test_ctrl_c_keeps_the_start(directory, server):
+def test_ctrl_c_keeps_the_partial_file(directory, server):
     def stop(done, total):
         if done:
             raise KeyboardInterrupt
@@ -220,14 +221,14 @@ def test_ctrl_c_keeps_the_start(directory, server):
     assert_complete(directory)
 
 
-def test_what_is_not_there_is_asked_for_once(directory, server):
+def test_a_missing_file_is_requested_once(directory, server):
     server.plan = [404]
     with pytest.raises(InputError, match=r"status 404.*--url.*--from"):
         get(server)
     assert server.asked == [None] and not left(directory)
 
 
-def test_nobody_answers(directory):
+def test_no_server_responds(directory):
     with pytest.raises(InputError, match=r"refused, 2 attempts"):
         fetch.fetch(TINY, url="http://127.0.0.1:1/tiny.tar.gz", attempts=2)
     assert not left(directory)
@@ -252,7 +253,7 @@ def test_other_addresses_are_refused(url, sentence, directory):
 
 
 def test_an_endless_download_is_refused(directory, server, monkeypatch):
-    monkeypatch.setattr(download, "LARGEST", 1000)
+    monkeypatch.setattr(download, "MAX_BYTES", 1000)
     with pytest.raises(InputError, match="larger than"):
         get(server)
     assert not left(directory)
@@ -282,7 +283,7 @@ WRONG = {
 def test_a_wrong_archive_is_refused_and_leaves_nothing(
     name, directory, server, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(fetch, "LARGEST", 50_000)
+    monkeypatch.setattr(fetch, "MAX_BYTES", 50_000)
     server.body, sentence = WRONG[name]
     with pytest.raises(InputError, match=sentence) as caught:
         get(server)
@@ -300,7 +301,7 @@ def test_a_wrong_archive_is_refused_and_leaves_nothing(
     assert (directory / "tiny/b.bin").read_bytes() == b"mine"
 
 
-def test_only_the_files_of_the_data_set_are_taken(directory, tmp_path):
+def test_only_the_files_of_the_data_set_are_extracted(directory, tmp_path):
     others = [
         file("../outside"),
         file("/tmp/outside"),
@@ -339,9 +340,9 @@ def test_a_full_disk_while_unpacking(directory, server, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(fetch.os, "fsync", full)
-        with pytest.raises(InputError, match=r"No space left.*put that right"):
+        with pytest.raises(InputError, match=r"No space left.*fix that"):
             get(server)
-    # the download was right and need not be repeated
+    # the download is valid and need not be repeated
     assert left(directory) == ["tiny.tar.gz.part", "tiny.tar.gz.part.version"]
     assert get(server) and server.asked[-1] == f"bytes={len(ARCHIVE)}-"
     assert_complete(directory)
@@ -369,17 +370,17 @@ def test_the_command_ends_with_where_the_data_is(directory, server, nufed, tmp_p
     assert result.stderr.startswith("tiny: 0.0 of 0.0 MB\n")
     assert_complete(directory)
     again = nufed("data", "get", "tiny", cwd=tmp_path)
-    assert again.returncode == 0 and "complete already" in again.stdout and not again.stderr
+    assert again.returncode == 0 and "already complete" in again.stdout and not again.stderr
 
 
 @pytest.mark.usefixtures("listed")
-def test_the_command_says_that_it_can_be_continued(directory, nufed, tmp_path, monkeypatch):
+def test_the_command_says_that_it_can_be_resumed(directory, nufed, tmp_path, monkeypatch):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_data, "fetch", stopped)
+    monkeypatch.setattr(data_commands, "fetch", stopped)
     result = nufed("data", "get", "tiny", cwd=tmp_path)
-    assert result.returncode == 130 and "the same command goes on" in result.stderr
+    assert result.returncode == 130 and "run the same command again" in result.stderr
 
 
 def writers(count=4, **changed):
@@ -393,7 +394,7 @@ def writers(count=4, **changed):
     return buffer.getvalue()
 
 
-def test_a_data_set_that_a_person_made_is_checked_and_copied(directory, tmp_path):
+def test_a_data_set_that_the_user_made_is_checked_and_copied(directory, tmp_path):
     with pytest.raises(InputError, match=r"docs/data.md says how to make mnist_by_writer.npz"):
         fetch.fetch(MNIST_WRITERS)
     given = tmp_path / "mine.npz"

@@ -50,10 +50,12 @@ def test_dirichlet_reusing_across_agents(labels, agents, sizes, concentration, s
     assert len(parts) == agents
     again = DirichletReusing(labels, agents + 3, sizes, concentration, seed)
     alike = zip(parts[agents - 1], again[agents - 1], strict=True)
-    assert all(np.array_equal(a, b) for a, b in alike)  # whoever else there is, whoever asked first
+    assert all(
+        np.array_equal(a, b) for a, b in alike
+    )  # independent of other agents and of the order
     for own in parts:
         assert [len(part) for part in own] == list(sizes) and all(map(no_repeats, own))
-    # nobody trains on what another agent is validated or tested on
+    # no agent trains on another's validation or test rows
     pools = [set(np.concatenate(column).tolist()) for column in zip(*parts, strict=True)]
     assert sum(map(len, pools)) == len(set.union(*pools))
 
@@ -108,7 +110,7 @@ def test_given_assignments_are_kept(owners):
         assert {owners[i] for i in rows} == {name}
 
 
-def test_it_finishes_in_the_extreme():
+def test_it_terminates_in_extreme_cases():
     labels = np.arange(50_000) % 100
     parts = dirichlet(labels, 500, 100, 1e-4, np.random.default_rng(0))
     assert {len(p) for p in parts} == {100}
@@ -132,7 +134,7 @@ def test_concentration_controls_heterogeneity_and_classes_follow_the_drawn_distr
     assert np.abs(firsts - 200).max() < 5 * np.sqrt(2000 * 0.1 * 0.9)
 
 
-def test_a_class_that_runs_out_is_renormalised_like_drawing_one_by_one():
+def test_exhausted_classes_are_renormalised_like_drawing_one_by_one():
     """Against a one-by-one sampler: the same distribution of class counts."""
     available, pmf = np.array([3, 50, 50]), np.array([0.6, 0.3, 0.1])
     rng = np.random.default_rng(0)

@@ -64,7 +64,7 @@ def test_pixels(pixels, of_0, of_255, directory, monkeypatch):
     assert inputs.flatten()[:2].tolist() == pytest.approx([of_0, of_255], abs=1e-6)
 
 
-def test_what_cannot_be_read_is_said(directory, monkeypatch):
+def test_unreadable_files_are_named(directory, monkeypatch):
     with pytest.raises(InputError, match=r"cifar10 is not here .*`nufed data get cifar10`"):
         sources.cifar10()
     with pytest.raises(InputError, match="must be one of unit, symmetric, standardised"):

@@ -52,7 +52,7 @@ def test_a_split_is_saved_and_read_back(tmp_path):
 
 @settings(max_examples=40)
 @given(st.data())
-def test_any_flipped_bit_is_noticed(tmp_path_factory, data):
+def test_any_flipped_bit_is_detected(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "split.safetensors"
     example().save(path)
     damaged = bytearray(path.read_bytes())
@@ -85,12 +85,12 @@ def parts(**changed):
         (parts(test=[[1], [7]]), "row 1 is in the train part of agent 'ann' and in the test part"),
         (parts(test=[[2], [0]]), "row 0 is in the train part of agent 'ann' .* of agent 'bob'"),
         (parts(validation=[[], [2]]), "row 2 is in the validation part of agent 'bob' and in the"),
-        (parts(train=[[0, 1, 0], [4]]), "row 0 .* 'ann' and .* 'ann', and an agent may have a row"),
+        (parts(train=[[0, 1, 0], [4]]), "row 0 .* 'ann' and .* 'ann', and an agent must not"),
         (parts(test=[[2], [7, 7]]), "row 7 is in the test part of agent 'bob' and in the test"),
         (parts(train=[[0, -1], [4, 5]]), "row -1 in the train part of agent 'ann' is outside"),
         (parts(test=[[2], [8]]), "row 8 in the test part of agent 'bob' is outside .* 0 … 7"),
         (parts(train=[[0, 1], []]), "agent 'bob' has no training rows"),
-        (parts(test=[[2]]), r"2 names of agents and parts of \[1, 2\]"),
+        (parts(test=[[2]]), r"names 2 agents and has parts for \[1, 2\]"),
         (replace(parts(), unseen=(0, 1)), r"unseen = \(0, 1\): must be different agents of 0 … 1"),
         (replace(parts(), unseen=(2,)), r"unseen = \(2,\): must be different agents of 0 … 1"),
     ],
@@ -130,13 +130,13 @@ def lazy(agents=10**6, unseen=(7,), labels=LABELS):
     return lazy_split(DirichletReusing(labels, agents, (20, 0, 5), 0.3, seed=4), unseen)
 
 
-def test_a_million_agents_are_drawn_when_asked_for():
+def test_a_million_agents_are_drawn_lazily():
     split = lazy()
     assert len(split.agents) == len(split.names) == 10**6 and split.names[123_456] == "123456"
     assert split.most_rows == 20 and split.smallest_agent == 0
     assert 7 not in split.seen and len(split.seen) == 10**6 - 1
     first = split.train[999_999], split.test[999_999]
-    for agent in range(300):  # more than are remembered
+    for agent in range(300):  # more than are cached
         assert len(split.train[agent]) == 20 and len(split.test[agent]) == 5
     again = split.train[999_999], split.test[999_999]
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
@@ -153,9 +153,9 @@ def test_a_lazy_split_is_saved_as_its_recipe(tmp_path):
     assert again.fingerprint == split.fingerprint and again.unseen == (7,)
     assert np.array_equal(again.train[5], split.train[5])
     assert lazy(unseen=(8,)).fingerprint != split.fingerprint
-    with pytest.raises(InputError, match="about other data"):
+    with pytest.raises(InputError, match="made for other data"):
         Split.load(path, LABELS[::-1].copy())
-    with pytest.raises(InputError, match="the labels of its data are not given"):
+    with pytest.raises(InputError, match="give the labels of its data"):
         Split.load(path)
 
 

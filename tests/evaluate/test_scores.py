@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from nufed.evaluate import (
     summarise,
 )
 from nufed.simulation import DirectEngine
-from support import federation, mlp
+from support import agent_context, federation, mlp
 
 ALGORITHM = fedavg(adapt_lr=0.5, batch_size=6)
 
@@ -42,7 +43,7 @@ def test_scores_equal_a_hand_written_evaluation():
 
 
 def test_replacing_test_inputs_changes_no_adapted_model():
-    """What adapts is never handed test data."""
+    """Adaptation never receives test data."""
     objective, clean = Objective(mlp(torch.float32)), federation()
     inputs = clean.samples.inputs.clone()
     inputs[np.concatenate(clean.split.test)] = float("nan")
@@ -51,29 +52,31 @@ def test_replacing_test_inputs_changes_no_adapted_model():
     )
     for agent in clean.split.agents:
         models = [
-            list(
-                ALGORITHM.personalize(
-                    objective,
+            [
+                own["model"]
+                for own in ALGORITHM.fine_tune(
+                    agent_context(objective, data.batches(agent, 0, "evaluate")),
                     {"model": objective.initial()},
-                    {},
-                    data.batches(agent, 0, "evaluate"),
+                    {"model": objective.initial()},
                     3,
                 )
-            )
+            ]
             for data in (clean, spoiled)
         ]
         assert all(map(torch.equal, *models))
 
 
-def test_accuracy_of_what_is_no_classifier():
+def test_accuracy_of_a_model_that_is_not_a_classifier():
     nothing = torch.full((4, 3), float("nan"))
-    assert math.isnan(accuracy(nothing, torch.zeros(4, dtype=torch.long)))  # argmax says class 0
+    assert math.isnan(accuracy(nothing, torch.zeros(4, dtype=torch.long)))  # argmax returns class 0
     with pytest.raises(InputError, match=r"one output per class.*\(4, 1\)"):
         accuracy(torch.zeros(4, 1), torch.zeros(4, dtype=torch.long))
 
 
 def agent(score, samples=10):
-    return AgentScores(0, "0", True, 5, samples, loss=(1.0, 2.0), score=score)
+    return AgentScores(
+        0, "0", True, 5, samples, loss=(1.0, 2.0), score=score, global_loss=1.0, global_score=0.5
+    )
 
 
 def test_summaries():
@@ -88,6 +91,11 @@ def test_summaries():
     assert summary.worst_tenth == pytest.approx(0.05)  # the worst two of eleven
     assert summary.harmed == pytest.approx(5 / 11)
     assert summary.loss == 2.0
+    assert summary.global_mean == 0.5
+    private = [replace(s, global_loss=None, global_score=None) for s in scores]
+    undefined = summarise(private, 1, Measure("accuracy"))
+    assert math.isnan(undefined.harmed) and math.isnan(undefined.global_mean)
+    assert undefined.mean == summary.mean
     broken = summarise([*scores, agent((0.5, math.nan))], 1, Measure("accuracy"))
     assert broken.worst_tenth == -math.inf and broken.harmed == pytest.approx(6 / 12)
     as_loss = summarise(scores, 1, Measure("loss", None))  # less is better
@@ -117,16 +125,16 @@ def uneven(train, test):
     return Federation(samples, split)
 
 
-def answering(classes):
-    """Outputs of a model that gives these answers."""
+def predicting(classes):
+    """Outputs of a model that predicts these classes."""
     return torch.eye(3)[torch.tensor(classes)]
 
 
 def test_balanced_and_minority_accuracy():
     data = uneven(train=[2, 2, 2, 0, 1], test=[2, 2, 2, 2, 0, 0, 1])
     objective = Objective(mlp(torch.float32))
-    answers = [answering([2] * 7), answering([2, 2, 2, 0, 0, 2, 1])]
-    found = score_agent(objective, data, 0, answers, Measure("accuracy"))
+    outputs = [predicting([2] * 7), predicting([2, 2, 2, 0, 0, 2, 1])]
+    found = score_agent(objective, data, 0, outputs, Measure("accuracy"))
     assert found.score == pytest.approx((4 / 7, 5 / 7))
     assert found.balanced == pytest.approx((1 / 3, (3 / 4 + 1 / 2 + 1) / 3))
     assert found.minority == pytest.approx((0, 2 / 3)) and found.minority_samples == 3
@@ -135,16 +143,16 @@ def test_balanced_and_minority_accuracy():
 def test_an_agent_of_one_class_has_no_minority():
     data = uneven(train=[1, 1, 1], test=[1, 1])
     objective = Objective(mlp(torch.float32))
-    found = score_agent(objective, data, 0, [answering([1, 0])], Measure("accuracy"))
+    found = score_agent(objective, data, 0, [predicting([1, 0])], Measure("accuracy"))
     assert found.minority_samples == 0 and math.isnan(found.minority[0])
     assert found.balanced == (0.5,)
     assert math.isnan(summarise([found], 0, Measure("accuracy")).minority)
 
 
 def test_minority_accuracy_counts_samples_not_agents():
-    few = AgentScores(0, "0", True, 5, 10, (1.0,), (0.9,), (0.5,), (1.0,), 1)
-    many = AgentScores(1, "1", True, 5, 10, (1.0,), (0.9,), (0.7,), (0.0,), 3)
-    none = AgentScores(2, "2", True, 5, 10, (1.0,), (1.0,), (1.0,), (math.nan,), 0)
+    few = AgentScores(0, "0", True, 5, 10, (1.0,), (0.9,), None, None, (0.5,), (1.0,), 1)
+    many = AgentScores(1, "1", True, 5, 10, (1.0,), (0.9,), None, None, (0.7,), (0.0,), 3)
+    none = AgentScores(2, "2", True, 5, 10, (1.0,), (1.0,), None, None, (1.0,), (math.nan,), 0)
     summary = summarise([few, many, none], 0, Measure("accuracy"))
     assert summary.minority == pytest.approx(1 / 4)
     assert summary.balanced == pytest.approx(2.2 / 3)
@@ -162,7 +170,7 @@ def test_other_metrics_and_losses_have_no_classes():
     data = uneven(train=[1, 1, 0], test=[1, 0])
     objective = Objective(mlp(torch.float32))
     for measure in (Measure("loss", None), Measure("own", lambda outputs, targets: 0.5)):
-        found = score_agent(objective, data, 0, [answering([1, 0])], measure)
+        found = score_agent(objective, data, 0, [predicting([1, 0])], measure)
         assert found.balanced == found.minority == ()
         assert math.isnan(summarise([found], 0, measure).balanced)
 

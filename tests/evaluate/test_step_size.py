@@ -13,9 +13,9 @@ import nufed
 from nufed import GMeta, InputError, Objective
 from nufed.algorithms import fedavg
 from nufed.bundle import load_bundle
+from nufed.config import build
 from nufed.evaluate import AgentScores, Measure, choose_step_sizes, evaluate_with_choice
-from nufed.metagrad import FirstOrder
-from nufed.runs import build
+from nufed.meta.meta_gradient import FirstOrder
 from nufed.simulation import BatchedEngine, DirectEngine, WorkerEngine
 from support import federation, file_hashes, mlp
 
@@ -64,7 +64,7 @@ def test_every_number_of_steps_gets_its_own_scale():
 
 
 @pytest.mark.parametrize(("best", "last"), [(4, 5), (-5, -6), (9, 6), (-9, -6)])
-def test_the_grid_grows_until_the_best_lies_inside_or_six_factors_are_reached(best, last):
+def test_the_grid_is_extended_until_the_best_lies_inside_or_at_six_factors(best, last):
     validate = measured(peak(lambda step: best))
     sizes = choose_step_sizes(validate, [1, 2, 3], ACCURACY)
     assert {own.scale for own in sizes.chosen} == {3.0 ** max(-6, min(6, best))}
@@ -74,7 +74,7 @@ def test_the_grid_grows_until_the_best_lies_inside_or_six_factors_are_reached(be
     assert sorted(validate.asked) == list(sizes.tried)  # each once
 
 
-def test_divergence_ends_the_growth():
+def test_divergence_stops_the_extension():
     def score(scale, step):
         return math.nan if scale > 9 else math.log(scale, 3) / 10
 
@@ -83,7 +83,7 @@ def test_divergence_ends_the_growth():
     assert not sizes.chosen[0].at_edge
 
 
-def test_one_agent_that_diverges_makes_a_scale_worst():
+def test_a_scale_with_a_diverging_agent_ranks_worst():
     def validate(scales):
         scores = measured(lambda scale, step: 0.5 + scale / 100)(scales)
         for scale, own in zip(scales, scores, strict=True):
@@ -108,7 +108,7 @@ def test_where_less_is_better_the_lowest_loss_is_chosen():
     assert choose_step_sizes(measured(loss, loss), [2], LOSS).chosen[0].scale == 3.0**-1
 
 
-def test_unseen_agents_and_those_that_answer_only_sometimes_have_no_say():
+def test_unseen_agents_and_those_without_every_reply_are_excluded():
     right = measured(peak(lambda step: 1), agents=2)
 
     def validate(scales):
@@ -117,7 +117,7 @@ def test_unseen_agents_and_those_that_answer_only_sometimes_have_no_say():
         for scale, own, lies in zip(scales, scores, liars, strict=True):
             own.append(lies[2])  # unseen
             if scale >= 1 / 9:
-                own.append(lies[3])  # seen, and gone when the grid grows
+                own.append(lies[3])  # seen, and missing when the grid is extended
         return scores
 
     assert choose_step_sizes(validate, [1], ACCURACY).chosen[0].scale == 3.0
@@ -134,7 +134,11 @@ def engine_of(kind, algorithm, data):
 
 @pytest.mark.parametrize("kind", [DirectEngine, BatchedEngine])
 @pytest.mark.parametrize(
-    "algorithm", [fedavg(adapt_lr=0.1, batch_size=6), GMeta(1, 0.1, rates_lr=0.1, batch_size=6)]
+    "algorithm",
+    [
+        fedavg(adapt_lr=0.1, batch_size=6),
+        GMeta(adapt_steps=1, adapt_lr=0.1, rates_lr=0.1, batch_size=6),
+    ],
 )
 def test_a_scale_multiplies_the_step_size(kind, algorithm):
     data = federation(validation=0.25, dtype=np.float64)
@@ -197,14 +201,17 @@ def test_a_run_shows_both_and_says_what_was_chosen(run):
     results = json.loads((run.path / "results.json").read_text())
     assert results["eval_lr"] == "chosen" and results["notes"] == []
     page = (run.path / "report.html").read_text("utf-8")
-    assert "As trained: after" in page and "as trained</th>" in page
+    assert (
+        "As trained: fine-tuned with the step size of training" in page
+        and "as trained</th>" in page
+    )
     for row in run.rows():
         if row.kind != "method":
             continue
         (trained,) = run.methods[row.name].values()
         scale = trained.step_sizes.scale(2)
         group = [s for s in trained.chosen if s.seen == (row.group == "seen")]
-        assert row.after.mean == pytest.approx(np.mean([s.score[2] for s in group]))
+        assert row.personal.mean == pytest.approx(np.mean([s.score[2] for s in group]))
         group = [s for s in trained.scores if s.seen == (row.group == "seen")]
         assert row.as_trained.mean == pytest.approx(np.mean([s.score[2] for s in group]))
         assert row.lr_scale == (scale,) and row.adapt_lr == (scale * 0.02,)
@@ -226,7 +233,14 @@ def test_the_chosen_scores_are_those_of_that_step_size(run):
 
     def scored(model, lr, part):
         engine = DirectEngine(objective, federation.scoring(part), 0)
-        own = GMeta(0, lr, 0.2, 4, 8, FirstOrder())
+        own = GMeta(
+            adapt_steps=0,
+            adapt_lr=lr,
+            meta_lr=0.2,
+            local_steps=4,
+            batch_size=8,
+            curvature=FirstOrder(),
+        )
         return engine.evaluate(own, model, states, steps=2, measure=ACCURACY)
 
     for name, part in run.methods.items():
@@ -276,7 +290,7 @@ def test_bundles_and_their_cards_use_what_was_chosen(run):
     assert bundle.about.adapt.lr == scale * 0.02 and bundle.about.adapt.lr_scale == scale
     assert f"{scale:.3g} times that of training" in bundle.card
     seen = [s.score[2] for s in run.methods["fedavg"][0].chosen if s.seen]
-    assert bundle.about.measured["groups"]["seen"]["after"] == pytest.approx(np.mean(seen))
+    assert bundle.about.measured["groups"]["seen"]["personal"] == pytest.approx(np.mean(seen))
 
 
 @pytest.mark.parametrize(
@@ -295,12 +309,12 @@ def test_without_a_choice_fedavgs_step_size_is_called_arbitrary(override, why, t
 
 def test_it_can_be_chosen_in_every_evaluated_round(tmp_path):
     run = nufed.run(CONFIG, ["eval_lr=chosen_by_round"], out=tmp_path / "run")
-    lines = [m for m in run.methods["fo"][0].metrics if "evaluation" in m]
-    assert [m["round"] for m in lines] == [0, 2, 4]
-    assert all(len(m["scales"]) == 2 and "seen" in m["evaluation_chosen"] for m in lines)
+    lines = [m for m in run.methods["fo"][0].metrics if m.evaluation]
+    assert [m.round for m in lines] == [0, 2, 4]
+    assert all(len(m.scales) == 2 and "seen" in m.evaluation_chosen for m in lines)
     last = run.methods["fo"][0]
     seen = [s.score[2] for s in last.chosen if s.seen]
-    assert lines[-1]["evaluation_chosen"]["seen"]["score"][2] == pytest.approx(np.mean(seen))
+    assert lines[-1].evaluation_chosen["seen"].score[2] == pytest.approx(np.mean(seen))
     assert "chosen in every round" in (run.path / "report.html").read_text("utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Charts are drawn in a process of their own, and a report does without them if that dies."""
+"""Charts are drawn in a separate process, and a report is written without them if it dies."""
 
 import json
 import subprocess
@@ -10,6 +10,7 @@ import nufed
 from nufed.errors import ReportWarning
 from nufed.report import build_report, figures, save_bounds_charts
 from nufed.runs import load_run
+from nufed.runs.bounds_record import BoundsRecord, Stationarity
 
 SMALL = {
     "name": "small",
@@ -57,7 +58,7 @@ def limited(*arguments, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250)
 
 
-def test_a_run_with_little_address_space_ends_well_without_charts(tmp_path):
+def test_a_run_with_little_address_space_completes_without_charts(tmp_path):
     overrides = ["rounds=1", "seeds=[0]", "data.agents=4", "data.unseen_agents=0", "workers=1"]
     result = limited("run", "quickstart", *overrides, "--out", "run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -75,7 +76,7 @@ def test_a_run_with_little_address_space_ends_well_without_charts(tmp_path):
     assert "split.svg was not written: charts could not be drawn" in drawn.stderr
 
 
-def test_figures_are_drawn_unless_they_are_not_wanted(run, tmp_path, nufed):
+def test_figures_can_be_switched_off(run, tmp_path, nufed):
     assert not (run.path / "figures").exists()
     page = (run.path / "report.html").read_text()
     assert "vegaEmbed(" in page and "figures/" not in page and "lacks charts" not in page
@@ -99,14 +100,14 @@ def test_the_command_run_takes_no_figures(tmp_path, nufed):
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
         ("raise SystemExit('no such mark')", "(no such mark)"),
         ("raise SystemExit(3)", "(no reason given)"),
         ("import time; time.sleep(1000)", "within 1 seconds"),
         ("print('{', end='', flush=True); raise ValueError('cut')", "(ValueError: cut)"),
     ],
 )
-def test_if_the_process_that_draws_ends_badly_the_page_has_what_it_drew(
+def test_if_the_drawing_process_fails_the_page_has_the_charts_drawn_so_far(
     run, tmp_path, drawing, monkeypatch, end, reason
 ):
     monkeypatch.setattr(figures, "TIMEOUT", 1 if "sleep" in end else 60)
@@ -116,7 +117,7 @@ def test_if_the_process_that_draws_ends_badly_the_page_has_what_it_drew(
     assert len(warned) == 1 and reason in str(warned[0].message)
     page = (tmp_path / "out/report.html").read_text()
     assert "This page lacks charts" in page and reason in page and "majority" in page
-    if reason != "within 1 seconds":  # a slow machine may not have come so far
+    if reason != "within 1 seconds":  # a slow machine may not have drawn any
         assert "figures/steps.svg" in page and "figures/agents.svg" not in page
         assert (tmp_path / "out/figures/steps.png").read_bytes() == b"PNG"
 
@@ -130,7 +131,15 @@ def test_a_process_that_cannot_be_started_is_named(run, tmp_path, drawing, monke
 
 def test_charts_of_bounds_are_left_out_with_a_warning(tmp_path, drawing):
     drawing("raise SystemExit('no such mark')")
-    bounds = {"methods": [], "stationarity": [{"method": "fo", "round": 0, "value": 1.0}]}
+    bounds = BoundsRecord(
+        constants={},
+        smooth=True,
+        uniform=True,
+        by_steps_of="fo",
+        by_steps=[],
+        methods=[],
+        stationarity=[Stationarity(method="fo", round=0, value=1.0)],
+    )
     with pytest.warns(ReportWarning, match="no such mark"):
         assert save_bounds_charts(bounds, tmp_path) == []
 

@@ -1,18 +1,21 @@
-"""Checkpoints: whole or not there, damage is seen, the newest good one is used."""
+"""Checkpoints: written atomically, damage is detected, the newest valid one is used."""
 
 import errno
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nufed.errors import RunError
+from nufed.files import locked, sha256, write_durably
+from nufed.runs.agent_states import Inventory
 from nufed.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from nufed.runs.durable import locked, sha256, write_durably
-from nufed.runs.part import PartFiles
+from nufed.runs.part_files import PartFiles
 
 BELONGS = {"configuration": "a", "data": "b", "split": "c"}
 
@@ -20,44 +23,45 @@ BELONGS = {"configuration": "a", "data": "b", "split": "c"}
 def checkpoint(round, metrics=b"one\n"):
     generator = torch.Generator().manual_seed(round)
     vector = torch.randn(7, generator=generator)
-    clients = {3: {"control": vector + 1}, 12: {"control": vector + 2}}
-    return Checkpoint(round, {"model": vector}, clients, len(metrics), sha256(metrics))
+    return Checkpoint(
+        round,
+        {"model": vector, "control": vector + 1},
+        len(metrics),
+        sha256(metrics),
+        {"warnings": [round]},
+        Inventory(2, round + 3),
+    )
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b"one\ntwo\nthr")  # cut by a kill
+    (tmp_path / "metrics.jsonl").write_bytes(b"one\ntwo\nthr")  # truncated by a kill
     for round in (10, 20, 30):
         save_checkpoint(tmp_path, checkpoint(round), BELONGS)
     return tmp_path
 
 
 def same(a, b):
-    assert a.round == b.round and a.metrics_bytes == b.metrics_bytes
-    assert a.server.keys() == b.server.keys() and a.clients.keys() == b.clients.keys()
-    assert torch.equal(a.server["model"], b.server["model"])
-    for agent in a.clients:
-        assert torch.equal(a.clients[agent]["control"], b.clients[agent]["control"])
+    assert replace(a, server={}) == replace(b, server={}) and a.server.keys() == b.server.keys()
+    assert all(torch.equal(a.server[name], b.server[name]) for name in a.server)
 
 
 def test_the_last_two_are_kept_and_the_newest_is_read(folder):
     names = sorted(path.name for path in folder.glob("checkpoint-*"))
-    assert names == [
-        f"checkpoint-0000{r}.{kind}" for r in (20, 30) for kind in ("json", "safetensors")
-    ]
+    assert names == ["checkpoint-000020.safetensors", "checkpoint-000030.safetensors"]
     found, problems = load_checkpoint(folder, BELONGS)
     same(found, checkpoint(30))
     assert problems == []
 
 
-def test_damaged_metrics_are_seen(folder):
+def test_damaged_metrics_are_detected(folder):
     (folder / "metrics.jsonl").write_bytes(b"onX\ntwo\n")
     found, problems = load_checkpoint(folder, BELONGS)
     assert found is None and len(problems) == 2 and "metrics.jsonl is damaged" in problems[0]
 
 
-def test_a_state_without_manifest_is_no_checkpoint(folder):
-    (folder / "checkpoint-000030.json").unlink()
+def test_a_state_without_seal_is_not_a_checkpoint(folder):
+    save_file(checkpoint(30).server, folder / "checkpoint-000030.safetensors")
     found, problems = load_checkpoint(folder, BELONGS)
     assert found.round == 20 and len(problems) == 1
 
@@ -90,9 +94,9 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch,
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_second_run_is_kept_out_and_a_crash_leaves_no_lock(tmp_path):
+def test_a_second_run_is_refused_and_a_crash_leaves_no_lock(tmp_path):
     hold = (
-        "import time\nfrom pathlib import Path\nfrom nufed.runs.durable import locked\n"
+        "import time\nfrom pathlib import Path\nfrom nufed.files import locked\n"
         f"with locked(Path({str(tmp_path)!r})):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(60)\n"
@@ -106,12 +110,12 @@ def test_a_second_run_is_kept_out_and_a_crash_leaves_no_lock(tmp_path):
         pass
 
 
-def test_metrics_go_on_where_the_checkpoint_left_them(tmp_path):
+def test_metrics_resume_from_the_checkpoint(tmp_path):
     whole = PartFiles(tmp_path, BELONGS)
     assert whole.begin(rounds=9, eval_every=1) is None
     for round in range(3):
         whole.add({"round": round})
-    whole.checkpoint(2, {"model": torch.zeros(2)}, {})
+    whole.checkpoint(2, {"model": torch.zeros(2)})
     whole.add({"round": 3})
     whole.close()
     metrics = tmp_path / "metrics.jsonl"
@@ -119,7 +123,7 @@ def test_metrics_go_on_where_the_checkpoint_left_them(tmp_path):
     again = PartFiles(tmp_path, BELONGS)
     assert again.begin(rounds=9, eval_every=1).round == 2
     again.add({"round": 3})
-    again.checkpoint(3, {"model": torch.zeros(2)}, {})
+    again.checkpoint(3, {"model": torch.zeros(2)})
     again.close()
     lines = metrics.read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [0, 1, 2, 3]

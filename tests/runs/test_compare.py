@@ -1,4 +1,4 @@
-"""Paired differences and what they decide."""
+"""Paired differences and their verdicts."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_a_paired_difference_has_an_interval_over_seeds_and_one_over_agents():
         (1.0, 0.5, 1.1, "undecided"),
         (1.0, 1.1, 0.5, "undecided"),
         (-1.0, 0.5, 0.5, "not held"),
-        (0.0, 0.4, 0.4, "not held"),  # if there is an advantage, it is too small to matter
+        (0.0, 0.4, 0.4, "not held"),  # any advantage is too small to be relevant
         (0.0, 0.6, 0.4, "undecided"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Files of a run that do not fit their schema are named, or left out where nothing depends on them.
+"""Files of a run that violate their schema are named, or skipped if nothing depends on them.
 
 tests/campaigns/test_mutated_runs.py changes every file in many ways.
 """
@@ -11,23 +11,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
 import nufed
 from campaigns.test_damage import damaged
+from experiment.test_resume import Killed
 from nufed.errors import RunError
+from nufed.files import read_sealed, sha256, write_sealed
 from nufed.report.charts import rounds_chart
 from nufed.runs import load_run
-from nufed.runs.durable import read_signed, sha256, signed
-from nufed.runs.records import FederationRecord, checked
-from runs.test_begun import CONFIG
-from test_resume import Killed
+from nufed.runs.federation_records import FederationRecord
+from nufed.runs.records import checked
+from runs.test_provenance import CONFIG
+from support import without_report
 
 BOUNDS = {
     "constants": {"gradient": {"value": 1.5, "samples": 4, "spread": None}, "smoothness": None},
     "smooth": False,
     "seed": 0,
     "uniform": True,
+    "by_steps_of": "fo",
     "by_steps": [],
     "methods": [
         {
@@ -42,8 +45,7 @@ BOUNDS = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nufed.report.build_report", lambda *_, **__: None)
+    with without_report():
         return nufed.run(CONFIG, out=tmp_path_factory.mktemp("finished") / "run").path
 
 
@@ -52,16 +54,16 @@ def run(tmp_path, finished):
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def test_a_sample_of_seen_and_unseen_agents_is_read(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("no_report")
+def test_a_sample_of_seen_and_unseen_agents_is_read(tmp_path):
     """Their lines are sorted within each group, not over both."""
-    monkeypatch.setattr("nufed.report.build_report", lambda *_, **__: None)
     data = CONFIG["data"] | {"unseen_agents": 3}
     run = nufed.run(CONFIG | {"rounds": 1, "eval_agents": 2, "data": data}, out=tmp_path / "run")
     agents = [scores.agent for scores in run.methods["fo"][0].scores]
     assert len(agents) == 4 and agents != sorted(agents)
 
 
-def test_damaged_lines_of_timing_are_left_out(run):
+def test_damaged_lines_of_timing_are_skipped(run):
     path, rng = run / "timing.jsonl", random.Random(0)
     good = path.read_bytes()
     whole = load_run(run).timing
@@ -76,9 +78,9 @@ def test_damaged_lines_of_timing_are_left_out(run):
 
 def test_damaged_bounds_are_named(run):
     path, rng = run / "bounds.json", random.Random(0)
-    path.write_bytes(signed(BOUNDS))
+    write_sealed(path, BOUNDS)
     good, loaded = path.read_bytes(), load_run(run)
-    assert loaded.bounds()["constants"]["smoothness"] is None
+    assert loaded.bounds().constants["smoothness"] is None
     for content in [b"[" * 100_000, *(damaged(good, rng) for _ in range(200))]:
         path.write_bytes(content)
         with pytest.raises(RunError, match=r"bounds\.json is damaged.*run `nufed bounds` again"):
@@ -98,10 +100,10 @@ def test_damaged_bounds_are_named(run):
 def test_a_model_of_another_form_makes_no_bundle(run, content):
     folder = run / "methods" / "fo" / "seed-0"
     (folder / "model.safetensors").write_bytes(content)
-    done = read_signed(folder / "done.json")
+    done = read_sealed(folder / "done.json").about
     done["files"]["model.safetensors"] = sha256(content)
-    (folder / "done.json").write_bytes(signed(done))
-    with pytest.raises(RunError, match=rf"{folder / 'model.safetensors'} (does not fit|can't be)"):
+    write_sealed(folder / "done.json", done)
+    with pytest.raises(RunError, match=rf"{folder / 'model.safetensors'} (is invalid|can't be)"):
         nufed.make_bundle(load_run(run), "fo")
 
 
@@ -110,27 +112,24 @@ def test_a_checkpoint_with_other_vectors_is_named(run, change):
     folder = run / "methods" / "fo" / "seed-0"
     (folder / "done.json").unlink()
     for path in folder.glob("checkpoint-*.safetensors"):
-        model = load_file(path)["server/model"]
+        found = read_sealed(path)
+        model = found.tensors["model"]
         if change == "renamed":
-            content = save({"server/mode": model})
+            write_sealed(path, found.about, {"mode": model})
         elif change == "longer":
-            content = save({"server/model": torch.cat([model, model])})
+            write_sealed(path, found.about, {"model": torch.cat([model, model])})
         else:
-            content = b"not safetensors"
-        path.write_bytes(content)
-        manifest = read_signed(path.with_suffix(".json"))
-        manifest["state_sha256"] = sha256(content)
-        path.with_suffix(".json").write_bytes(signed(manifest))
-    if change == "nothing that can be read":  # it is trained again from its start
+            path.write_bytes(b"not safetensors")
+    if change == "nothing that can be read":  # training starts again
         with pytest.warns(match="can't be used"), pytest.raises(Killed):
             nufed.resume(run, on_progress=killed)
     else:
-        with pytest.raises(RunError, match=r"checkpoint-000003.safetensors does not fit"):
+        with pytest.raises(RunError, match=r"checkpoint-000003.safetensors is invalid"):
             nufed.resume(run)
 
 
 def test_a_group_that_no_round_has_scores_of_has_an_empty_chart(run):
-    """As of a federation whose held-out sites never answered."""
+    """As in a federation whose held-out sites never replied."""
     loaded = load_run(run)
     data = loaded.config.data.model_copy(update={"unseen_agents": 1})
     other = replace(loaded, config=loaded.config.model_copy(update={"data": data}))
@@ -140,12 +139,12 @@ def test_a_group_that_no_round_has_scores_of_has_an_empty_chart(run):
 
 
 @pytest.mark.parametrize(("key", "value"), [("name", "\ud800"), ("train", 10**400)])
-def test_what_python_reads_but_no_page_can_show_is_refused(run, key, value):
+def test_text_that_no_page_can_encode_is_refused(run, key, value):
     path = run / "splits" / "seed-0.json"
-    split = read_signed(path)
+    split = read_sealed(path).about
     split["agents"][0][key] = value
-    path.write_bytes(signed(split))
-    with pytest.raises(RunError, match=r"seed-0\.json does not fit"):
+    write_sealed(path, split)
+    with pytest.raises(RunError, match=r"seed-0\.json is invalid"):
         load_run(run)
 
 
@@ -169,6 +168,6 @@ def killed(event):
 )
 def test_a_federation_of_another_form_is_refused(tmp_path, content):
     path = tmp_path / "federation.json"
-    with pytest.raises(RunError, match=r"federation\.json does not fit"):
+    with pytest.raises(RunError, match=r"federation\.json is invalid"):
         checked(FederationRecord, json.loads(json.dumps(content)), path)
     checked(FederationRecord, {"run": "0" * 32, "cohort_seed": 2**127}, path)

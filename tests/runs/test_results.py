@@ -1,11 +1,12 @@
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
 from nufed.errors import RunError
-from nufed.runs import Estimate, RunDirectory, load_run
-from nufed.runs.results import _T975
+from nufed.runs import Estimate, Row, Run, RunDirectory, load_run
+from nufed.runs.results import _T975, Line, Trained
 
 
 def test_the_table_of_students_t_is_right():
@@ -19,7 +20,7 @@ def test_the_table_of_students_t_is_right():
         assert 0.5 + np.trapezoid(density, x) == pytest.approx(0.975, abs=5e-5)
 
 
-def test_intervals_cover_as_often_as_they_say():
+def test_intervals_have_their_nominal_coverage():
     rng = np.random.default_rng(0)
     inside = 0
     for _ in range(4000):
@@ -46,3 +47,10 @@ def test_a_run_directory_is_never_overwritten(tmp_path, monkeypatch):
 def test_what_is_not_a_run_is_refused(tmp_path):
     with pytest.raises(RunError, match="can't be read as a run directory"):
         load_run(tmp_path)
+
+
+def test_other_rooms_get_records_not_mappings_of_anything():
+    """Whoever reads a run misspells no key: all that files hold is typed."""
+    for cls in (Run, Trained, Line, Row):
+        assert [field.name for field in fields(cls) if "Any" in str(field.type)] == []
+    assert Run.privacy.__annotations__["return"] == "PrivacyRecord | None"

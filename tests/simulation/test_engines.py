@@ -4,18 +4,24 @@ Differences are relative to how far training moved the model. The agents have 9 
 samples and batches of 12: batches share samples, and small agents have smaller batches.
 """
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nufed import Exact, Federation, FirstOrder, GMeta, HessianFree, Objective, Samples
+from nufed.algorithms.protocol import BatchSource, Draw
+from nufed.config.build import squared_error
+from nufed.data.federation import AgentBatches
 from nufed.evaluate import Measure
-from nufed.gram import first_layer
 from nufed.models import fcnn, logistic
-from nufed.runs.build import squared_error
+from nufed.objective.first_layer import first_layer
 from nufed.simulation import BatchedEngine, DirectEngine, GramEngine, train
-from support import cnn, uneven_federation
+from nufed.simulation.batched_engine import StackedBatches
+from nufed.simulation.gram_engine import IndexedBatches
+from support import cnn, context, uneven_federation
 
 
 class Custom(nn.Module):
@@ -29,7 +35,7 @@ class Custom(nn.Module):
 
 
 class FirstLayerLast(nn.Module):
-    """Other parameters stand before those of the first layer."""
+    """Other parameters come before those of the first layer."""
 
     def __init__(self):
         super().__init__()
@@ -51,10 +57,11 @@ MODULES = {
     "first layer last": FirstLayerLast,
 }
 CURVATURES = {"fo": FirstOrder(), "exact": Exact(), "hf": HessianFree()}
+STEPS = {"adapt_lr": 0.2, "meta_lr": 0.3, "local_steps": 2, "batch_size": 12}
 METHODS = {
-    "fedavg": GMeta(0, 0.2, 0.3, 2, 12, FirstOrder()),
+    "fedavg": GMeta(0, FirstOrder(), **STEPS),
     **{
-        f"{how} {nu}": GMeta(nu, 0.2, 0.3, 2, 12, curvature)
+        f"{how} {nu}": GMeta(nu, curvature, **STEPS)
         for how, curvature in CURVATURES.items()
         for nu in (1, 2, 3, 4)
     },
@@ -81,7 +88,7 @@ def direct(objective, federation):
     return DirectEngine(objective, federation, seed=5)
 
 
-def nothing_kept(federation):
+def empty_states(federation):
     """The states of all agents for algorithms that keep none."""
     return {agent: {} for agent in federation.split.agents}
 
@@ -94,14 +101,14 @@ def trained(make, algorithm, objective, federation, rounds):
     w = objective.initial()
     share = 0.8 if rounds < 50 else 0.4
     *_, last = train(algorithm, engine, w, rounds=rounds, participation=share)
-    states = nothing_kept(federation)
+    states = empty_states(federation)
     return last.server["model"], engine.evaluate(
         algorithm, last.server, states, steps=2, measure=measure
     )
 
 
 def distances(algorithm, objective, federation, makes, rounds):
-    """How far the engines' models are from the direct engine's; their scores must agree."""
+    """Distances of the engines' models from the direct engine's; their scores must agree."""
     right, scores = trained(direct, algorithm, objective, federation, rounds)
     moved = float((right - objective.initial()).norm())
     assert moved > 0.01
@@ -132,14 +139,14 @@ def test_engines_agree_with_the_direct_engine(module, method):
 @pytest.mark.parametrize("how", CURVATURES)
 def test_learned_step_sizes_are_the_same_in_a_stack(how):
     """Of two local updates, in the second of which every agent has step sizes of its own."""
-    algorithm = GMeta(3, 0.2, 0.3, 2, 12, CURVATURES[how], rates_lr=1.0)
+    algorithm = GMeta(3, CURVATURES[how], rates_lr=1.0, **STEPS)
     objective, data = objective_of(MODULES["first layer last"]), uneven_federation()
     server = algorithm.server_init(objective, objective.initial())
     (right, scores), (got, others) = (
         (
-            engine.client_updates(algorithm, server, nothing_kept(data), round=1)[2].vectors,
+            engine.agent_updates(algorithm, server, empty_states(data), context(1))[2].vectors,
             engine.evaluate(
-                algorithm, server, nothing_kept(data), steps=2, measure=Measure("accuracy")
+                algorithm, server, empty_states(data), steps=2, measure=Measure("accuracy")
             ),
         )
         for engine in (direct(objective, data), batched(objective, data))
@@ -172,13 +179,20 @@ def test_engines_still_agree_after_fifty_rounds(module, dtype, method):
 @pytest.mark.parametrize("most_rows", [13, 40, 10_000])
 def test_long_local_training_in_gram_space(most_rows, monkeypatch):
     """Also where the rows of a sample are added up on the way."""
-    monkeypatch.setattr("nufed.gram.MOST_ROWS", most_rows)
-    alone = GMeta(0, 0.2, 0.1, 60, 12, FirstOrder())
+    monkeypatch.setattr("nufed.objective.gram_space.MOST_ROWS", most_rows)
+    alone = GMeta(
+        adapt_steps=0,
+        adapt_lr=0.2,
+        meta_lr=0.1,
+        local_steps=60,
+        batch_size=12,
+        curvature=FirstOrder(),
+    )
     objective, federation = objective_of(MODULES["tanh"]), uneven_federation()
-    states = nothing_kept(federation)
+    states = empty_states(federation)
     received = {"model": objective.initial()}
     got, right = (
-        make(objective, federation).client_updates(alone, received, states, round=1)
+        make(objective, federation).agent_updates(alone, received, states, context(1))
         for make in (gram, direct)
     )
     for agent in federation.split.agents:
@@ -196,10 +210,14 @@ def test_units_exactly_at_their_kinks(make):
     engine = {"direct": direct, "batched": batched, "gram": gram}[make](objective, federation)
     found = {}
     for how in (Exact(), HessianFree()):
-        algorithm = GMeta(2, 0.2, 0.3, 1, 12, how)
-        results = engine.client_updates(algorithm, {"model": w}, nothing_kept(federation), round=1)
+        algorithm = GMeta(
+            adapt_steps=2, adapt_lr=0.2, meta_lr=0.3, local_steps=1, batch_size=12, curvature=how
+        )
+        results = engine.agent_updates(
+            algorithm, {"model": w}, empty_states(federation), context(1)
+        )
         found[type(how)] = torch.stack([r.vectors["model"] for r in results.values()])
-    # at a kink there are several right answers; without care it is 10⁵ times the movement
+    # at a kink there are several subgradients; a naive difference is off by 10⁵ times the change
     assert (found[HessianFree] - found[Exact]).norm() < 0.5 * (found[Exact] - w).norm()
 
 
@@ -216,7 +234,7 @@ def test_chunks_hold_agents_with_batches_of_one_size():
 
 def test_evaluation_without_fine_tuning():
     data, objective = uneven_federation(), objective_of(MODULES["tanh"])
-    server, states = {"model": objective.initial()}, nothing_kept(data)
+    server, states = {"model": objective.initial()}, empty_states(data)
     right, *others = (
         make(objective, data).evaluate(
             METHODS["fo 2"], server, states, steps=0, measure=Measure("accuracy")
@@ -230,10 +248,10 @@ def test_evaluation_without_fine_tuning():
 
 
 def test_evaluation_of_other_numbers_of_steps_one_after_another():
-    """What the Gram engine keeps for one number of steps it must not use for another."""
+    """The Gram engine must not reuse its cache for another number of steps."""
     data, objective = uneven_federation(), objective_of(MODULES["tanh"])
     engines = [make(objective, data) for make in (direct, gram)]
-    server, states = {"model": objective.initial()}, nothing_kept(data)
+    server, states = {"model": objective.initial()}, empty_states(data)
     for method, steps in [("fo 2", 1), ("fo 2", 4), ("fo 2", 1)]:
         right, scores = (
             engine.evaluate(
@@ -312,10 +330,10 @@ def test_modules_of_several_inputs_in_a_stack(inputs):
 def test_step_sizes_per_coordinate_in_a_stack(curvature):
     objective = objective_of(MODULES["tanh"])
     rates = torch.rand(objective.size, dtype=torch.float64) * 0.4
-    algorithm = GMeta(2, rates, 0.3, 2, 12, CURVATURES[curvature])
+    algorithm = GMeta(2, CURVATURES[curvature], **{**STEPS, "adapt_lr": rates})
     (distance,) = distances(algorithm, objective, uneven_federation(), [batched], 2)
     assert distance < tolerance(algorithm)
-    single = GMeta(2, 0.2, 0.3, 2, 12, CURVATURES[curvature])
+    single = GMeta(2, CURVATURES[curvature], **STEPS)
     models = [
         trained(batched, a, objective, uneven_federation(), 1)[0] for a in (algorithm, single)
     ]
@@ -327,7 +345,7 @@ def test_costs_and_states_are_those_of_the_direct_engine():
     for algorithm in METHODS.values():
         received = {"model": objective.initial()}
         right, *others = (
-            make(objective, data).client_updates(algorithm, received, {2: {}, 0: {}}, round=1)
+            make(objective, data).agent_updates(algorithm, received, {2: {}, 0: {}}, context(1))
             for make in (direct, batched, gram)
         )
         for results in others:
@@ -336,32 +354,43 @@ def test_costs_and_states_are_those_of_the_direct_engine():
                 assert result.cost == right[agent].cost and result.state == {}
 
 
-def test_an_engine_leaves_what_it_is_given_as_it_was():
+def test_an_engine_does_not_modify_its_arguments():
     data, objective = uneven_federation(), objective_of(MODULES["tanh"])
     w = objective.initial()
     before, inputs = w.clone(), data.samples.inputs.clone()
     for make in (batched, gram):
         engine, algorithm = make(objective, data), METHODS["exact 2"]
-        first = engine.client_updates(algorithm, {"model": w}, {2: {}, 5: {}}, round=1)
+        first = engine.agent_updates(algorithm, {"model": w}, {2: {}, 5: {}}, context(1))
         kept = {agent: result.vectors["model"].clone() for agent, result in first.items()}
-        engine.client_updates(algorithm, {"model": w + 1}, {2: {}, 3: {}}, round=2)
+        engine.agent_updates(algorithm, {"model": w + 1}, {2: {}, 3: {}}, context(2))
         assert torch.equal(w, before) and torch.equal(data.samples.inputs, inputs)
         assert all(torch.equal(kept[a], first[a].vectors["model"]) for a in first)
 
 
-def test_what_an_agent_sends_does_not_depend_on_its_company():
-    """To the bit is more than engines promise; that no agent meets another's data is not."""
+def test_an_agents_update_does_not_depend_on_the_others():
+    """Engines do not guarantee equal bits, but that no agent uses another's data."""
     data, objective = uneven_federation(), objective_of(MODULES["tanh"])
     received, algorithm = {"model": objective.initial()}, METHODS["exact 2"]
     for make in (batched, gram):
-        together = make(objective, data).client_updates(
-            algorithm, received, nothing_kept(data), round=1
+        together = make(objective, data).agent_updates(
+            algorithm, received, empty_states(data), context=context(1)
         )
         for agent in data.split.agents:
-            alone = make(objective, data).client_updates(algorithm, received, {agent: {}}, 1)
+            alone = make(objective, data).agent_updates(
+                algorithm, received, {agent: {}}, context(1)
+            )
             torch.testing.assert_close(
                 alone[agent].vectors["model"],
                 together[agent].vectors["model"],
                 rtol=1e-12,
                 atol=1e-14,
             )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [BatchSource, AgentBatches, StackedBatches, IndexedBatches],
+    ids=lambda it: it.__name__,
+)
+def test_a_draw_names_its_parts_as_the_call_names_its_arguments(source):
+    assert tuple(inspect.signature(source.draw).parameters)[1:] == Draw._fields

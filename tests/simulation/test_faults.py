@@ -1,4 +1,4 @@
-"""Faults of agents: drawn on their own, named, and equal to what they are said to be."""
+"""Simulated faults: drawn from separate streams, named, and as documented."""
 
 import re
 
@@ -9,14 +9,17 @@ import torch
 
 import nufed
 from nufed import Federation, GMeta, InputError, Objective
-from nufed.algorithm import ClientUpdate
+from nufed.algorithms.attacks import ATTACKS
+from nufed.algorithms.protocol import AgentUpdate
+from nufed.cli.listing import listing
+from nufed.config import load_config
 from nufed.errors import TrainingError
 from nufed.runs import load_run
 from nufed.server import Rules, choose_cohort, close_round
 from nufed.simulation import DirectEngine, Faults, train
-from support import federation, mlp
+from support import context, federation, mlp
 
-ALGORITHM = GMeta(1, 0.3, 0.2, 2, 6)
+ALGORITHM = GMeta(adapt_steps=1, adapt_lr=0.3, meta_lr=0.2, local_steps=2, batch_size=6)
 
 
 def trained(faults, rules=Rules(), rounds=6):
@@ -43,9 +46,9 @@ def test_a_round_with_dropouts_is_the_round_of_the_others():
     fates = faults.fates(cohort, 2, 1)
     assert fates.dropped or fates.late
     there = [a for a in cohort if a not in (*fates.dropped, *fates.late)]
-    results = engine.client_updates(ALGORITHM, first.server, {a: {} for a in there}, 1)
-    updates = [ClientUpdate(a, 1, 18, r.vectors) for a, r in results.items()]
-    right, _ = close_round(ALGORITHM, first.server, updates, 1)
+    results = engine.agent_updates(ALGORITHM, first.server, {a: {} for a in there}, context(1))
+    updates = [AgentUpdate(a, 1, 18, r.vectors) for a, r in results.items()]
+    right, _ = close_round(ALGORITHM, first.server, updates, context(1))
     assert torch.equal(second.server["model"], right["model"])
     assert list(second.dropped) == fates.dropped
     assert [r.agent for r in second.rejected] == fates.late
@@ -56,9 +59,9 @@ def test_a_round_with_dropouts_is_the_round_of_the_others():
 def test_what_corrupt_agents_send(attack):
     faults = Faults(corruption=0.2, attack=attack)
     before, vector = {"model": torch.ones(50)}, {"model": torch.full((50,), 3.0)}
-    sent = faults.instead_of(vector, before, seed=0, round=3, agent=1)["model"]
-    again = faults.instead_of(vector, before, seed=0, round=3, agent=1)["model"]
-    other = faults.instead_of(vector, before, seed=0, round=4, agent=1)["model"]
+    sent = faults.corrupted(vector, before, seed=0, round=3, agent=1)["model"]
+    again = faults.corrupted(vector, before, seed=0, round=3, agent=1)["model"]
+    other = faults.corrupted(vector, before, seed=0, round=4, agent=1)["model"]
     if attack == "sign_flip":
         assert torch.equal(sent, torch.full((50,), -1.0))
     elif attack == "scale":
@@ -70,7 +73,19 @@ def test_what_corrupt_agents_send(attack):
         assert torch.equal(sent, again) and not torch.equal(sent, other)
 
 
-def test_nan_updates_are_left_out_so_that_the_run_equals_one_without_those_agents():
+def test_an_attack_is_written_in_one_place(monkeypatch):
+    allowed = r"faults.attack = 'zero': must be one of sign_flip, .*labels"
+    with pytest.raises(InputError, match=allowed):
+        load_config({"faults": {"attack": "zero"}})
+    monkeypatch.setitem(ATTACKS, "zero", lambda vector, before, rng: 0 * vector)
+    faults = Faults(**dict(load_config({"faults": {"attack": "zero", "corruption": 0.2}}).faults))
+    vectors = {"model": torch.ones(3)}
+    assert not faults.corrupted(vectors, vectors, seed=0, round=3, agent=1)["model"].any()
+    listed = listing()
+    assert "zero" in listed["attacks"] and "zero" in listed["configuration keys"]["faults.attack"]
+
+
+def test_a_run_with_nan_updates_equals_one_without_those_agents():
     faults = Faults(corruption=0.3, attack="nan")
     corrupt = faults.corrupt_agents(list(range(10)), seed=2)
     assert len(corrupt) == 3
@@ -79,10 +94,10 @@ def test_nan_updates_are_left_out_so_that_the_run_equals_one_without_those_agent
         assert torch.isfinite(progress.server["model"]).all()
 
 
-def test_wrong_labels_are_in_the_training_parts_of_corrupt_agents_only():
+def test_labels_are_flipped_in_the_training_parts_of_corrupt_agents_only():
     data = federation(agents=10)
     faults = Faults(corruption=0.3, attack="labels")
-    spoiled = faults.spoil(data, seed=2)
+    spoiled = faults.flip_labels(data, seed=2)
     corrupt = faults.corrupt_agents(list(range(10)), seed=2)
     for agent in range(10):
         train, test = data.split.train[agent], data.split.test[agent]
@@ -90,13 +105,13 @@ def test_wrong_labels_are_in_the_training_parts_of_corrupt_agents_only():
         right = data.samples.targets[train]
         wrong = 2 - right if agent in corrupt else right
         assert torch.equal(spoiled.samples.targets[train], wrong)
-    assert Faults(attack="labels").spoil(data, 2) is data
+    assert Faults(attack="labels").flip_labels(data, 2) is data
     lazy = Federation(data.samples, type("Split", (), {"recipe": object()})())
     with pytest.raises(InputError, match=r"share no samples"):
-        faults.spoil(lazy, 2)
+        faults.flip_labels(lazy, 2)
 
 
-def test_below_the_quorum_another_cohort_is_asked_and_then_the_run_stops():
+def test_below_the_quorum_a_round_is_retried_and_then_the_run_stops():
     faults = Faults(dropout=0.5)
     rules = Rules(min_updates=4, attempts=50)
     attempts = [progress.attempts for progress in trained(faults, rules)[1:]]
@@ -117,10 +132,10 @@ def test_bad_rates_are_refused(bad):
     with pytest.raises(InputError, match=f"{name} = "):
         Faults(**bad)
     with pytest.raises(InputError, match=f"faults.{name} = "):
-        nufed.runs.load_config({"faults": bad})
+        nufed.config.load_config({"faults": bad})
 
 
-def test_updates_left_out_in_earlier_attempts_are_kept_on_record(caplog):
+def test_updates_rejected_in_earlier_attempts_are_recorded(caplog):
     rules = Rules(min_updates=4, attempts=50)
     rounds = trained(Faults(stragglers=0.4), rules)[1:]
     for progress in rounds:
@@ -157,17 +172,17 @@ CONFIG = {
 def test_a_run_with_faults_names_them_in_metrics_report_and_log(tmp_path, caplog):
     run = nufed.run(CONFIG, out=tmp_path / "run")
     lines = run.methods["gmeta"][0].metrics
-    assert sum(len(line.get("dropped", ())) for line in lines) > 0
-    reasons = {r["reason"].split(",")[0] for line in lines for r in line["rejected"]}
+    assert sum(len(line.dropped) for line in lines) > 0
+    reasons = {r.reason.split(",")[0] for line in lines for r in line.rejected}
     assert "it answered too late" in reasons
-    assert any("its change has length" in reason for reason in reasons)
+    assert any("its change has norm" in reason for reason in reasons)
     named = run.rejected()
     assert all(re.match(r"gmeta, seed [01], agent \d+, round \d: it", line) for line in named)
     assert {r.levelname for r in caplog.records} == {"WARNING"}
     assert caplog.messages == [f"update left out: {line}" for line in named]
     page = (run.path / "report.html").read_text("utf-8")
     (line,) = run.unanswered()
-    assert line in page and "Agents that did not answer" in page
+    assert line in page and "Requests without a response" in page
     assert f"Updates left out:</b> {len(named)}" in page
     assert all((f"<li>{line}</li>" in page) == (i < 20) for i, line in enumerate(named))
     assert (f"and {len(named) - 20} more" in page) == (len(named) > 20)

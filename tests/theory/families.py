@@ -111,7 +111,7 @@ class Bowls:
 
 
 class NoNoise:
-    """Stands for a random generator where the true gradient is wanted."""
+    """Replaces a random generator where the true gradient is wanted."""
 
     def signs(self, size, shape):
         return 0.0, 0.0

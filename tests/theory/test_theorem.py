@@ -176,7 +176,7 @@ def exact_schedule(epsilon, cohort):
 
 
 @pytest.mark.parametrize(("cohort", "power"), [(10, 1.5), (3, 2.0)])
-def test_the_schedule_keeps_its_promise_at_the_stated_rate(cohort, power):
+def test_the_schedule_reaches_its_target_at_the_stated_rate(cohort, power):
     plans = [exact_schedule(epsilon, cohort) for epsilon in (1e-2, 1e-4)]
     assert [plan.terms.total <= e for plan, e in zip(plans, (1e-2, 1e-4), strict=True)] == [
         True
@@ -188,7 +188,7 @@ def test_the_schedule_keeps_its_promise_at_the_stated_rate(cohort, power):
 
 
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-10])
-def test_the_schedule_keeps_its_promise_for_tiny_targets(epsilon):
+def test_the_schedule_reaches_tiny_targets(epsilon):
     plan = exact_schedule(epsilon, cohort=3)
     assert 0.5 * epsilon < plan.terms.total <= epsilon
 
@@ -225,7 +225,7 @@ def test_the_schedule_reaches_what_the_bias_of_first_order_allows():
                 agents=5,
                 cohort=5,
             ),
-            "can't be promised with any batch size",
+            "can't be guaranteed with any batch size",
         ),
     ],
 )

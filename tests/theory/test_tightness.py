@@ -141,7 +141,7 @@ def squared_error(problem, alpha, batches):
 
 
 def first_order_gap(which):
-    """On a hill with a large gradient: what first order leaves out is B(c^ν − 1)."""
+    """On a hill with a large gradient: first order omits B(c^ν − 1)."""
     alpha, k, steps = 0.5, 1.0, 3
     problem = wave(20_000 * math.pi / (alpha * k), HILL, k=k)
     batches = BatchSizes.equal(1, steps)
@@ -168,7 +168,7 @@ class Corner:
 
 
 def hessian_free_step():
-    """ν = 1 from the corner, no noise: the difference is ρδB²/2 off."""
+    """ν = 1 from the corner, no noise: the error of the difference is ρδB²/2."""
     alpha, delta, at = 0.1, 0.01, np.zeros((1, 1, 1))
     args = (Corner(), at, alpha, BatchSizes.equal(1, 1), NoNoise())
     off = meta_gradient(*args, "hessian_free", delta) - meta_gradient(*args)

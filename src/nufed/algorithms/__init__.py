@@ -1,16 +1,116 @@
-"""The algorithms, by name. One short file each; CONTRIBUTING.md says how to add one."""
+"""The algorithms, by name. One short file each; docs/algorithms.md says how to write one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from nufed.algorithms.anil import ANIL
+from nufed.algorithms.apfl import APFL
+from nufed.algorithms.ditto import Ditto
+from nufed.algorithms.fedala import FedALA
+from nufed.algorithms.fedbabu import FedBABU
+from nufed.algorithms.fedbn import FedBN
+from nufed.algorithms.fedl2p import FedL2P
+from nufed.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from nufed.algorithms.fedper import FedPer
+from nufed.algorithms.fedprox import FedProx
+from nufed.algorithms.fedrep import FedRep
+from nufed.algorithms.fedrod import FedRoD
+from nufed.algorithms.gmeta import FedAvg, GMeta, PerFedAvg, fedavg, gmeta, per_fedavg
+from nufed.algorithms.knn_per import KNNPer
+from nufed.algorithms.lg_fedavg import LGFedAvg
+from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.pfedme import PFedMe
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentResult,
+    AgentUpdate,
+    Algorithm,
+    Context,
+    Cost,
+    Draw,
+    Personal,
+    State,
+)
+from nufed.algorithms.reptile import Reptile
+from nufed.algorithms.scaffold import Scaffold
+from nufed.algorithms.scalefl import ScaleFL
+from nufed.registry import Registry
 
-from nufed.algorithm import Algorithm
-from nufed.algorithms.gmeta import GMeta, fedavg, gmeta, per_fedavg
 
-ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
-    "fedavg": fedavg,
-    "per_fedavg": per_fedavg,
-    "gmeta": gmeta,
-}
+def _refuse(found: object) -> str | None:
+    if isinstance(found, type) and issubclass(found, Algorithm):
+        return None
+    return "is no algorithm: it must be a subclass of nufed.algorithms.Algorithm"
 
-__all__ = ["ALGORITHMS", "GMeta", "fedavg", "gmeta", "per_fedavg"]
+
+ALGORITHMS: Registry[type[Algorithm]] = Registry(
+    {
+        "fedavg": FedAvg,
+        "per_fedavg": PerFedAvg,
+        "gmeta": GMeta,
+        "anil": ANIL,
+        "reptile": Reptile,
+        "fedprox": FedProx,
+        "scaffold": Scaffold,
+        "fedavgm": FedAvgM,
+        "fedadagrad": FedAdagrad,
+        "fedadam": FedAdam,
+        "fedyogi": FedYogi,
+        "ditto": Ditto,
+        "pfedme": PFedMe,
+        "apfl": APFL,
+        "fedper": FedPer,
+        "fedrep": FedRep,
+        "fedbabu": FedBABU,
+        "lg_fedavg": LGFedAvg,
+        "fedbn": FedBN,
+        "fedala": FedALA,
+        "fedrod": FedRoD,
+        "knn_per": KNNPer,
+        "fedl2p": FedL2P,
+        "scalefl": ScaleFL,
+    },
+    "nufed.algorithms",
+    "Class",
+    _refuse,
+)
+
+__all__ = [
+    "ALGORITHMS",
+    "ANIL",
+    "APFL",
+    "AgentContext",
+    "AgentResult",
+    "AgentUpdate",
+    "Algorithm",
+    "Context",
+    "Cost",
+    "Ditto",
+    "Draw",
+    "FedALA",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedBABU",
+    "FedBN",
+    "FedL2P",
+    "FedPer",
+    "FedProx",
+    "FedRep",
+    "FedRoD",
+    "FedYogi",
+    "GMeta",
+    "KNNPer",
+    "LGFedAvg",
+    "LocalTraining",
+    "PFedMe",
+    "PerFedAvg",
+    "Personal",
+    "Reptile",
+    "Scaffold",
+    "ScaleFL",
+    "State",
+    "fedavg",
+    "gmeta",
+    "per_fedavg",
+]

@@ -17,72 +17,76 @@ geometric mean of rates, and a step changes a rate in proportion to itself, whic
 size. Each local update changes both, from the same batches:
 
     w ← w − β·d₀,   θ ← θ − rates_lr·Eᵀ(a⊙∂f(w_ν)/∂a),   ∂f(w_ν)/∂a = −Σ_l ∇f(w_l)⊙d_{l+1}.
+
+Known mistakes elsewhere: a meta-gradient that is first-order because the graph is cut between the
+fine-tuning steps and the outer gradient; fine-tuning on the test samples that are then scored. The
+tests also reject: one batch for all terms, where the paper has independent ones; the outer gradient
+at w instead of w_ν; a Hessian at w_ν instead of w_l; fine-tuning steps of size β.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from nufed.adapt import Rate, descend, per_coordinate, per_tensor, trajectory
-from nufed.aggregate import Aggregation, Mean
-from nufed.algorithm import BatchSource, ClientResult, ClientUpdate, Cost, Draw, State
+from nufed.algorithms.gmeta_diagnosis import diagnose
+from nufed.algorithms.local_optimizer import SGD, Steps
+from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentResult,
+    Algorithm,
+    BatchSource,
+    Cost,
+    Draw,
+    State,
+    TheorySettings,
+)
+from nufed.algorithms.server_optimizer import Plain
 from nufed.errors import require
-from nufed.metagrad import (
+from nufed.meta.fine_tuning import Rate, descend, per_coordinate, per_tensor
+from nufed.meta.meta_gradient import (
+    CURVATURES,
     Curvature,
     Exact,
     FirstOrder,
+    HessianFree,
     MetaBatch,
     meta_gradient,
     meta_gradient_with_rates,
+    trouble_with_curvature,
+    unchecked,
 )
-from nufed.objective import AnyObjective
+from nufed.objective import AnyObjective, Batch
+from nufed.settings import setting
 
 
 @dataclass(frozen=True)
-class GMeta:
+class GMeta(LocalTraining):
     """Generalized meta federated averaging (Algorithm 1 of the paper), for any ν.
 
     Args:
         adapt_steps: ν, the fine-tuning steps that the model is trained for.
-        adapt_lr: α, their step size; a number or a vector like w.
-        meta_lr: β, the step size of a local update.
-        local_steps: τ, local updates per round.
-        batch_size: D, samples per batch.
         curvature: how the Hessian enters: ``Exact()``, ``FirstOrder()`` or ``HessianFree()``.
-        aggregation: how the server combines models: ``Mean()`` (the paper; ``Mean("samples")``
-            weighs by them), ``ClippedMean()``, ``Median()`` or ``TrimmedMean(share)``; learned
-            rates are combined in the same way, by themselves.
-        rates_lr: the step size with which step sizes are learned, from ``adapt_lr`` on; 0: they are
-            not. It moves logarithms: on the digits data 0.1 is stable, and 0.5 diverges.
+        rates_lr: the step size with which step sizes are learned, starting from ``adapt_lr``; 0:
+            they are fixed. It moves logarithms: on the digits data 0.1 is stable, 0.5 diverges.
+        others: as for :class:`LocalTraining`; ``adapt_lr`` (α) may be a vector like w, and
+            ``optimizer`` takes the meta-gradient as its gradient.
     """
 
-    adapt_steps: int = 1
-    adapt_lr: Rate = 0.01
-    meta_lr: float = 0.001
-    local_steps: int = 4
-    batch_size: int = 40
-    curvature: Curvature = Exact()
-    aggregation: Aggregation = Mean()
-    rates_lr: float = 0.0
+    adapt_steps: int = setting(1, "ν, fine-tuning steps the model is trained for", least=0)
+    curvature: Curvature = setting(Exact(), "how the Hessian enters", choices=CURVATURES)
+    rates_lr: float = setting(0.0, "step size with which step sizes are learned; 0: off", least=0)
+
+    newcomer: ClassVar[str] = "fine-tunes the global model"
+    optimized: ClassVar[str] = "the local updates, with the meta-gradient as gradient"
 
     def __post_init__(self) -> None:
-        for name, least in (("adapt_steps", 0), ("local_steps", 1), ("batch_size", 1)):
-            value = getattr(self, name)
-            ok = isinstance(value, int) and value >= least
-            require(ok, name, value, f"must be a whole number, {least} or more")
-        for name in ("adapt_lr", "meta_lr", "rates_lr"):
-            value = getattr(self, name)
-            smallest, largest = (
-                (float(value.min()), float(value.max()))
-                if isinstance(value, Tensor)
-                else (value,) * 2
-            )
-            ok = smallest >= 0 and largest < float("inf")
-            require(ok, name, value, "must be a finite number, 0 or more")
+        super().__post_init__()
         if self.rates_lr:
             number = not isinstance(self.adapt_lr, Tensor) and self.adapt_lr > 0
             allowed = "where step sizes are learned it must be a number above 0 to start from"
@@ -102,110 +106,137 @@ class GMeta:
         rates = w.new_full((len(objective.base.sizes),), float(self.adapt_lr))
         return {"model": w, "log_rates": rates.log()}
 
-    def client_init(self, w: Tensor) -> State:
-        return {}
+    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
+        vectors, step = received, self.start_steps(context)
+        for batch in self.meta_batches(context):
+            vectors = self.local_update(context.objective, vectors, batch, step)
+        return AgentResult(vectors, state, self._cost(self.steps_per_round(context)))
 
-    def client_update(
-        self, objective: AnyObjective, received: State, state: State, batches: BatchSource
-    ) -> ClientResult:
-        vectors = received
-        for t in range(self.local_steps):
-            vectors = self.local_update(objective, vectors, self.meta_batch(batches, t))
-        return ClientResult(vectors, state, self._cost())
-
-    def server_update(self, server: State, updates: Sequence[ClientUpdate]) -> State:
-        return {name: self.aggregation.combine(updates, name, server[name]) for name in self.sends}
-
-    def personalize(
-        self,
-        objective: AnyObjective,
-        server: State,
-        state: State,
-        batches: BatchSource,
-        steps: int,
-        scale: float = 1.0,
-    ) -> Iterator[Tensor]:
-        (draw,) = self.personal_draws(steps)
-        own = batches.draw(*draw)
-        return trajectory(objective, server["model"], own, scale * self.rate(objective, server))
-
-    def rate(self, objective: AnyObjective, vectors: State) -> Rate:
-        """The step size of fine-tuning: as given, or as learned so far."""
-        if not self.rates_lr:
-            return self.adapt_lr
-        return per_coordinate(vectors["log_rates"].exp(), objective.base.sizes)
-
-    def local_update(self, objective: AnyObjective, vectors: State, batch: MetaBatch) -> State:
+    def local_update(
+        self, objective: AnyObjective, vectors: State, batch: MetaBatch, step: Steps
+    ) -> State:
         """The model, and the logarithms of rates if they are learned, after one local update."""
         w, lr = vectors["model"], self.rate(objective, vectors)
         if not self.rates_lr:
             d = meta_gradient(objective, w, batch, lr=lr, curvature=self.curvature)
-            return {"model": descend(w, self.meta_lr, d)}
+            return {"model": step(w, d, batch.outer)}
         d, by_rates = meta_gradient_with_rates(objective, w, batch, lr=lr, curvature=self.curvature)
         by_logs = per_tensor(lr * by_rates, objective.base.sizes)
         return {
-            "model": descend(w, self.meta_lr, d),
+            "model": step(w, d, batch.outer),
             "log_rates": descend(vectors["log_rates"], self.rates_lr, by_logs),
         }
 
-    def meta_batch(self, batches: BatchSource, t: int) -> MetaBatch:
+    def meta_batches(self, context: AgentContext) -> Iterator[MetaBatch]:
+        """The batches of every local update of a round."""
+        for t, outer in enumerate(self.local_batches(context)):
+            yield self.meta_batch(context.batches, t, outer)
+
+    def meta_batch(self, batches: BatchSource, t: int, outer: Batch | None = None) -> MetaBatch:
         """The 2ν+1 independent batches of local update t (ν+1 for first-order)."""
-        adapt, (outer,), curvature = (batches.draw(*draw) for draw in self._draws(t))
+        adapt, curvature = (batches.draw(*draw) for draw in self._inner_draws(t))
+        if outer is None:
+            (outer,) = batches.draw("outer", self.batch_size, step=t)
         return MetaBatch(adapt, outer, curvature)
 
+    def rate(self, objective: AnyObjective, received: State) -> Rate:
+        """The step size of fine-tuning: as given, or as learned so far."""
+        if not self.rates_lr:
+            return self.adapt_lr
+        return per_coordinate(received["log_rates"].exp(), objective.base.sizes)
+
     @property
-    def combines(self) -> Literal["elementwise", "linearly"]:
+    def combines(self) -> Literal["elementwise", "linearly"] | None:
         vector = self.rates_lr or isinstance(self.adapt_lr, Tensor)
-        return "elementwise" if vector else "linearly"
+        linear = not (vector or self.optimizer.clip_norm or self.local_epochs)
+        return "linearly" if linear else super().combines
 
     def update_draws(self) -> list[Draw]:
-        return [draw for t in range(self.local_steps) for draw in self._draws(t)]
+        found: list[Draw] = []
+        for outer in super().update_draws():
+            adapt, curvature = self._inner_draws(outer.step)
+            found += [adapt, outer, curvature]
+        return found
 
-    def personal_draws(self, steps: int) -> list[Draw]:
-        return [Draw("adapt", self.batch_size, steps)]
+    def for_trial(self) -> GMeta:
+        """Trained for at most one fine-tuning step: it holds an iterate per step."""
+        return self._with(adapt_steps=min(1, self.adapt_steps))
 
-    def _draws(self, t: int) -> tuple[Draw, Draw, Draw]:
+    def _inner_draws(self, t: int) -> tuple[Draw, Draw]:
         nu, size = self.adapt_steps, self.batch_size
         products = nu * self.curvature.batches_per_product
-        return (
-            Draw("adapt", size, nu, t),
-            Draw("outer", size, 1, t),
-            Draw("curvature", size, products, t),
-        )
+        return Draw("adapt", size, nu, t), Draw("curvature", size, products, t)
 
-    def _cost(self) -> Cost:
-        """What one call of ``client_update`` evaluates."""
-        nu, tau, curvature = self.adapt_steps, self.local_steps, self.curvature
+    def _cost(self, tau: int) -> Cost:
+        """What τ local updates evaluate."""
+        nu, curvature = self.adapt_steps, self.curvature
         return Cost(
             gradients=tau * (nu + 1 + nu * curvature.gradients_per_product),
             hvps=tau * nu * curvature.hvps_per_product,
         )
 
+    def diagnose(self, context: AgentContext, received: State, state: State) -> str | None:
+        return diagnose(self, context, received)
 
-def fedavg(
-    *,
-    adapt_lr: Rate = 0.01,
-    meta_lr: float = 0.001,
-    local_steps: int = 4,
-    batch_size: int = 40,
-    aggregation: Aggregation = Mean(),
-) -> GMeta:
-    """FedAvg: ν = 0. ``adapt_lr`` matters only when its model is fine-tuned afterwards."""
-    return GMeta(0, adapt_lr, meta_lr, local_steps, batch_size, FirstOrder(), aggregation)
+    def doubt(self, context: AgentContext, received: State) -> str | None:
+        """What is wrong with the first Hessian-vector product, if anything."""
+        objective = context.objective
+        return trouble_with_curvature(
+            objective,
+            received["model"],
+            self.meta_batch(context.batches, 0),
+            lr=self.rate(objective, received),
+            curvature=self.curvature,
+        )
+
+    def without_checks(self) -> GMeta:
+        return self._with(curvature=unchecked(self.curvature))
+
+    def _with(self, **settings: Any) -> GMeta:
+        same = copy.copy(self)  # not replace(): subclasses fix some settings, as FedAvg does
+        vars(same).update(settings)
+        return same
+
+    def theory(self) -> TheorySettings | None:
+        plain = self.optimizer == SGD() and not self.local_epochs
+        plain = plain and isinstance(self.server_optimizer, Plain)
+        if self.rates_lr or isinstance(self.adapt_lr, Tensor) or not plain:
+            return None
+        own = self.curvature
+        kind: Any = next(name for name, each in CURVATURES.items() if isinstance(own, each))
+        return TheorySettings(
+            self.adapt_steps,
+            self.adapt_lr,
+            self.meta_lr,
+            self.local_steps,
+            self.batch_size,
+            kind,
+            own.fd_step if isinstance(own, HessianFree) else "auto",
+            uniform=self.averages_uniformly,
+        )
 
 
-def per_fedavg(
-    *,
-    adapt_lr: Rate = 0.01,
-    meta_lr: float = 0.001,
-    local_steps: int = 4,
-    batch_size: int = 40,
-    curvature: Curvature = Exact(),
-    aggregation: Aggregation = Mean(),
-    rates_lr: float = 0.0,
-) -> GMeta:
+@dataclass(frozen=True)
+class FedAvg(GMeta):
+    """FedAvg: ν = 0; fine-tuned before use, with ``adapt_lr``, it is FedAvg + FT."""
+
+    adapt_steps: int = field(default=0, init=False)
+    curvature: Curvature = field(default=FirstOrder(), init=False)
+    rates_lr: float = field(default=0.0, init=False)
+
+
+@dataclass(frozen=True)
+class PerFedAvg(GMeta):
     """Per-FedAvg: ν = 1."""
-    return GMeta(1, adapt_lr, meta_lr, local_steps, batch_size, curvature, aggregation, rates_lr)
+
+    adapt_steps: int = field(default=1, init=False)
 
 
-gmeta = GMeta
+def local_sgd(like: Algorithm) -> GMeta:
+    """Plain SGD with those settings that another algorithm shares, for the null baseline."""
+    shared = ("adapt_lr", "meta_lr", "batch_size", "local_steps")
+    settings = {name: getattr(like, name) for name in shared if hasattr(like, name)}
+    return GMeta(adapt_steps=0, curvature=FirstOrder(), **settings)
+
+
+gmeta, fedavg, per_fedavg = GMeta, FedAvg, PerFedAvg

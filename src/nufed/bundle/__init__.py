@@ -1,7 +1,7 @@
-"""From meta-model to a person's own: bundles, adaptation in one call, models to keep."""
+"""Bundles: a meta-model in a file, adapted to a user's data in one call."""
 
+from nufed.bundle.adapted import Adapted, Prediction, load_adapted
 from nufed.bundle.adapting import Report, Score
 from nufed.bundle.bundle import Bundle, load_bundle
-from nufed.bundle.personal import Adapted, Prediction, load_adapted
 
 __all__ = ["Adapted", "Bundle", "Prediction", "Report", "Score", "load_adapted", "load_bundle"]

@@ -1,4 +1,4 @@
-"""What a bundle says about its model: how to build it, feed it, and fine-tune it."""
+"""A bundle's metadata: how to build its model, preprocess inputs, and fine-tune it."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from torch import Tensor
 from nufed.data import Samples
 from nufed.data.samples import as_tensor, check_finite
 from nufed.errors import InputError, shown
+from nufed.objective.modules import RunningStats
 
-FORMAT = 1  # of what About holds
-MOST_NUMBERS = 2**40  # of one input, or of a model's arguments: more is no honest bundle
-MOST_CHARACTERS = 20_000  # of a model's arguments as text
+FORMAT = 1  # version of About
+MAX_SIZE = 2**40  # numbers per input; larger values are refused as crafted
+MAX_ARGS_CHARACTERS = 20_000  # of a model's arguments as text
 
-Size = Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 InputType = Literal["uint8", "int32", "int64", "float32", "float64"]
 
 
-class _Table(BaseModel):
+class _AboutRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ModelAbout(_Table):
-    """How to build the module: a model of nufed's or an import path; None: pass it when loading."""
+class ModelAbout(_AboutRecord):
+    """How to build the module: a model of nufed or an import path; None: pass it when loading."""
 
     build: str | None
     args: dict[str, Any] = {}
-    running_stats: Literal["refuse", "frozen"] = "refuse"
+    running_stats: RunningStats = "refuse"
 
     @field_validator("args")
     @classmethod
     def _short(cls, args: dict[str, Any]) -> dict[str, Any]:
-        if len(str(args)) > MOST_CHARACTERS:
-            raise ValueError(f"longer than {MOST_CHARACTERS} characters")
+        if len(str(args)) > MAX_ARGS_CHARACTERS:
+            raise ValueError(f"longer than {MAX_ARGS_CHARACTERS} characters")
         return args
 
 
-class InputsAbout(_Table):
-    """One input as people give it; bytes then become x·scale + shift."""
+class InputsAbout(_AboutRecord):
+    """The format of one raw input; bytes are then converted to x·scale + shift."""
 
     shape: list[Size]
     dtype: InputType = "float32"
@@ -54,7 +55,7 @@ class InputsAbout(_Table):
     @field_validator("shape")
     @classmethod
     def _bounded(cls, shape: list[int]) -> list[int]:
-        if prod(shape) > MOST_NUMBERS:
+        if prod(shape) > MAX_SIZE:
             raise ValueError(f"{shape} is too large")
         return shape
 
@@ -64,7 +65,7 @@ class InputsAbout(_Table):
         return prod(self.shape)
 
     def read(self, inputs: Any, model: torch.dtype) -> Tensor:
-        """The user's inputs, one per row, as they were in training; what does not fit is refused.
+        """Validate the user's inputs, one per row, and convert them to the format of training.
 
         Rows may be flat or in the shape of one input. Numbers must be finite in ``model``, the
         dtype that the model computes in.
@@ -76,8 +77,8 @@ class InputsAbout(_Table):
         numbers = prod(given.shape[1:])
         if numbers != self.size:
             raise InputError(
-                f"every sample has {numbers} numbers and this model takes {self.size}, in the "
-                f"shape {tuple(self.shape)}: give it the features it was trained on"
+                f"every sample has {numbers} numbers, and this model takes {self.size}, of "
+                f"shape {tuple(self.shape)}: give the features that it was trained on"
             )
         check_finite(given, "input", model)
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -91,17 +92,16 @@ class InputsAbout(_Table):
         whole = not given.is_floating_point() or bool((given == given.round()).all())
         if not whole or smallest < low or largest > high:
             raise InputError(
-                f"inputs run from {smallest.item():g} to {largest.item():g}: this model was "
-                f"trained on whole numbers in {low} … {high}, as they are in the data; it scales "
-                "them itself"
+                f"inputs range from {smallest.item():g} to {largest.item():g}: this model was "
+                f"trained on integers in {low} … {high}; give raw values, which it scales itself"
             )
 
 
-class AdaptAbout(_Table):
+class AdaptAbout(_AboutRecord):
     """How the model is meant to be fine-tuned: ν steps of size α on batches of D samples.
 
-    ``lr`` is one number, or one for every parameter by its name (learned step sizes). Where it was
-    chosen on validation samples of agents seen in training, ``lr_scale`` is what it is over that of
+    ``lr`` is one number, or one for every parameter by its name (learned step sizes). If it was
+    chosen on validation samples of agents seen in training, ``lr_scale`` is its ratio to that of
     training.
     """
 
@@ -112,8 +112,20 @@ class AdaptAbout(_Table):
     optimiser: Literal["sgd"] = "sgd"
 
 
-class About(_Table):
-    """What ``bundle.json`` holds, but for hashes."""
+class PersonalAbout(_AboutRecord):
+    """Of a personal model that is more than a module: the algorithm that predicts with it.
+
+    ``algorithm`` is a name of nufed's or an import path, ``settings`` are its settings, and
+    ``training_data`` says what the file holds of the agent's training data.
+    """
+
+    algorithm: str
+    settings: dict[str, bool | int | Finite | str]
+    training_data: str | None
+
+
+class About(_AboutRecord):
+    """The metadata of a bundle or an adapted model."""
 
     format: Literal[1] = 1
     nufed: str
@@ -126,9 +138,10 @@ class About(_Table):
     dtype: Literal["float32", "float64"]
     trained: dict[str, Any] = {}
     measured: dict[str, Any] = {}
+    personal: PersonalAbout | None = None
 
     def samples(self, inputs: Any, targets: Any) -> Samples:
-        """The user's data, checked against what this model takes."""
+        """The user's data, validated against the model's format."""
         given = self.read_inputs(inputs)
         right = self.read_targets(targets)
         if len(right) != len(given):
@@ -139,7 +152,7 @@ class About(_Table):
         return Samples(given, right, tuple(self.classes), scale=scale, shift=shift)
 
     def read_inputs(self, inputs: Any) -> Tensor:
-        """The user's inputs, checked against what this model takes."""
+        """The user's inputs, validated against the model's format."""
         return self.inputs.read(inputs, getattr(torch, self.dtype))
 
     def read_targets(self, targets: Any) -> Tensor:
@@ -159,7 +172,7 @@ class About(_Table):
         whole = not numbers.is_floating_point() or bool((numbers == numbers.round()).all())
         if len(numbers) and not (whole and low <= numbers.min() and numbers.max() <= high):
             raise InputError(
-                f"targets run from {numbers.min().item():g} to {numbers.max().item():g}: give "
+                f"targets range from {numbers.min().item():g} to {numbers.max().item():g}: give "
                 f"class numbers in {low} … {high}, or the names of classes ({self._known()})"
             )
         return numbers.long().reshape(-1)
@@ -175,7 +188,7 @@ class About(_Table):
 
 
 def _are_words(targets: Any) -> bool:
-    """Whether they are text; an array of a long list of it would be as wide as the longest."""
+    """Whether they are text; a list is not made an array, whose items all have the longest size."""
     if isinstance(targets, list | tuple):
         return bool(targets) and all(isinstance(target, str) for target in targets)
     return np.asarray(targets).dtype.kind in "US"
@@ -186,27 +199,27 @@ def _float(word: str) -> float:
         return float(word)
     except ValueError:
         raise InputError(
-            f"the target {shown(word)} is no number, and this model gives numbers"
+            f"the target {shown(word)} is not a number, and this is a regression model"
         ) from None
 
 
 def read_about(content: Mapping[str, Any]) -> About:
-    """The description of a bundle or personal model, checked."""
+    """The validated metadata of a bundle or personal model."""
     version = content.get("format")
     if version != FORMAT:
         newer = isinstance(version, int) and version > FORMAT
         raise InputError(
-            f"it has format {version!r} and this nufed reads {FORMAT}"
+            f"it has format {version!r}, and this nufed reads {FORMAT}"
             + ("; install a newer nufed" if newer else "")
         )
     return checked(lambda: About.model_validate(content))
 
 
 def checked(make: Callable[[], About]) -> About:
-    """What ``make`` makes; the first thing that is wrong with it as one sentence."""
+    """The result of ``make``; a validation error becomes one sentence."""
     try:
         return make()
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise InputError(f"{key} can't be used: {first['msg']}") from None
+        raise InputError(f"{key} is invalid: {first['msg']}") from None

@@ -1,7 +1,7 @@
-"""Fine-tuning on a person's own data: what it did, and how many steps to take.
+"""Fine-tuning on a user's data, its measured effect, and the choice of the number of steps.
 
-Both are found by cross-validation: the data is cut into parts, each part is scored by a model that
-was fine-tuned on the others, and so every sample is scored once by models that never saw it.
+Both use cross-validation: each fold is scored by a model that was fine-tuned on the others, so that
+every sample is scored once by a model that never saw it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.adapt import trajectory
 from nufed.data import Federation, Samples, Split
+from nufed.meta.fine_tuning import trajectory
 from nufed.seeding import stream
 
 if TYPE_CHECKING:
     from nufed.bundle.bundle import Bundle
 
 FOLDS = 5
-MOST_GROUPS = 500  # of samples, whose losses are compared with one another
+MAX_GROUPS = 500  # of samples, whose losses are compared
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Score:
-    """The mean loss on samples that were held back, and for classes the share that was right."""
+    """The mean loss on held-out samples, and for classes the accuracy."""
 
     loss: float
     accuracy: float | None
@@ -36,16 +36,16 @@ class Score:
 
 @dataclass(frozen=True)
 class Report:
-    """What adapting did, on samples that were held back.
+    """The effect of adapting, measured on held-out samples.
 
     Args:
-        samples: how many there were.
+        samples: number of samples.
         steps: the fine-tuning steps taken.
         chosen: whether cross-validation chose that number.
         curve: the scores after 0, 1, … steps.
-        gain: by how much the loss fell, in the mean over samples.
-        noise: the standard error of that.
-        majority: the share that always answering the most frequent class gets right.
+        gain: the mean decrease of the loss over samples.
+        noise: its standard error.
+        majority: the accuracy of always predicting the most frequent class.
     """
 
     samples: int
@@ -76,7 +76,7 @@ class Report:
         return self.verdict == "helped"
 
     def words(self) -> list[str]:
-        """The same for people."""
+        """The report as sentences."""
         steps = f"{self.steps} fine-tuning step{'s' * (self.steps != 1)}"
         how = f"chosen by cross-validation from 0 … {len(self.curve) - 1}" if self.chosen else ""
         lines = [f"{self.samples} samples, {steps}" + (f", {how}" if how else "")]
@@ -84,22 +84,22 @@ class Report:
         if self.before.accuracy is not None and self.after.accuracy is not None:
             right = f"accuracy {self.before.accuracy:.1%} → {self.after.accuracy:.1%}"
             change = f"{right}, {change}"
-        lines.append(f"on samples held back: {change}")
+        lines.append(f"on held-out samples: {change}")
         if self.steps == 0:
-            reason = "no number of steps is better beyond noise: " if self.chosen else ""
-            lines.append(f"{reason}the model is left as it is")
+            reason = "no number of steps is significantly better: " if self.chosen else ""
+            lines.append(f"{reason}the model is left unchanged")
         else:
             meaning = {
-                "helped": "adapting helped: the loss fell, beyond noise",
-                "harmed": "adapting harmed: the loss rose, beyond noise; try steps=auto",
-                "undecided": "whether adapting helped can't be told from so few samples",
+                "helped": "adapting helped: the loss decreased significantly",
+                "harmed": "adapting harmed: the loss increased significantly; try steps=auto",
+                "undecided": "there are too few samples to tell whether adapting helped",
             }
             lines.append(meaning[self.verdict])
         best = self.after.accuracy
         if best is not None and self.majority is not None and self.majority >= best:
             lines.append(
-                f"always answering the most frequent class would be right for {self.majority:.1%}:"
-                " this model adds nothing to that here"
+                f"always predicting the most frequent class has an accuracy of {self.majority:.1%}:"
+                " this model is no better here"
             )
         return lines
 
@@ -107,7 +107,7 @@ class Report:
 def fine_tuned(
     bundle: Bundle, samples: Samples, rows: Array | range, steps: int, seed: int, times: float = 1.0
 ) -> Iterator[Tensor]:
-    """The models after 0, 1, … ``steps`` fine-tuning steps on these rows, of ``times`` the size."""
+    """The models after 0, 1, … ``steps`` fine-tuning steps on these rows, of size ``times``·α."""
     none = np.empty(0, dtype=np.int64)
     own = Split([np.asarray(rows)], [none], [none], ("own",))
     batches = Federation(samples, own, "use_all").batches(0, seed, "own")
@@ -118,11 +118,11 @@ def fine_tuned(
 def cross_validate(
     bundle: Bundle, samples: Samples, steps: int | Literal["auto"], most: int, seed: int
 ) -> Report:
-    """What fine-tuning does on samples held back; ``"auto"`` also chooses the number of steps."""
+    """The effect of fine-tuning on held-out samples; ``"auto"`` also chooses ``steps``."""
     last = most if steps == "auto" else steps
     order = stream(seed, "folds").permutation(len(samples))
-    parts = np.array_split(order, min(FOLDS, len(samples)))
-    scored = [_held_back(bundle, samples, part, order, last, seed) for part in parts]
+    folds = np.array_split(order, min(FOLDS, len(samples)))
+    scored = [_score_fold(bundle, samples, fold, order, last, seed) for fold in folds]
     losses = np.concatenate([loss for loss, _ in scored])
     right = np.concatenate([right for _, right in scored])
     answers, majority = right[:, :-1], right[:, -1:]
@@ -145,10 +145,10 @@ def cross_validate(
 
 
 def choose_steps(losses: Array, scores: Array) -> int:
-    """Of the numbers of steps that score as well as the best, the one with the lowest loss.
+    """The number of steps with the lowest loss among those whose score equals the best.
 
-    As well means within one standard error of the difference. ``scores`` (more is better) and
-    ``losses`` have a column per number of steps; a row is a sample, or a few of them.
+    Equal means within one standard error of the difference. ``scores`` (higher is better) and
+    ``losses`` have a column per number of steps; a row is a sample or a group of samples.
     """
     gaps = scores[:, [int(np.nan_to_num(scores.mean(axis=0), nan=-np.inf).argmax())]] - scores
     noise = gaps.std(axis=0, ddof=1) / np.sqrt(len(gaps))
@@ -156,16 +156,15 @@ def choose_steps(losses: Array, scores: Array) -> int:
     return int(np.where(gaps.mean(axis=0) <= noise, means, np.inf).argmin())
 
 
-def _held_back(
-    bundle: Bundle, samples: Samples, part: Array, order: Array, last: int, seed: int
+def _score_fold(
+    bundle: Bundle, samples: Samples, fold: Array, order: Array, last: int, seed: int
 ) -> tuple[Array, Array]:
-    """Losses on a part, by groups of samples and steps, and which answers are right, by samples.
-
-    The last column of the second is the answer of the most frequent class of the other parts.
+    """Losses on a fold (groups of samples × steps), and whether predictions are right (samples ×
+    steps); the last column of the second is for the most frequent class of the other folds.
     """
-    others = np.setdiff1d(order, part)
-    inputs, targets = samples.take(part)
-    groups = torch.arange(len(part)).tensor_split(min(len(part), MOST_GROUPS // FOLDS))
+    others = np.setdiff1d(order, fold)
+    inputs, targets = samples.take(fold)
+    groups = torch.arange(len(fold)).tensor_split(min(len(fold), MAX_GROUPS // FOLDS))
     losses, right = [], []
     for w in fine_tuned(bundle, samples, others, last, seed):
         outputs = bundle.objective.predict(w, inputs)
@@ -175,7 +174,7 @@ def _held_back(
     if samples.classes:
         most = torch.bincount(samples.targets[others]).argmax()
         right.append((targets == most).numpy())
-    return np.array(losses).T, np.array(right, dtype=float).T.reshape(len(part), -1)
+    return np.array(losses).T, np.array(right, dtype=float).T.reshape(len(fold), -1)
 
 
 def _standard_error(values: Array) -> float:

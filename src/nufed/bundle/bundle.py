@@ -1,4 +1,4 @@
-"""The deployable meta-model: made once, shipped as a file, adapted by anyone to their own data."""
+"""The deployable meta-model: shipped as a file, adapted by users to their own data."""
 
 from __future__ import annotations
 
@@ -10,33 +10,43 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors.torch import load_file
 from torch import nn
 
-from nufed.adapt import Rate, per_coordinate
-from nufed.bundle.about import About, AdaptAbout, InputsAbout, ModelAbout, checked, read_about
+from nufed.bundle.about import (
+    About,
+    AdaptAbout,
+    InputsAbout,
+    ModelAbout,
+    PersonalAbout,
+    checked,
+    read_about,
+)
+from nufed.bundle.adapted import Adapted, prepared
 from nufed.bundle.adapting import cross_validate, fine_tuned
-from nufed.bundle.archive import CARD, MANIFEST, WEIGHTS, read_parts, write_parts
-from nufed.bundle.building import build_loss, build_model, load_state, read_weights
+from nufed.bundle.building import build_loss, build_model, check_finite, load_state
 from nufed.bundle.card import card_of
-from nufed.bundle.personal import Adapted, prepared
+from nufed.config.build import LOSSES, find_named
 from nufed.errors import InputError, require
+from nufed.files import unseal, write_sealed
+from nufed.meta.fine_tuning import Rate, per_coordinate
 from nufed.objective import Loss, Objective
-from nufed.runs.build import LOSSES, find_named
-from nufed.runs.durable import Pieces, sha256, signed, verified
-from nufed.runs.tensors import tensor_pieces
-from nufed.threads import torch_threads
+from nufed.objective.modules import RunningStats
+from nufed.objective.threads import torch_threads
 
-MAX_STEPS = 10  # that `steps="auto"` considers, if the model was not trained for more
+SUFFIX = ".nufed"
+MAX_BYTES = 2**33  # of a file
+MAX_STEPS = 10  # considered by `steps="auto"`, or twice those that the model was trained for
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A meta-model with all that is needed to fine-tune it on one's own data.
+    """A meta-model with everything needed to fine-tune it on a user's data.
 
     Args:
-        about: how it is built, fed and fine-tuned, and what was measured (:class:`About`).
+        about: how it is built, preprocessed and fine-tuned, and its scores (:class:`About`).
         module: the meta-model itself.
-        loss: what fine-tuning lowers.
+        loss: minimised by fine-tuning.
     """
 
     about: About
@@ -61,31 +71,37 @@ class Bundle:
         shift: float = 0.0,
         build: str | None = None,
         args: Mapping[str, Any] | None = None,
-        running_stats: Literal["refuse", "frozen"] = "refuse",
+        running_stats: RunningStats = "refuse",
         name: str = "meta-model",
         trained: Mapping[str, Any] | None = None,
         measured: Mapping[str, Any] | None = None,
+        personal: PersonalAbout | None = None,
     ) -> Bundle:
         """A bundle of any module, however it was trained.
 
         Args:
             module: the meta-model.
-            input_shape, input_dtype, scale, shift: one input, and how bytes become numbers.
+            input_shape, input_dtype, scale, shift: the format of one input, and how bytes are
+                converted.
             adapt_lr, adapt_steps, batch_size: α (one number, or one per parameter by name), ν and
                 D of fine-tuning.
-            lr_scale: where α was chosen on validation samples, what it is over that of training.
+            lr_scale: if α was chosen on validation samples, its ratio to that of training.
             classes: names of classes, in the order of outputs; none for regression.
             loss: ``"cross_entropy"``, ``"mse"``, an import path, or a function, which then has to
-                be passed again when the bundle is loaded; by default what suits the targets.
+                be passed again when the bundle is loaded; by default cross-entropy with classes,
+                else squared error.
             weights: a safetensors file with the module's state, to be loaded first.
-            build, args: how to build the module again: a model of nufed's, or
-                ``package.module:function``, which is imported only for those who say
-                ``trust=True``. Without it the module has to be passed when the bundle is loaded.
+            build, args: how to build the module: a model of nufed, or
+                ``package.module:function``, which is imported only with ``trust=True``. Without
+                it the module has to be passed when the bundle is loaded.
             name, trained, measured: for the card.
+            personal: of a personal model that is more than a module, what else it needs.
         """
         if weights is not None:
             module = copy.deepcopy(module)
-            load_state(module, read_weights(Path(weights).read_bytes()))
+            state = load_file(weights)
+            check_finite(state)
+            load_state(module, state)
         if loss == "auto":
             loss = "cross_entropy" if classes else "mse"
         named = isinstance(loss, str)
@@ -113,17 +129,18 @@ class Bundle:
                 dtype=_dtype_name(module),
                 trained=dict(trained or {}),
                 measured=dict(measured or {}),
+                personal=personal,
             )
         )
         function: Loss = find_named("loss", loss, LOSSES) if isinstance(loss, str) else loss
         bundle = cls(about, copy.deepcopy(module).eval(), function)
-        bundle.rate()  # names of parameters and the card are checked now, not at the user's
+        bundle.rate()  # validate names of parameters and the card now, not on the user's machine
         _ = bundle.card
         return bundle
 
     @cached_property
     def card(self) -> str:
-        """The description for people, in Markdown; it is never read from a file."""
+        """The model card in Markdown, made from the metadata, never read from a file."""
         return card_of(self.about)
 
     @cached_property
@@ -138,11 +155,13 @@ class Bundle:
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if parameters.keys() != lr.keys():
             raise InputError(
-                f"adapt.lr is about {', '.join(sorted(lr))}: it must name every trainable "
-                f"parameter, {', '.join(sorted(parameters))}"
+                f"adapt.lr has step sizes for {', '.join(sorted(lr))}: it must have one for every "
+                f"trainable parameter, {', '.join(sorted(parameters))}"
             )
-        initial = self.objective.initial()
-        return per_coordinate(initial.new_tensor([lr[n] for n in parameters]), self.objective.sizes)
+        initial, sizes = self.objective.initial(), self.objective.sizes
+        rates = [lr[n] for n in parameters]
+        rates += [0.0] * (len(sizes) - len(rates))  # of tracked statistics
+        return per_coordinate(initial.new_tensor(rates), sizes)
 
     def adapt(
         self,
@@ -153,22 +172,21 @@ class Bundle:
         max_steps: int | None = None,
         seed: int = 0,
     ) -> Adapted:
-        """Fine-tune the meta-model on one's own data, and say what that did.
+        """Fine-tune the meta-model on a user's data, and measure the effect.
 
-        What it did is measured by cross-validation: each of five parts of the data is held back
-        once, and scored by a model that was fine-tuned on the others. The model that is returned
-        is fine-tuned on all of the data.
+        The effect is measured by cross-validation: each of five folds is scored by a model that
+        was fine-tuned on the others. The returned model is fine-tuned on all of the data.
 
         Args:
             inputs: one sample per row, in the units of the training data (bytes stay bytes).
             targets: class numbers or names; for regression numbers.
-            steps: fine-tuning steps; those the model was trained for by default. ``"auto"`` lets
-                cross-validation choose between 0 and ``max_steps``.
+            steps: fine-tuning steps; by default those that the model was trained for. ``"auto"``
+                chooses between 0 and ``max_steps`` by cross-validation.
+            max_steps: by default at least 10, and twice those that the model was trained for.
             seed: of the batches.
 
         Returns:
-            ``.module``, a plain ``nn.Module`` that takes inputs as they are given here, and
-            ``.report``.
+            ``.module``, a plain ``nn.Module`` that takes raw inputs as here, and ``.report``.
         """
         if steps is None:
             steps = self.about.adapt.steps
@@ -186,19 +204,16 @@ class Bundle:
         return Adapted(self.about, prepared(self.about, self.objective.module(w)), report)
 
     def unadapted(self) -> Adapted:
-        """The meta-model as it is, ready for use."""
+        """The meta-model without fine-tuning, ready for use."""
         return Adapted(self.about, prepared(self.about, copy.deepcopy(self.module)), None)
 
     def save(self, path: str | Path) -> Path:
-        """Write it: one file if ``path`` ends in .nufed, else a new directory."""
-        weights = tensor_pieces(self.module.state_dict())
-        parts: dict[str, bytes | Pieces] = {WEIGHTS: weights, CARD: self.card.encode()}
-        manifest = {
-            "about": self.about.model_dump(mode="json"),
-            "sha256": {name: sha256(content) for name, content in parts.items()},
-        }
-        write_parts(Path(path), {**parts, MANIFEST: signed(manifest)})
-        return Path(path)
+        """Write it as one sealed file, whose name ends in .nufed."""
+        path = Path(path)
+        require(path.suffix == SUFFIX, "path", path.name, f"must end in {SUFFIX}")
+        about = {"bundle": self.about.model_dump(mode="json")}
+        write_sealed(path, about, self.module.state_dict())
+        return path
 
 
 def load_bundle(
@@ -208,30 +223,32 @@ def load_bundle(
     module: nn.Module | None = None,
     loss: Loss | None = None,
 ) -> Bundle:
-    """Read a bundle; no code of it is run.
+    """Read a bundle; runs no code from the file.
 
     Args:
-        path: a ``.nufed`` file or a directory.
-        trust: allow it to import the function that builds its model, if it names one.
-        module, loss: for bundles that were made of objects: the same module and loss again.
+        path: a ``.nufed`` file.
+        trust: allow importing the functions that it names to build its model and loss, if any.
+        module, loss: for bundles that were made from objects: the same module and loss.
     """
     path = Path(path)
-    if not path.exists():
-        raise InputError(f"{path} does not exist: give a bundle, a .nufed file or a directory")
-    parts = read_parts(path)
+    if not path.is_file():
+        raise InputError(f"{path} is not a file: give a bundle, a {SUFFIX} file")
     try:
-        manifest = verified(parts[MANIFEST])
-        for name in (WEIGHTS, CARD):
-            if sha256(parts[name]) != manifest["sha256"][name]:
-                raise InputError(f"{name} is damaged, its SHA-256 differs")
-        about = read_about(manifest["about"])
-        built = build_model(about, read_weights(parts[WEIGHTS]), trust, module)
+        if path.stat().st_size > MAX_BYTES:
+            raise InputError(f"it is larger than {MAX_BYTES} bytes")
+        found = unseal(path.read_bytes())
+        if "bundle" not in found.about:
+            raise InputError("it does not contain a bundle")
+        about = read_about(found.about["bundle"])
+        built = build_model(about, found.tensors, trust, module)
         bundle = Bundle(about, built, build_loss(about, trust, loss))
         bundle.rate()
         _ = bundle.card
         bundle.objective.initial()
-    except Exception as error:  # whatever a crafted bundle does
-        raise InputError(f"{path} can't be used: {error}") from error
+    except Exception as error:  # a crafted bundle may raise anything
+        raise InputError(
+            f"{path} can't be used as a bundle ({error}): get it again from its source"
+        ) from error
     return bundle
 
 

@@ -1,4 +1,4 @@
-"""The model card: what a bundle is, for people."""
+"""The model card of a bundle."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nufed.bundle.about import About
-from nufed.errors import InputError
-from nufed.text import visible
+from nufed.errors import InputError, visible
 
 
 def card_of(about: About) -> str:
-    """The card as Markdown, made from the description alone; text in it stays text."""
+    """The card as Markdown, made from the metadata alone; their text is escaped."""
     try:
         return "\n".join(_lines(about)) + "\n"
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(
-            f"what was measured can't be shown ({type(error).__name__}: {error}): `measured` must "
-            "have the layout that nufed writes"
+            f"`measured` can't be shown ({type(error).__name__}: {error}): it must have the layout "
+            "that nufed writes"
         ) from None
 
 
@@ -26,7 +25,13 @@ def _lines(about: About) -> Iterator[str]:
     adapt, inputs = about.adapt, about.inputs
     yield f"# {_plain(about.name)}"
     yield ""
-    yield "A meta-model: meant to be fine-tuned on your own data before use."
+    if "agent" in about.trained:
+        yield f"The personal model of agent {_plain(about.trained['agent'])}, for its data."
+    else:
+        yield "A global model: to be fine-tuned on your own data before use."
+    if about.personal is not None and about.personal.training_data is not None:
+        contents = _plain(about.personal.training_data)
+        yield f"**This file holds {contents}**: store it only where they may be."
     yield ""
     yield "## Use"
     rate = f"{adapt.lr:.4g}" if isinstance(adapt.lr, float) else "one per parameter, learned"
@@ -74,16 +79,17 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
     split = str(measured["split_sha256"])[:12]
     yield (
         f"{_plain(str(measured['measure']).capitalize())} on the {_plain(measured['scored_on'])} "
-        f"parts of agents, before and after {_plain(measured['steps'])} fine-tuning steps. "
+        f"parts of agents: of the global model, and of personal models after "
+        f"{_plain(measured['steps'])} fine-tuning steps. "
         + (f"Split: SHA-256 {_plain(split)}." if split else "The split is at the sites.")
     )
     yield ""
     nulls = [key for key in ("majority", "local", "untrained") if key in one]
-    titles = ["agents", "number", "before", "after", "± 95 %", "worst tenth", "harmed", *nulls]
+    titles = ["agents", "number", "global", "personal", "± 95 %", "worst tenth", "harmed", *nulls]
     yield "| " + " | ".join(titles) + " |"
     yield "|" + "---|" * len(titles)
     for group, row in groups.items():
-        keys = ("before", "after", "interval", "worst_tenth", "harmed", *nulls)
+        keys = ("global", "personal", "interval", "worst_tenth", "harmed", *nulls)
         numbers = [f"{row[key]:.3f}" if row.get(key) is not None else "" for key in keys]
         yield (
             "| "
@@ -92,14 +98,22 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
         )
     yield ""
     yield (
-        "*Harmed* is the share of agents for whom fine-tuning made it worse. Null baselines: "
+        "*Harmed* is the share of agents whose personal model is worse than the global one. Null "
+        "baselines: "
         "always the agent's most frequent class (majority), trained on its data alone (local), an "
         "untrained model fine-tuned (untrained). A new agent is like those unseen in training."
     )
+    if "newcomer" in measured:
+        yield ""
+        yield (
+            "Personal models of this method are not the global one after plain steps: an agent "
+            f"unseen in training {_plain(measured['newcomer'])}. Scores after fine-tuning this "
+            "bundle by plain steps were not measured."
+        )
 
 
 def _plain(text: object) -> str:
-    """Text of a description as Markdown that shows just that text."""
+    """Text escaped for Markdown."""
     return re.sub(r"([\\`*_\[\]<>|&#~])", r"\\\1", visible(text))
 
 

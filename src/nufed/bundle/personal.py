@@ -1,125 +1,157 @@
-"""An agent's own model: what adapting returns, as one file that can be used anywhere."""
+"""The personal model of one agent of a run, as a file that ``nufed predict`` takes."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
-from nufed.bundle.about import About, InputsAbout, read_about
-from nufed.bundle.adapting import Report, Score
-from nufed.bundle.building import build_model, read_weights, state_of
-from nufed.data.samples import scaled
-from nufed.errors import InputError
-from nufed.runs.durable import sha256, signed, verified, write_durably
-
-
-class Prediction(NamedTuple):
-    """What a model says about one sample: a class and how probable it holds it, or numbers."""
-
-    answer: str | list[float]
-    probability: float | None
-
-
-class Prepare(nn.Module):
-    """Inputs as people give them, in the shape and numbers that the model takes."""
-
-    def __init__(self, inputs: InputsAbout, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.shape, self.scale, self.shift = tuple(inputs.shape), inputs.scale, inputs.shift
-        self.given: torch.dtype = getattr(torch, inputs.dtype)
-        self.taken = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = scaled(x.to(self.given), self.scale, self.shift).reshape(x.shape[0], *self.shape)
-        return x.to(self.taken) if x.is_floating_point() else x
+from nufed.algorithms.protocol import Algorithm, State
+from nufed.bundle.adapted import Adapted, prepared
+from nufed.bundle.bundle import Bundle
+from nufed.bundle.from_run import check_inputs, described, shown_steps, trained_as, trained_seed
+from nufed.bundle.personal_module import PersonalModule, about_algorithm
+from nufed.config.problem import Given, Problem
+from nufed.data import Partition
+from nufed.errors import InputError, require
+from nufed.evaluate import evaluation_context
+from nufed.objective import Loss
+from nufed.objective.threads import torch_threads
+from nufed.runs import Run
+from nufed.runs.agent_states import StoredStates
+from nufed.runs.json_files import finite
+from nufed.runs.part_files import read_received
+from nufed.runs.personal_models import personal_after
 
 
-def prepared(about: About, module: nn.Module) -> nn.Module:
-    """A module that takes inputs as people give them."""
-    before = Prepare(about.inputs, getattr(torch, about.dtype))
-    return nn.Sequential(OrderedDict(prepare=before, model=module)).eval()
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """A model for one agent.
-
-    Args:
-        about: the description of the bundle it came from.
-        module: takes inputs as they were given to ``adapt``, in the units of the data.
-        report: what adapting did; None for a model that was not adapted.
-    """
-
-    about: About
-    module: nn.Module
-    report: Report | None
-
-    def predict(self, inputs: Any) -> list[Prediction]:
-        """What the model says about every sample."""
-        with torch.no_grad():
-            outputs = self.module(self.about.read_inputs(inputs))
-        if not self.about.classes:
-            return [Prediction(row.reshape(-1).tolist(), None) for row in outputs]
-        probabilities = outputs.softmax(dim=1)
-        best, numbers = probabilities.max(dim=1)
-        return [
-            Prediction(self.about.classes[number], probability)
-            for number, probability in zip(numbers.tolist(), best.tolist(), strict=True)
-        ]
-
-    def save(self, path: str | Path) -> Path:
-        """Write it as one safetensors file, with all that is needed to use it."""
-        write_durably(Path(path), self._serialised())
-        return Path(path)
-
-    def _serialised(self) -> bytes:
-        tensors = state_of(self.module.get_submodule("model"))
-        about = {
-            "about": self.about.model_dump(mode="json"),
-            "report": None if self.report is None else asdict(self.report),
-            "tensors_sha256": sha256(save(tensors)),
-        }
-        # one metadata key: safetensors does not keep the order of several
-        return save(tensors, metadata={"nufed": signed(about).decode()})
-
-
-def load_adapted(
-    path: str | Path, *, trust: bool = False, module: nn.Module | None = None
+def make_personal(
+    run: Run,
+    method: str,
+    agent: int,
+    seed: int | None = None,
+    *,
+    steps: int | None = None,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data: Any = None,
+    loss: Loss | None = None,
+    methods: Mapping[str, Algorithm] | None = None,
+    partition: Partition | None = None,
+    trust: bool = False,
+    with_training_data: bool = False,
 ) -> Adapted:
-    """Read a model that :meth:`Adapted.save` wrote; no code of it is run.
+    """The personal model of one agent of a run, the same that evaluation scored.
 
     Args:
-        path: the file.
-        trust, module: as for :func:`nufed.load_bundle`.
+        run: a finished run, from :func:`nufed.load_run`.
+        method: the name of one of its methods.
+        agent: the agent's number; one that never took part is treated as a newcomer.
+        seed: one of its seeds; the first by default.
+        steps: fine-tuning steps, with the step size that evaluation chose for their number; by
+            default those that results show.
+        model, data, loss, methods, partition: the same objects that were passed to
+            :func:`nufed.run`.
+        trust: allow importing the code that the run names, if any.
+        with_training_data: allow a model that holds training data in some form, as kNN-Per's does;
+            without it such a model is refused.
     """
-    path = Path(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = verified((file.metadata() or {})["nufed"].encode())
-        content = path.read_bytes()
-        about, weights = read_about(found["about"]), read_weights(content)
-        built = build_model(about, weights, trust, module)
-        adapted = Adapted(about, prepared(about, built), _report(found["report"]))
-        if adapted._serialised() != content:
-            raise InputError("it is damaged, its SHA-256 differs")
-    except Exception as error:  # whatever a foreign or crafted file does
-        reason = "it does not hold a nufed model" if isinstance(error, KeyError) else error
+    seed = trained_seed(run, method, seed)
+    if run.federated:
         raise InputError(
-            f"{path} can't be used as an adapted model ({reason}): make it with `nufed adapt`"
-        ) from error
-    return adapted
+            f"{run.path} is the run of a federation: agents' states and personal models are at "
+            "their sites; only the global model can be bundled here"
+        )
+    require(0 <= agent < run.agents, "agent", agent, f"must lie in 0 … {run.agents - 1}")
+    steps = shown_steps(run, method) if steps is None else steps
+    check_inputs(run)
+    faults = run.config.faults
+    if faults.attack == "labels" and faults.corruption:
+        raise InputError(
+            f"{run.path} was trained with wrong labels at some agents (faults.attack): personal "
+            "models of such a run can't be reproduced"
+        )
+    given = Given(model, data, loss, methods=methods, partition=partition)
+    with torch_threads(run.config.threads):
+        problem = Problem.rebuild(run.recorded, given, trust=trust, seeds=[seed])
+        algorithm, objective = problem.algorithms[method], problem.objectives[seed]
+        if algorithm.personal_data is not None and not with_training_data:
+            raise InputError(
+                f"the personal model of {method} holds {algorithm.personal_data}: whoever gets the "
+                "file gets these; add --with-training-data (in Python with_training_data=True) if "
+                "they may be there"
+            )
+        tensors = _personal_model(run, problem, method, seed, agent, steps)
+        module, personal = objective.module(tensors["model"]).cpu(), None
+        if tensors.keys() != {"model"} or not algorithm.predicts_plainly:
+            personal = about_algorithm(method, algorithm)
+    about = Bundle.of(
+        module,
+        **described(run, objective),
+        adapt_steps=0,  # already fine-tuned
+        adapt_lr=0.0,
+        batch_size=algorithm.batch_size,
+        name=f"{run.config.name} {method} agent {agent}",
+        trained={**trained_as(run, method, seed, algorithm), "agent": agent, "steps": steps},
+        measured=_measured(run, method, seed, agent, steps),
+        personal=personal,
+    ).about
+    if personal is not None:
+        further = {name: tensor for name, tensor in tensors.items() if name != "model"}
+        module = PersonalModule(algorithm, module, about.model.running_stats, further)
+    return Adapted(about, prepared(about, module), None)
 
 
-def _report(found: dict[str, Any] | None) -> Report | None:
-    if found is None:
-        return None
-    curve: Sequence[dict[str, Any]] = found["curve"]
-    return Report(**{**found, "curve": tuple(Score(**score) for score in curve)})
+def _personal_model(
+    run: Run, problem: Problem, method: str, seed: int, agent: int, steps: int
+) -> State:
+    """The personal model after ``steps`` fine-tuning steps, computed as in evaluation."""
+    algorithm, objective = problem.algorithms[method], problem.objectives[seed]
+    federation = problem.federations[seed]
+    folder = run.path / "methods" / method / f"seed-{seed}"
+    device = objective.initial().device
+    received = _on(device, read_received(folder / "model.safetensors", algorithm, objective))
+    state = final_state(folder, problem.belongs_to(seed), run.config.rounds, agent)
+    batches = federation.batches(agent, seed, "evaluate")
+    context = evaluation_context(federation, objective, batches, batches.samples)
+    own = None if state is None else _on(device, state)
+    sizes = run.methods[method][seed].step_sizes
+    scale = sizes.scale(steps) if sizes else 1.0
+    return personal_after(algorithm, context, received, own, steps, scale)
+
+
+def final_state(
+    folder: Path, belongs_to: Mapping[str, str], rounds: int, agent: int
+) -> State | None:
+    """The agent's state after the last round; None if it never took part."""
+    return StoredStates(folder, belongs_to, [rounds]).get(agent)
+
+
+def _on(device: Any, state: State) -> State:
+    return {name: vector.to(device) for name, vector in state.items()}
+
+
+def _measured(run: Run, method: str, seed: int, agent: int, steps: int) -> Mapping[str, Any]:
+    """The agent's scores in the run, if it was evaluated after so many steps."""
+    found = next((s for s in run.methods[method][seed].final if s.agent == agent), None)
+    if found is None or steps >= len(found.score):
+        return {}
+    own: Mapping[str, Any] = finite(
+        {
+            "measure": run.measure.name,
+            "scored_on": run.config.eval_on,
+            "steps": steps,
+            "split_sha256": run.splits[seed].sha256,
+            "groups": {
+                "seen" if found.seen else "unseen": {
+                    "agents": 1,
+                    "global": found.global_score,
+                    "personal": found.score[steps],
+                    "interval": None,
+                    "worst_tenth": None,
+                    "harmed": None,
+                }
+            },
+        }
+    )
+    return own

@@ -1,11 +1,13 @@
-"""The samples together with who holds them: what engines train and evaluate on."""
+"""Samples with their split over agents: what engines train and evaluate on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from nufed.data.partition import Rows
@@ -23,8 +25,8 @@ ScoredOn: TypeAlias = Literal["test", "validation"]
 class Federation:
     """Samples, a split, and what to do with agents that have fewer samples than a batch.
 
-    ``small_agents="refuse"`` is an error that names the agent; ``"use_all"`` lets such an agent
-    use all its training samples as its batch. ``scored_on`` names the part that evaluation reads:
+    ``small_agents="refuse"`` raises an error that names the agent; with ``"use_all"`` such an agent
+    uses all its training samples as its batch. ``scored_on`` names the part that evaluation reads:
     the test part for reporting, the validation part for making choices.
     """
 
@@ -38,11 +40,11 @@ class Federation:
         return AgentBatches(self, agent, seed, use, round)
 
     def scored(self, agent: int) -> tuple[Inputs, Tensor]:
-        """What an agent is scored on. Only evaluation may ask for it."""
+        """The samples that an agent is scored on. For evaluation only."""
         return self.samples.take(self.scored_rows(agent))
 
     def scored_rows(self, agent: int) -> Rows:
-        """The rows of what an agent is scored on."""
+        """The rows that an agent is scored on."""
         parts = self.split.test if self.scored_on == "test" else self.split.validation
         return parts[agent]
 
@@ -51,27 +53,27 @@ class Federation:
         return self if part == self.scored_on else replace(self, scored_on=part)
 
     def scorable(self, agents: Iterable[int]) -> list[int]:
-        """Those of ``agents`` that have samples to be scored on."""
+        """Those of ``agents`` that have samples in the scored part."""
         return [agent for agent in agents if len(self.scored_rows(agent))]
 
     def check_batch_size(self, size: int) -> None:
-        """Refuse, before anything runs, a batch size that some agent can't fill."""
+        """Refuse a batch size that some agent has too few samples for."""
         self.batch_rows(self.split.smallest_agent, size)
 
     def batch_rows(self, agent: int, size: int) -> tuple[Rows, int]:
-        """An agent's training rows, and how many of them make a batch."""
+        """An agent's training rows, and its batch size."""
         rows = self.split.train[agent]
         if size > len(rows) and self.small_agents == "refuse":
             raise InputError(
                 f"agent {self.split.names[agent]} has {len(rows)} training samples and batch_size "
                 f"is {size}: lower batch_size, give agents more samples, or set "
-                'data.small_agents = "use_all" to let such agents train on all they have'
+                'data.small_agents = "use_all" to let such agents use all their samples as a batch'
             )
         return rows, min(size, len(rows))
 
 
 class Picked(NamedTuple):
-    """A batch as places in an agent's training part, and the seed of its dropout masks."""
+    """A batch as indices into an agent's training part, and the seed of its dropout masks."""
 
     places: Rows
     seed: int
@@ -79,7 +81,7 @@ class Picked(NamedTuple):
 
 @dataclass(frozen=True)
 class AgentBatches:
-    """One agent's training data in one round (a :class:`nufed.algorithm.BatchSource`)."""
+    """One agent's training data in one round (a :class:`nufed.algorithms.protocol.BatchSource`)."""
 
     federation: Federation
     agent: int
@@ -87,21 +89,43 @@ class AgentBatches:
     use: str
     round: int
 
-    def draw(self, purpose: str, size: int, count: int = 1, step: int = 0) -> list[Batch]:
+    def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
         """Independent batches, each drawn without replacement, each with a dropout seed."""
         rows, take = self.federation.split.train[self.agent], self.federation.samples.take
         return [
             Batch(*take(rows[picked]), seed)
-            for picked, seed in self.pick(purpose, size, count, step)
+            for picked, seed in self.pick(purpose, size, number, step)
         ]
 
-    def pick(self, purpose: str, size: int, count: int = 1, step: int = 0) -> list[Picked]:
-        """The same batches as places in the agent's training part."""
-        if count == 0:
+    def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
+        """All samples, or a share, in a random order, as batches of ``size`` with dropout seeds."""
+        rows, size = self.federation.batch_rows(self.agent, size)
+        rng = stream(self.seed, f"{self.use}/{purpose}/epoch", self.round, self.agent, index)
+        order, take = rng.permutation(rows), self.federation.samples.take
+        order = order[: math.ceil(share * len(order))]
+        pieces = [order[start : start + size] for start in range(0, len(order), size)]
+        return [Batch(*take(piece), torch_seed(rng)) for piece in pieces]
+
+    def whole(self) -> Batch:
+        """The whole training part, without a dropout seed."""
+        return Batch(*self.federation.samples.take(self.federation.split.train[self.agent]))
+
+    def stream(self, purpose: str, step: int = 0) -> np.random.Generator:
+        """A random generator for this agent and round, for draws other than batches."""
+        return stream(self.seed, f"{self.use}/{purpose}/stream", self.round, self.agent, step)
+
+    @property
+    def samples(self) -> int:
+        """The agent's number of training samples."""
+        return len(self.federation.split.train[self.agent])
+
+    def pick(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Picked]:
+        """The same batches as indices into the agent's training part."""
+        if number == 0:
             return []
         rows, size = self.federation.batch_rows(self.agent, size)
         rng = stream(self.seed, f"{self.use}/{purpose}", self.round, self.agent, step)
         return [
             Picked(rng.choice(len(rows), size, replace=False), torch_seed(rng))
-            for _ in range(count)
+            for _ in range(number)
         ]

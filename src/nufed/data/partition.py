@@ -1,6 +1,6 @@
-"""Ways to deal samples out to agents. Each returns one array of row numbers per agent.
+"""Partitions of samples over agents. Each returns one array of row numbers per agent.
 
-No function here ever gives a row twice to one agent, and all of them finish.
+No function here gives a row twice to one agent, and all of them terminate.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 
+from nufed.data.rows import Rows as Rows
+from nufed.data.rows import check_enough, shuffled_classes
 from nufed.errors import InputError
 from nufed.seeding import stream
 
-Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Reuse: TypeAlias = Literal["never", "across_agents"]
 
 
 def dirichlet(
     labels: Rows,
     agents: int,
-    samples_per_agent: int,
+    samples_per_agent: int | None,
     concentration: float,
     rng: np.random.Generator,
 ) -> list[Rows]:
@@ -30,16 +31,18 @@ def dirichlet(
 
     The distribution of each agent comes from a symmetric Dirichlet with parameter
     ``concentration`` (α_d): near 0 an agent holds one class, towards infinity all are alike. No two
-    agents share a sample. A class that runs out is left out and the agent's distribution
-    renormalised over the classes left, so that later agents may get classes that they did not ask
-    for; where the classes left have no probability, they are drawn by their remaining counts.
+    agents share a sample. An exhausted class is dropped and the agent's distribution renormalised
+    over the remaining ones, so that later agents may get classes outside their distribution; where
+    the remaining classes have probability 0, they are drawn by their remaining counts. Without a
+    size, agents get an equal number of all samples.
 
     >>> labels = np.array([0] * 5 + [1] * 5)
     >>> [len(rows) for rows in dirichlet(labels, 2, 5, 0.1, np.random.default_rng(0))]
     [5, 5]
     """
-    _check_enough(len(labels), samples_per_agent * agents, agents, samples_per_agent)
-    pools = _shuffled_classes(labels, np.unique(labels), rng)
+    samples_per_agent = samples_per_agent or max(1, len(labels) // agents)
+    check_enough(len(labels), samples_per_agent * agents, agents, samples_per_agent)
+    pools = shuffled_classes(labels, np.unique(labels), rng)
     sizes = np.array([len(pool) for pool in pools])
     taken = np.zeros_like(sizes)
     parts = []
@@ -55,14 +58,14 @@ def dirichlet(
 class DirichletReusing(Sequence[list[Rows]]):
     """The same, but agents may share samples: every agent draws from the whole data.
 
-    The data is cut once into as many pools as there are ``sizes`` (training, validation, test), in
-    their proportions and class by class, and an agent's parts come from their pools by one class
-    distribution. So no agent trains on what another one is tested on; but agents train on the same
-    rows, those held out from training too (docs/data.md). A sequence with a list of parts per
+    The data is cut once into as many pools as there are ``sizes`` (training, validation, test),
+    stratified by class and in proportion to the sizes; an agent draws each part from its pool, all
+    by one class distribution. So no agent trains on what another one is tested on; but agents,
+    including unseen ones, share training rows (docs/data.md). A sequence with a list of parts per
     agent; no part holds a row twice.
 
-    An agent's parts are a function of the seed and its number, and are drawn when they are asked
-    for: a million agents take no memory.
+    An agent's parts are a function of the seed and its number and are drawn lazily: a million
+    agents take no memory.
     """
 
     def __init__(
@@ -72,11 +75,11 @@ class DirichletReusing(Sequence[list[Rows]]):
         self._concentration, self._seed = concentration, seed
         self._labels_sha256 = hashlib.sha256(np.ascontiguousarray(labels).tobytes()).hexdigest()
         cuts = np.cumsum(sizes)[:-1] / sum(sizes)
-        shuffled = _shuffled_classes(labels, np.unique(labels), stream(seed, "partition"))
+        shuffled = shuffled_classes(labels, np.unique(labels), stream(seed, "partition"))
         by_class = [np.split(p, np.round(cuts * len(p)).astype(int)) for p in shuffled]
         self._pools = [[pieces[part] for pieces in by_class] for part in range(len(sizes))]
         for pool, size in zip(self._pools, sizes, strict=True):
-            _check_enough(sum(map(len, pool)), size, 1, size)
+            check_enough(sum(map(len, pool)), size, 1, size)
         self._parts = lru_cache(maxsize=256)(self._draw)
 
     def describe(self) -> dict[str, Any]:
@@ -124,10 +127,10 @@ def _draw_part(
 def _draw_counts(
     pmf: np.ndarray[Any, Any], available: Rows, total: int, rng: np.random.Generator
 ) -> Rows:
-    """How many samples of each class ``total`` draws by ``pmf`` give, within what is available.
+    """The number of samples of each class in ``total`` draws by ``pmf``, within ``available``.
 
-    The same distribution as drawing one by one and renormalising whenever a class runs out. Each
-    turn either finishes or uses up a class.
+    The same distribution as drawing one by one and renormalising whenever a class is exhausted.
+    Each iteration either finishes or exhausts a class.
     """
     counts = np.zeros_like(available)
     while (missing := total - counts.sum()) > 0:
@@ -143,13 +146,13 @@ def _draw_counts(
 def iid(
     samples: int, agents: int, samples_per_agent: int | None, rng: np.random.Generator
 ) -> list[Rows]:
-    """Every agent gets a random part of the data; without a size, all of it dealt out evenly."""
+    """Every agent gets a random part of the data; without a size, all of it is split evenly."""
     rows = rng.permutation(samples)
     if samples_per_agent is None:
-        _check_enough(samples, agents, agents, 1)
+        check_enough(samples, agents, agents, 1)
         return np.array_split(rows, agents)
     needed = agents * samples_per_agent
-    _check_enough(samples, needed, agents, samples_per_agent)
+    check_enough(samples, needed, agents, samples_per_agent)
     return np.split(rows[:needed], agents)
 
 
@@ -162,10 +165,10 @@ def shards(
 ) -> list[Rows]:
     """Every agent holds samples of exactly ``classes_per_agent`` classes.
 
-    Classes are given out as evenly as possible, and each class's samples dealt evenly among its
-    holders. With a size, each agent keeps that many, spread evenly over its classes.
+    Classes are assigned as evenly as possible, and each class's samples split evenly among its
+    agents. With a size, each agent keeps that many, spread evenly over its classes.
     """
-    pools = _shuffled_classes(labels, np.unique(labels), rng)
+    pools = shuffled_classes(labels, np.unique(labels), rng)
     if not 1 <= classes_per_agent <= len(pools):
         raise InputError(
             f"classes_per_agent = {classes_per_agent}: must lie in 1 … {len(pools)}, the number of "
@@ -205,17 +208,3 @@ def given(owners: np.ndarray[Any, Any]) -> tuple[list[Rows], tuple[str, ...]]:
     order = np.argsort(index, kind="stable")
     ends = np.cumsum(np.bincount(index))[:-1]
     return np.split(order, ends), tuple(str(name) for name in names)
-
-
-def _shuffled_classes(labels: Rows, classes: Rows, rng: np.random.Generator) -> list[Rows]:
-    """The rows of every class, each in random order."""
-    return [rng.permutation(np.flatnonzero(labels == label)) for label in classes]
-
-
-def _check_enough(have: int, needed: int, agents: int, samples_per_agent: int) -> None:
-    if needed > have:
-        raise InputError(
-            f"{agents} agents with {samples_per_agent} samples each need {needed} samples and the "
-            f"data has {have}: ask for fewer agents or samples_per_agent, or with the dirichlet "
-            'partition let agents share samples, data.reuse = "across_agents"'
-        )

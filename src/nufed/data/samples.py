@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from nufed.errors import InputError, shown
 from nufed.objective import Inputs
 
-LONGEST_NAME = 1000  # bytes of the name of a class or owner
-FEW_CLASSES = 1000  # that data may have however few samples there are
+MAX_NAME_BYTES = 1000  # of the name of a class or owner
+FEW_CLASSES = 1000  # allowed for any number of samples
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Samples:
 
     Args:
         inputs: a tensor, or a tuple or mapping of tensors for modules with several inputs.
-            Bytes (uint8) stay bytes until a batch is taken, and are then x·``scale`` + ``shift``.
+            Bytes (uint8) are stored as such and become x·``scale`` + ``shift`` in a batch.
         targets: class numbers (int64) or regression targets (floating-point).
         classes: the names of the classes; empty for regression.
-        owners: who each sample belongs to, for a natural federation.
+        owners: the owner of each sample, for a natural federation.
         scale, shift: how bytes become inputs.
     """
 
@@ -66,14 +66,14 @@ class Samples:
         return len(self.targets)
 
     def check_finite(self, dtype: torch.dtype | None = None) -> None:
-        """Refuse NaN and infinite numbers, also those that would be infinite in ``dtype``."""
+        """Refuse non-finite numbers, and those that would overflow in ``dtype``."""
         for x in _tensors(self.inputs):
             check_finite(x, "input", dtype)
         check_finite(self.targets, "target", dtype)
 
     @cached_property
     def fingerprint(self) -> str:
-        """The SHA-256 of all that is in them."""
+        """SHA-256 of all contents."""
         digest = hashlib.sha256()
         for x in (*_tensors(self.inputs), self.targets):
             digest.update(f"{x.dtype} {tuple(x.shape)} ".encode())
@@ -89,13 +89,13 @@ class Samples:
 
     @property
     def outputs(self) -> int:
-        """How many outputs a model for this data needs: classes, or numbers per target."""
+        """The number of outputs that a model needs: classes, or numbers per target."""
         if self.classes:
             return len(self.classes)
         return int(np.prod(self.targets.shape[1:], dtype=int))
 
     def take(self, rows: np.ndarray[Any, Any]) -> tuple[Inputs, Tensor]:
-        """The inputs and targets of these rows, as a model takes them."""
+        """The inputs and targets of these rows, scaled for the model."""
         index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
         if isinstance(self.inputs, Mapping):
             inputs: Inputs = {k: self._rows(x, index) for k, x in self.inputs.items()}
@@ -120,27 +120,27 @@ class Samples:
 
 
 def _check_name(name: object) -> None:
-    """Refuse names of classes and owners that files can't hold."""
+    """Refuse names of classes and owners that can't be stored."""
     try:
-        fits = isinstance(name, str) and len(name.encode()) <= LONGEST_NAME
-    except UnicodeEncodeError:  # half a character
+        fits = isinstance(name, str) and len(name.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:  # a lone surrogate
         fits = False
     if not fits:
         raise InputError(
-            f"the class or owner {shown(name)} can't be used: give text of at most {LONGEST_NAME} "
-            "bytes in UTF-8"
+            f"the class or owner {shown(name)} can't be used: give text of at most "
+            f"{MAX_NAME_BYTES} bytes in UTF-8"
         )
 
 
 def scaled(x: Tensor, scale: float, shift: float) -> Tensor:
-    """Bytes as the numbers that a model takes; other numbers as they are."""
+    """Bytes scaled for the model; other dtypes unchanged."""
     if x.dtype != torch.uint8:
         return x
     return x.mul(scale).add_(shift) if shift else x * scale
 
 
 def as_samples(data: Any, known_classes: int = 0) -> Samples:
-    """The user's own data as :class:`Samples`; NaN and infinite numbers are refused.
+    """The user's own data as :class:`Samples`; non-finite numbers are refused.
 
     ``data`` is one of: ``Samples``; ``(inputs, targets)`` or ``(inputs, targets, owners)`` of
     tensors or arrays; a map-style ``torch.utils.data.Dataset`` of ``(input, target)`` pairs.
@@ -158,18 +158,18 @@ def as_samples(data: Any, known_classes: int = 0) -> Samples:
 
 
 def check_finite(rows: Tensor, what: str, dtype: torch.dtype | None = None) -> None:
-    """Refuse numbers that are not finite in ``dtype``, naming the first row that holds one."""
+    """Refuse numbers that are non-finite in ``dtype``, naming the first row that holds one."""
     if not rows.is_floating_point() or not rows.numel():
         return
     types = (rows.dtype, dtype or rows.dtype)
     largest = min(torch.finfo(each).max for each in types)
-    low, high = rows.aminmax()  # takes no memory; NaN is passed on, and is not within any limits
+    low, high = rows.aminmax()  # takes no memory; NaN propagates, and fails the comparison
     if not -largest <= low <= high <= largest:
         flat = rows.reshape(len(rows), -1)
         bad = ~((flat >= -largest) & (flat <= largest)).all(dim=1)
         raise InputError(
             f"the {what} of sample {int(bad.nonzero()[0])} (counted from 0) holds NaN or infinite "
-            f"numbers, or some beyond {largest:.2g}: remove that sample, or fill in what is missing"
+            f"numbers, or some beyond {largest:.2g}: remove that sample, or impute missing values"
         )
 
 
@@ -216,7 +216,7 @@ def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, np.ndarray[Any, Any]]:
         pairs = [dataset[i] for i in range(len(dataset))]  # type: ignore[arg-type]
         inputs, targets = zip(*pairs, strict=True)
         return torch.stack([torch.as_tensor(x) for x in inputs]), np.asarray(targets)
-    except Exception as error:  # whatever the user's dataset does
+    except Exception as error:  # a user's dataset may raise anything
         raise InputError(
             f"{type(dataset).__name__} can't be used as data: it must have a length and give "
             f"(input, target) pairs of one shape ({type(error).__name__}: {error})"
@@ -242,9 +242,8 @@ def as_tensor(array: Any) -> Tensor:
             "at most 64 bits"
         )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # read-only arrays are fine: nothing is written
+        # read-only arrays are fine: nothing is written
+        warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
 
 

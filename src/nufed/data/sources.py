@@ -1,7 +1,8 @@
-"""Where samples come from: the data sets that nufed can load by name."""
+"""The data sets that nufed can load by name."""
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -10,19 +11,28 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from nufed.data.files import read_npz
+from nufed.data.limits import read_npz
+from nufed.data.omniglot import omniglot
 from nufed.data.samples import Samples
-from nufed.data.store import CIFAR10, CIFAR100, MNIST_WRITERS, Stored, data_directory
+from nufed.data.sinusoid import sinusoid
+from nufed.data.store import (
+    CIFAR10,
+    CIFAR100,
+    FASHION_MNIST,
+    MNIST_WRITERS,
+    Stored,
+    data_directory,
+)
 from nufed.errors import InputError, require
 
 Pixels: TypeAlias = Literal["unit", "symmetric", "standardised"]
-# how bytes become inputs: scale and shift; the last makes CIFAR's mean about 0 and its deviation 1
+# scale and shift of bytes; the last gives CIFAR mean about 0 and standard deviation about 1
 PIXELS: dict[Pixels, tuple[float, float]] = {
     "unit": (1 / 255, 0.0),
     "symmetric": (2 / 255, -1.0),
     "standardised": (1 / (255 * 0.25), -0.475 / 0.25),
 }
-SIDE = 32  # of a CIFAR image
+SIDE = 32  # pixels of a CIFAR image
 
 
 def digits() -> Samples:
@@ -56,6 +66,29 @@ def cifar100(pixels: Pixels = "unit") -> Samples:
     ``pixels``: inputs in 0 … 1 (``unit``), in −1 … 1 (``symmetric``), or ``standardised``.
     """
     return _cifar(CIFAR100, 2, _lines("cifar100"), pixels)
+
+
+def fashion_mnist(
+    part: Literal["train", "test", "all"] = "train", pixels: Pixels = "unit"
+) -> Samples:
+    """Fashion-MNIST (Xiao et al. 2017): 28×28 pixels, 10 classes of clothing.
+
+    ``part``: the 60,000 training images, the 10,000 test images, or all. ``pixels`` as for
+    :func:`cifar10`; ``standardised`` uses the mean and standard deviation of CIFAR.
+    """
+    require(part in ("train", "test", "all"), "part", part, "must be train, test or all")
+    require(pixels in PIXELS, "pixels", pixels, f"must be one of {', '.join(PIXELS)}")
+    files = list(FASHION_MNIST.files)  # images and labels for training, then for test
+    chosen = {"train": files[:2], "test": files[2:], "all": files}[part]
+    arrays = [_idx(FASHION_MNIST.read(file), file) for file in chosen]
+    scale, shift = PIXELS[pixels]
+    return Samples(
+        inputs=torch.from_numpy(np.concatenate(arrays[::2])),
+        targets=torch.from_numpy(np.concatenate(arrays[1::2])).long(),
+        classes=_lines("fashion-mnist"),
+        scale=scale,
+        shift=shift,
+    )
 
 
 def mnist_writers(part: Literal["train", "test", "all"] = "train") -> Samples:
@@ -103,7 +136,16 @@ def _cifar(stored: Stored, labels: int, classes: tuple[str, ...], pixels: Pixels
 
 def _lines(name: str) -> tuple[str, ...]:
     """The class names of a data set, in the order of their numbers."""
-    return tuple((files("nufed.data") / f"{name}.txt").read_text("utf-8").split())
+    return tuple((files("nufed.data") / f"{name}.txt").read_text("utf-8").splitlines())
+
+
+def _idx(content: bytes, file: str) -> np.ndarray[Any, Any]:
+    """The bytes of a verified idx.gz file: two zeros, type 8, dimensions, their sizes, the data."""
+    unpacked = gzip.decompress(content)
+    if unpacked[:3] != b"\0\0\x08":
+        raise InputError(f"{file} is not an idx file of bytes: get the data set again")
+    shape = np.frombuffer(unpacked, ">i4", count=unpacked[3], offset=4)
+    return np.frombuffer(unpacked, np.uint8, offset=4 + 4 * len(shape)).reshape(shape)
 
 
 def _writers(content: bytes, part: str, path: Path) -> tuple[np.ndarray[Any, Any], ...]:
@@ -121,7 +163,7 @@ def _writers(content: bytes, part: str, path: Path) -> tuple[np.ndarray[Any, Any
                 raise ValueError(f"{key}_{part} must hold one whole number per image")
         if not 0 <= labels.min() <= labels.max() <= 9:
             raise ValueError(f"y_{part} must hold digits")
-    except Exception as error:  # whatever a foreign file does to zipfile and numpy
+    except Exception as error:  # zipfile and numpy may raise anything on an invalid file
         raise InputError(
             f"{path} does not have the layout of MNIST by writer ({error}): docs/data.md says how "
             "to make it"
@@ -133,5 +175,8 @@ SOURCES: dict[str, Callable[..., Samples]] = {
     "digits": digits,
     "cifar10": cifar10,
     "cifar100": cifar100,
+    "fashion-mnist": fashion_mnist,
     "mnist-writers": mnist_writers,
+    "omniglot": omniglot,
+    "sinusoid": sinusoid,
 }

@@ -1,4 +1,4 @@
-"""Who holds which rows, and which of them are for training, validation and test."""
+"""The split of rows over agents, and of each agent's rows into training, validation and test."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import save
+import torch
 
 from nufed.data.partition import DirichletReusing, Rows
 from nufed.errors import InputError, shown
+from nufed.files import seal, unseal
 from nufed.seeding import stream
 
 PARTS = ("train", "validation", "test")
@@ -26,8 +26,8 @@ T = TypeVar("T")
 class Split:
     """The rows of every agent in three disjoint parts, and the agents held out from training.
 
-    Agents are numbered from 0; ``names`` are what people call them. A split with a ``recipe`` draws
-    an agent's rows when they are asked for, and is saved as that recipe.
+    Agents are numbered from 0; ``names`` are for people. A split with a ``recipe`` draws an agent's
+    rows lazily, and is saved as that recipe.
     """
 
     train: Sequence[Rows]
@@ -53,7 +53,7 @@ class Split:
 
     @cached_property
     def most_rows(self) -> int:
-        """The most training rows that an agent has."""
+        """The maximum number of training rows of an agent."""
         return len(self.train[0]) if self.recipe else max(map(len, self.train))
 
     @property
@@ -70,31 +70,27 @@ class Split:
 
     @classmethod
     def load(cls, path: Path, labels: Rows | None = None) -> Split:
-        """Read a split back; a file with any other byte than :meth:`save` writes is refused.
+        """Read a split; a file that differs in any byte from what :meth:`save` writes is refused.
 
-        A split that was saved as a recipe is made again from the data's ``labels``. What would
-        train on test data or lies outside of the data, if ``labels`` are given, is refused.
+        A split that was saved as a recipe is rebuilt from the data's ``labels``. Refused are also
+        splits that would train on test data and, if ``labels`` are given, rows outside of the data.
         """
         try:
-            with safe_open(path, framework="numpy") as file:
-                about = json.loads(file.metadata()["nufed"])
-                if "recipe" in about:
-                    split = cls._from_recipe(about, labels)
-                else:
-                    train, validation, test = (
-                        _unpack(file.get_tensor(p), file.get_tensor(p + "_sizes")) for p in PARTS
-                    )
-                    names, unseen = (
-                        tuple(map(str, about["names"])),
-                        tuple(map(int, about["unseen"])),
-                    )
-                    split = cls(train, validation, test, names, unseen)
-            unchanged = split.to_bytes() == Path(path).read_bytes()
-        except Exception as error:  # whatever a damaged file may lead to
+            content = Path(path).read_bytes()
+            sealed = unseal(content)
+            about, arrays = sealed.about, {n: t.numpy() for n, t in sealed.tensors.items()}
+            if "recipe" in about:
+                split = cls._from_recipe(about, labels)
+            else:
+                train, validation, test = (_unpack(arrays[p], arrays[p + "_sizes"]) for p in PARTS)
+                names, unseen = tuple(map(str, about["names"])), tuple(map(int, about["unseen"]))
+                split = cls(train, validation, test, names, unseen)
+            unchanged = split.to_bytes() == content
+        except Exception as error:  # a damaged file may raise anything
             raise InputError(f"{path} can't be read as a split: {error}") from error
         if not unchanged:
             raise InputError(
-                f"{path} is damaged, or about other data: this split does not match its SHA-256"
+                f"{path} is damaged, or made for other data: this split does not match its SHA-256"
             )
         try:
             split.check(None if labels is None else len(labels))
@@ -105,13 +101,13 @@ class Split:
     def check(self, samples: int | None = None) -> None:
         """Refuse a split that leaks: over all agents, a row must be in parts of one kind only.
 
-        Agents may share training rows, or test rows; an agent has no row twice. Rows must lie in
-        0 … ``samples`` − 1.
+        Agents may share training rows, or test rows; no agent may have a row twice. Rows must lie
+        in 0 … ``samples`` − 1.
         """
         agents = len(self.names)
         lengths = {len(part) for part in (self.train, self.validation, self.test)}
         if lengths != {agents} or not agents:
-            raise InputError(f"it has {agents} names of agents and parts of {sorted(lengths)}")
+            raise InputError(f"it names {agents} agents and has parts for {sorted(lengths)} agents")
         different = len(set(self.unseen)) == len(self.unseen) < agents
         if not different or not all(agent in self.agents for agent in self.unseen):
             raise InputError(
@@ -142,11 +138,11 @@ class Split:
             )
         kind, agent = np.divmod(part, len(self.names))
         order = np.lexsort((agent, kind, rows))
-        first, second = order[:-1], order[1:]  # neighbours: a row's places come one after another
+        first, second = order[:-1], order[1:]  # neighbours: occurrences of a row are adjacent
         same = rows[first] == rows[second]
         for twice, why in (
-            (kind[first] != kind[second], "what is trained on must not be what is scored on"),
-            (agent[first] == agent[second], "an agent may have a row once"),
+            (kind[first] != kind[second], "training and scored parts must be disjoint"),
+            (agent[first] == agent[second], "an agent must not have a row twice"),
         ):
             found = np.flatnonzero(same & twice)
             if len(found):
@@ -159,21 +155,20 @@ class Split:
     @classmethod
     def _from_recipe(cls, about: dict[str, Any], labels: Rows | None) -> Split:
         if labels is None:
-            raise InputError("it holds a recipe, and the labels of its data are not given")
+            raise InputError("it is saved as a recipe: give the labels of its data")
         recipe = {k: v for k, v in about["recipe"].items() if k != "labels_sha256"}
         return lazy_split(DirichletReusing(labels, **recipe), tuple(map(int, about["unseen"])))
 
     def _about(self) -> dict[str, Any]:
-        """What a saved split holds beside arrays."""
+        """The metadata of a saved split."""
         if self.recipe is None:
             return {"names": list(self.names), "unseen": list(self.unseen)}
         return {"recipe": self.recipe.describe(), "unseen": list(self.unseen)}
 
     def to_bytes(self) -> bytes:
-        """What :meth:`save` writes."""
-        # one metadata key: safetensors does not keep the order of several
-        about = {**self._about(), "sha256": self.fingerprint}
-        return save(self._arrays(), metadata={"nufed": json.dumps(about)})
+        """The bytes that :meth:`save` writes: a sealed file."""
+        arrays = {name: torch.from_numpy(array) for name, array in self._arrays().items()}
+        return b"".join(seal(self._about(), arrays))
 
     def _arrays(self) -> dict[str, Rows]:
         if self.recipe is not None:
@@ -187,7 +182,7 @@ class Split:
 
 
 def part_sizes(samples: int, validation: float, test: float, name: str = "") -> list[int]:
-    """How many of an agent's samples are for training, validation and test.
+    """The numbers of an agent's samples for training, validation and test.
 
     Of n rows round(test·n) are for test and round(validation·n) for validation; the rest train.
     """
@@ -225,9 +220,9 @@ def make_split(
 def site_split(
     samples: int, agent: int, seed: int, *, validation: float, test: float, name: str
 ) -> Split:
-    """One agent's samples 0 … ``samples`` − 1, cut as :func:`make_split` cuts them among others.
+    """One agent's samples 0 … ``samples`` − 1, cut as :func:`make_split` would cut them.
 
-    Other agents are elsewhere: asking for them is an error.
+    It holds no other agents: accessing them is an error.
     """
     rows = np.arange(samples)
     parts = _cut(rows, agent, seed, part_sizes(samples, validation, test, name))
@@ -235,7 +230,7 @@ def site_split(
     def only(own: T) -> Sequence[T]:
         def item(asked: int) -> T:
             if asked != agent:
-                raise InputError(f"agent {asked} is elsewhere: this site is agent {agent}")
+                raise InputError(f"agent {asked} is not at this site, which is agent {agent}")
             return own
 
         return _Lazy(agent + 1, item)
@@ -250,7 +245,7 @@ def _cut(own: Rows, agent: int, seed: int, sizes: list[int]) -> list[Rows]:
 
 
 def lazy_split(recipe: DirichletReusing, unseen: tuple[int, ...]) -> Split:
-    """The split whose agents' rows are drawn when they are asked for."""
+    """The split whose agents' rows are drawn lazily."""
     agents = len(recipe)
 
     def part(number: int) -> Sequence[Rows]:
@@ -271,7 +266,7 @@ def choose_unseen(agents: int, unseen_agents: int, seed: int) -> tuple[int, ...]
 
 
 class _Lazy(Sequence[T]):
-    """A sequence whose items are made when they are asked for."""
+    """A sequence whose items are computed on access."""
 
     def __init__(self, length: int, item: Callable[[int], T]) -> None:
         self._length, self._item = length, item

@@ -1,7 +1,7 @@
-"""Where data sets that are too large to ship are kept, and how they are checked before use.
+"""Storage of data sets that are too large to ship, and their verification before use.
 
-A data set is looked for in the directory that ``NUFED_DATA`` names, else in the cache directory.
-Files whose bytes are known are compared with their SHA-256 each time they are read.
+The data directory is ``NUFED_DATA``, else in the user's cache directory. Files with a known SHA-256
+are verified each time they are read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from nufed.errors import InputError
 
 @dataclass(frozen=True)
 class Stored:
-    """A data set that is kept as files.
+    """A data set that is stored as files.
 
     Args:
-        name: what it is called in a configuration.
-        files: paths under the data directory, with the SHA-256 of their bytes ("" if any will do).
-        url: the official archive that holds them; "" if there is none.
-        size: bytes of that archive, roughly.
+        name: its name in a configuration.
+        files: paths under the data directory, with their SHA-256 ("" if unknown).
+        url: the official archive that holds them or, with a "/" at its end, the official address
+            under which they are single files; "" if there is none.
+        size: of the download in bytes, approximate for an archive.
     """
 
     name: str
@@ -31,12 +32,17 @@ class Stored:
     url: str = ""
     size: int = 0
 
+    @property
+    def single_files(self) -> bool:
+        """Whether the official source has single files, not an archive."""
+        return self.url.endswith("/")
+
     def missing(self) -> list[str]:
-        """The files that are not there."""
+        """The missing files."""
         return [file for file in self.files if not (data_directory() / file).is_file()]
 
     def complete(self) -> bool:
-        """Whether all files are there and right."""
+        """Whether all files are there and valid."""
         try:
             for file in self.files:
                 self.read(file)
@@ -45,7 +51,7 @@ class Stored:
         return True
 
     def read(self, file: str) -> bytes:
-        """The bytes of one of its files, once they are known to be right."""
+        """The verified bytes of one of its files."""
         path = data_directory() / file
         try:
             content = path.read_bytes()
@@ -56,7 +62,7 @@ class Stored:
             ) from None
         except OSError as error:
             raise InputError(f"{path} can't be read ({error.strerror})") from error
-        if not right(content, self.files[file]):
+        if not is_valid(content, self.files[file]):
             raise InputError(
                 f"{path} is not the official file (its SHA-256 differs): remove it and run "
                 f"`nufed data get {self.name}`"
@@ -64,8 +70,8 @@ class Stored:
         return content
 
 
-def right(content: bytes, sha256: str) -> bool:
-    """Whether bytes are the expected ones; without a SHA-256 any are."""
+def is_valid(content: bytes, sha256: str) -> bool:
+    """Whether bytes have this SHA-256; without one all are valid."""
     return not sha256 or hashlib.sha256(content).hexdigest() == sha256
 
 
@@ -109,6 +115,28 @@ CIFAR100 = Stored(
     "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
     169_000_000,
 )
+# SHA-256 and sizes: tensorflow/datasets, url_checksums/fashion_mnist.txt, which names the same
+# addresses as the README of zalandoresearch/fashion-mnist
+FASHION_MNIST = Stored(
+    "fashion-mnist",
+    {
+        "fashion-mnist/train-images-idx3-ubyte.gz": (
+            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"
+        ),
+        "fashion-mnist/train-labels-idx1-ubyte.gz": (
+            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"
+        ),
+        "fashion-mnist/t10k-images-idx3-ubyte.gz": (
+            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"
+        ),
+        "fashion-mnist/t10k-labels-idx1-ubyte.gz": (
+            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"
+        ),
+    },
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    26_421_880 + 29_515 + 4_422_102 + 5_148,
+)
 MNIST_WRITERS = Stored("mnist-writers", {"mnist_by_writer.npz": ""})
+OMNIGLOT = Stored("omniglot", {"omniglot_8_alphabets.npz": ""})
 
-STORED = {each.name: each for each in (CIFAR10, CIFAR100, MNIST_WRITERS)}
+STORED = {each.name: each for each in (CIFAR10, CIFAR100, FASHION_MNIST, MNIST_WRITERS, OMNIGLOT)}

@@ -1,12 +1,12 @@
-"""How good models are for agents, and the step size of fine-tuning that suits each method."""
+"""Scores of global and personal models, and the step size of fine-tuning chosen for each method."""
 
+from nufed.evaluate.metrics import METRICS, Metric, accuracy, auc, balanced_accuracy, f1
 from nufed.evaluate.scores import (
     AgentScores,
     Measure,
-    Metric,
     Summary,
-    accuracy,
     evaluate_agent,
+    evaluation_context,
     majority_class,
     score_agent,
     summarise,
@@ -23,6 +23,7 @@ from nufed.evaluate.step_size import (
 )
 
 __all__ = [
+    "METRICS",
     "AgentScores",
     "ByScale",
     "EvalLr",
@@ -33,10 +34,14 @@ __all__ = [
     "StepSizes",
     "Summary",
     "accuracy",
+    "auc",
+    "balanced_accuracy",
     "choose_step_sizes",
     "chooses",
     "evaluate_agent",
     "evaluate_with_choice",
+    "evaluation_context",
+    "f1",
     "majority_class",
     "score_agent",
     "summarise",

@@ -1,48 +1,32 @@
-"""How good models are for agents: before adaptation, after each step of it, and beside baselines.
+"""Scores of agents' global and personal models, and of the majority-class baseline.
 
-Every agent adapts on its training part and is scored on its test part (or, for choices, on its
-validation part). What adapts never sees test data: :meth:`Algorithm.personalize` gets batches of
-the training part and yields models, and only the functions here look at what they are scored on.
+Every agent fine-tunes on its training part and is scored on its test part (or, for choices, on its
+validation part). Algorithms never see test data: they get batches of the training part and return
+models (:mod:`nufed.evaluate.outputs`), and only the functions here read the targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.algorithm import Algorithm, State
+from nufed.algorithms.protocol import AgentContext, Algorithm, BatchSource, Context, Cost, State
 from nufed.data import Federation
-from nufed.errors import InputError
-from nufed.objective import Objective
+from nufed.evaluate.metrics import Metric, accuracy
+from nufed.evaluate.outputs import outputs_of
+from nufed.objective import AnyObjective, Objective
 
-Metric: TypeAlias = Callable[[Tensor, Tensor], float | Tensor]
-
-
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """The share of targets whose class has the largest output; NaN if an output is not finite.
-
-    >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
-    0.5
-    """
-    if outputs.ndim != 2 or outputs.shape[1] < 2 or int(targets.max()) >= outputs.shape[1]:
-        raise InputError(
-            f"accuracy needs one output per class, and the model gives outputs of shape "
-            f"{tuple(outputs.shape)} for classes up to {int(targets.max())}: change the model, or "
-            "give a metric of your own"
-        )
-    if not torch.isfinite(outputs).all():
-        return float("nan")  # argmax would call it class 0
-    return int((outputs.argmax(dim=1) == targets).sum()) / len(targets)
+NO_COST = Cost()
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What agents are scored by: the user's metric (more is better), or else the loss (less is)."""
+    """What agents are scored by: a metric (higher is better), or else the loss (lower is)."""
 
     name: str
     metric: Metric | None = accuracy
@@ -54,12 +38,13 @@ class Measure:
 
 @dataclass(frozen=True)
 class AgentScores:
-    """One agent's test loss and score after 0, 1, … fine-tuning steps.
+    """One agent's loss and score: of its personal model after 0, 1, … fine-tuning steps, and of the
+    global model (None where the server holds no whole model).
 
-    For classes also what accuracy hides where one class is frequent: ``balanced`` is the mean over
-    the agent's classes of the accuracy on each; ``minority`` the accuracy on its
-    ``minority_samples`` test samples that are not of its most frequent training class (not a
-    number if there are none).
+    For classes also what accuracy hides under class imbalance: ``balanced`` is the balanced
+    accuracy, the mean of the accuracies on the agent's classes; ``minority`` is the accuracy on its
+    ``minority_samples`` test samples that are not of its most frequent training class (NaN if there
+    are none).
     """
 
     agent: int
@@ -69,9 +54,14 @@ class AgentScores:
     test_samples: int
     loss: tuple[float, ...]
     score: tuple[float, ...]
+    global_loss: float | None = None
+    global_score: float | None = None
     balanced: tuple[float, ...] = ()
     minority: tuple[float, ...] = ()
     minority_samples: int = 0
+    personal_gradients: int = 0  # evaluated to compute the personal model, beyond training
+    personal_hvps: int = 0  # the same of Hessian-vector products
+    newcomer: bool = False  # its personal model was computed without a state
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,7 +69,10 @@ class AgentScores:
 
 @dataclass(frozen=True)
 class Summary:
-    """Scores over agents, after one number of fine-tuning steps."""
+    """Scores of personal models over agents, after one number of fine-tuning steps.
+
+    ``global_mean`` and ``harmed`` are NaN where there is no global model.
+    """
 
     agents: int
     mean: float
@@ -87,6 +80,7 @@ class Summary:
     std: float
     deciles: tuple[float, ...]
     worst_tenth: float
+    global_mean: float
     harmed: float
     loss: float
     balanced: float
@@ -98,51 +92,75 @@ def evaluate_agent(
     objective: Objective,
     federation: Federation,
     agent: int,
-    server: State,
-    state: State,
+    received: State,
+    state: State | None,
     *,
     seed: int,
     steps: int,
     measure: Measure,
-    scale: float = 1.0,
-) -> AgentScores:
-    """Personalise the server's model for one agent and score it on what was kept back.
+    scales: Sequence[float] = (1.0,),
+    context: Context | None = None,
+) -> list[AgentScores]:
+    """Score the global and the personal model of one agent on held-out samples, for each scale.
 
     The batches of fine-tuning depend on seed and agent only, so that methods and rounds are
-    compared on the same ones. ``scale`` multiplies the step size of fine-tuning.
+    compared on the same ones. ``scales`` multiply the step size of fine-tuning. ``context``
+    overrides round, N and cohort size, since a site knows only its own part of the federation.
     """
     batches = federation.batches(agent, seed, "evaluate")
-    models = algorithm.personalize(objective, server, state, batches, steps, scale)
+    own = evaluation_context(federation, objective, batches, batches.samples)
+    if context is not None:
+        own = AgentContext.of(context, objective, batches, batches.samples)
     inputs, _ = federation.scored(agent)
-    outputs = (objective.predict(w, inputs) for w in models)
-    return score_agent(objective, federation, agent, outputs, measure)
+    outputs = outputs_of(
+        algorithm,
+        own,
+        received,
+        state,
+        lambda predict, tensors: predict(tensors, inputs),
+        steps=steps,
+        scales=scales,
+    )
+    made = outputs.cost, outputs.newcomer
+    return [
+        score_agent(objective, federation, agent, by_steps, measure, outputs.shared, *made)
+        for by_steps in outputs.personal
+    ]
+
+
+def evaluation_context(
+    federation: Federation, objective: AnyObjective, batches: BatchSource, samples: int | Tensor
+) -> AgentContext:
+    """The context of agents at evaluation."""
+    return AgentContext(0, len(federation.split.seen), 0, objective, batches, samples)
 
 
 def majority_class(federation: Federation, agent: int, steps: int) -> AgentScores:
-    """The null baseline of always answering the agent's most frequent training class.
+    """The null baseline that always predicts the agent's most frequent training class.
 
-    It has no loss and nothing to fine-tune: the same score stands for every step.
+    It has no loss, no global model and nothing to fine-tune: every step has the same score.
     """
     targets = federation.samples.targets[federation.scored_rows(agent)]
-    answer = torch.tensor(_most_frequent(federation, agent)).expand(len(targets))
-    right = float((targets == answer).double().mean())
-    scored = [(float("nan"), right, *_by_class(answer, targets, int(answer[0])))]
-    return _record(federation, agent, scored * (steps + 1))
+    guess = torch.tensor(_most_frequent(federation, agent)).expand(len(targets))
+    correct = float((targets == guess).double().mean())
+    scored = [(float("nan"), correct, *_by_class(guess, targets, int(guess[0])))]
+    return _record(federation, agent, scored * (steps + 1), None)
 
 
 def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Summary:
     """Mean, spread, worst tenth and share of harmed agents after ``step`` fine-tuning steps.
 
-    ``worst_tenth`` is the mean of the worst ⌈n/10⌉ agents; an agent is harmed if its score after
-    the steps is worse than before; ``minority`` is over the minority samples of all agents.
+    ``worst_tenth`` is the mean of the worst ⌈n/10⌉ agents; an agent is harmed if its personal model
+    is worse than the global one; ``minority`` pools the minority samples of all agents.
     """
     scores = list(scores)
     after = np.array([s.score[step] for s in scores])
-    before = np.array([s.score[0] for s in scores])
+    shared = np.array([np.nan if s.global_score is None else s.global_score for s in scores])
+    defined = all(s.global_score is not None for s in scores)
     sign = 1 if measure.higher_is_better else -1
     tenth = -(-len(scores) // 10)
-    after[~np.isfinite(after)] = np.nan  # diverged, and shown so
-    ranked = np.sort(np.nan_to_num(sign * after, nan=-np.inf))  # not a number is worst
+    after[~np.isfinite(after)] = np.nan  # diverged, and shown as such
+    ranked = np.sort(np.nan_to_num(sign * after, nan=-np.inf))  # NaN ranks worst
     return Summary(
         agents=len(scores),
         mean=float(after.mean()),
@@ -150,7 +168,9 @@ def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Sum
         std=float(after.std()),
         deciles=tuple(np.quantile(after, np.linspace(0, 1, 11)).tolist()),
         worst_tenth=float(sign * ranked[:tenth].mean()),
-        harmed=float((~(sign * after >= sign * before)).mean()),  # not a number: harmed
+        global_mean=float(shared.mean()),
+        # a personal score of NaN counts as harm
+        harmed=float((~(sign * after >= sign * shared)).mean()) if defined else float("nan"),
         loss=float(np.mean([s.loss[step] for s in scores])),
         balanced=float(np.mean([s.balanced[step] if s.balanced else np.nan for s in scores])),
         minority=_pooled_minority(scores, step),
@@ -163,13 +183,25 @@ def score_agent(
     agent: int,
     outputs: Iterable[Tensor],
     measure: Measure,
+    shared: Tensor | None = None,
+    cost: Cost = NO_COST,
+    newcomer: bool = False,
 ) -> AgentScores:
-    """An agent's record from its models' outputs on what it is scored on, after 0, 1, … steps."""
+    """An agent's scores from its models' outputs on the scored samples.
+
+    Args:
+        objective, federation, agent, measure: who is scored, and by what.
+        outputs: of the personal model after 0, 1, … steps.
+        shared: of the global model, if there is one.
+        cost: of computing the personal model.
+        newcomer: whether that was done without a state.
+    """
     targets = federation.samples.targets[federation.scored_rows(agent)]
     by_class = measure.metric is accuracy and bool(federation.samples.classes)
     most = _most_frequent(federation, agent) if by_class else None
     scored = [_scores(objective, each, targets, measure, most) for each in outputs]
-    return _record(federation, agent, scored)
+    whole = None if shared is None else _scores(objective, shared, targets, measure, most)
+    return _record(federation, agent, scored, whole, cost, newcomer)
 
 
 def _scores(
@@ -188,13 +220,13 @@ def _scores(
     return loss, score, *_by_class(outputs.argmax(dim=1), targets, most)
 
 
-def _by_class(answers: Tensor, targets: Tensor, most: int) -> tuple[float, float]:
+def _by_class(predicted: Tensor, targets: Tensor, most: int) -> tuple[float, float]:
     """Mean accuracy over classes, and accuracy on all classes but the most frequent one."""
-    right = (answers == targets).double()
+    correct = (predicted == targets).double()
     counts = torch.bincount(targets)
     held = counts > 0
-    per_class = torch.bincount(targets, weights=right)[held] / counts[held]
-    return float(per_class.mean()), float(right[targets != most].mean())
+    per_class = torch.bincount(targets, weights=correct)[held] / counts[held]
+    return float(per_class.mean()), float(correct[targets != most].mean())
 
 
 def _most_frequent(federation: Federation, agent: int) -> int:
@@ -211,8 +243,15 @@ def _pooled_minority(scores: Sequence[AgentScores], step: int) -> float:
     return float(np.average([s.minority[step] for s in held], weights=weights))
 
 
-def _record(federation: Federation, agent: int, scored: Sequence[tuple[float, ...]]) -> AgentScores:
-    """An agent's record from what was measured after 0, 1, … steps."""
+def _record(
+    federation: Federation,
+    agent: int,
+    scored: Sequence[tuple[float, ...]],
+    shared: tuple[float, ...] | None,
+    cost: Cost = NO_COST,
+    newcomer: bool = False,
+) -> AgentScores:
+    """An agent's record from its scores after 0, 1, … steps and those of the global model."""
     split, rows = federation.split, federation.scored_rows(agent)
     loss, score, *by_class = zip(*scored, strict=True)
     more: dict[str, Any] = {}
@@ -228,5 +267,10 @@ def _record(federation: Federation, agent: int, scored: Sequence[tuple[float, ..
         test_samples=len(rows),
         loss=loss,
         score=score,
+        global_loss=None if shared is None else shared[0],
+        global_score=None if shared is None else shared[1],
+        personal_gradients=cost.gradients,
+        personal_hvps=cost.hvps,
+        newcomer=newcomer,
         **more,
     )

@@ -1,12 +1,12 @@
 """The step size of fine-tuning at evaluation, chosen for every method on validation samples.
 
 A model that was not trained for fine-tuning (FedAvg) has no step size of its own, and the best one
-for a model that was (Per-FedAvg, gMeta) need not be the one that it was trained with. Comparing
-methods at one step size for all compares luck. So for every number s of fine-tuning steps the scale
+for a model that was (Per-FedAvg, gMeta) need not be the one that it was trained with. A comparison
+at one step size for all methods is arbitrary. So for every number s of fine-tuning steps the scale
 
     c_s = argmax_{c = 3^k}  mean over seen agents of the validation score after s steps of size c·α
 
-is chosen, with α the step size as trained. Nothing is trained again and no test sample is read.
+is chosen, with α the step size as trained. Nothing is retrained and no test sample is read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 
 from nufed.evaluate.scores import AgentScores, Measure
 
-FACTOR = 3.0  # between neighbouring step sizes
-FIRST_REACH = 2  # factors tried on each side of the step size as trained, to begin with
-LAST_REACH = 6  # factors on each side after which the grid is not extended any more
+FACTOR = 3.0  # between neighbouring step sizes of the grid
+INITIAL_REACH = 2  # grid points on each side of the step size as trained, at first
+MAX_REACH = 6  # upper bound on grid points on each side, when the grid is extended
 
 EvalLr: TypeAlias = Literal["as_trained", "chosen", "chosen_by_round"]
 ByScale: TypeAlias = Callable[[Sequence[float]], list[list[AgentScores]]]
-"""The scores of agents for each of some scales of the step size."""
+"""Scores agents for each of the given scales of the step size."""
 
 
 def chooses(eval_lr: EvalLr, last: bool) -> bool:
@@ -38,8 +38,8 @@ def chooses(eval_lr: EvalLr, last: bool) -> bool:
 class ScaleChoice:
     """The scale that was chosen for one number of fine-tuning steps.
 
-    ``score`` and ``loss`` are means over seen agents on validation samples; ``at_edge`` says that
-    the best scale is the last one tried, so that a better one may lie beyond.
+    ``score`` and ``loss`` are means over seen agents on validation samples; ``at_edge``: the best
+    scale is at the edge of the grid, so that a better one may lie beyond it.
     """
 
     steps: int
@@ -51,14 +51,15 @@ class ScaleChoice:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The scales tried, the one chosen for each number of steps, and the gradients it took."""
+    """The scales tried, the one chosen for each number of steps, and the cost of the choice."""
 
     tried: tuple[float, ...]
     chosen: tuple[ScaleChoice, ...]
     gradients: int
+    hvps: int = 0
 
     def scale(self, steps: int) -> float:
-        """The scale for so many steps; as trained where none was chosen."""
+        """The scale for a number of steps; 1, as trained, where none was chosen."""
         return next((own.scale for own in self.chosen if own.steps == steps), 1.0)
 
     def record(self) -> dict[str, Any]:
@@ -69,13 +70,18 @@ class StepSizes:
 class Evaluation:
     """Agents' scores with the step size as trained, and with the chosen one where there is one.
 
-    ``gradients`` is what the evaluation took, choosing included.
+    ``gradients`` and ``hvps`` are the cost of the evaluation, including the choice.
     """
 
     as_trained: list[AgentScores]
     chosen: list[AgentScores] | None = None
     step_sizes: StepSizes | None = None
     gradients: int = 0
+    hvps: int = 0
+
+    def scale(self, steps: int) -> float:
+        """The scale of the step size that results show after ``steps`` steps."""
+        return self.step_sizes.scale(steps) if self.step_sizes else 1.0
 
 
 def evaluate_with_choice(
@@ -84,22 +90,23 @@ def evaluate_with_choice(
     """Score agents after 0, …, ``steps`` steps: as trained, and with step sizes chosen for each.
 
     Args:
-        score: scores agents on the part to report, for each of some scales.
+        score: scores agents on the part to report, for each scale.
         validate: the same on validation samples; None: there are none to choose on.
-        steps: the most fine-tuning steps.
+        steps: maximum number of fine-tuning steps.
         measure: what agents are scored by.
     """
     if validate is None or not steps:
         (only,) = score([1.0])
-        return Evaluation(only, gradients=len(only) * steps)
+        return Evaluation(only, gradients=_gradients(only, steps, 1), hvps=_hvps(only))
     sizes = choose_step_sizes(validate, range(1, steps + 1), measure)
     if sizes is None:
         return evaluate_with_choice(score, None, steps, measure)
     scales = sorted({1.0, *(own.scale for own in sizes.chosen)})
     found = dict(zip(scales, score(scales), strict=True))
     by_steps = zip(*(found[sizes.scale(s)] for s in range(steps + 1)), strict=True)
-    gradients = sizes.gradients + len(found[1.0]) * steps * len(scales)
-    return Evaluation(found[1.0], [_assemble(own) for own in by_steps], sizes, gradients)
+    gradients = sizes.gradients + _gradients(found[1.0], steps, len(scales))
+    hvps = sizes.hvps + _hvps(found[1.0])
+    return Evaluation(found[1.0], [_assemble(own) for own in by_steps], sizes, gradients, hvps)
 
 
 def choose_step_sizes(
@@ -107,32 +114,32 @@ def choose_step_sizes(
 ) -> StepSizes | None:
     """The scale of the step size for every number of fine-tuning steps in ``steps``.
 
-    It is the one with the best mean validation score over seen agents; of equal ones that with the
-    lower mean loss, then the smaller. Scales are powers of 3; the grid is extended on the side
-    where a best one lies at its edge, up to 3⁶. A scale with which an agent diverges is worse than
-    any with which none does.
+    It is the one with the best mean validation score over seen agents; ties go to the lower mean
+    loss, then to the smaller scale. Scales are powers of 3; the grid is extended on the side where
+    a best one lies at its edge, up to 3⁶. A scale with which any agent diverges ranks below all
+    with which none does.
 
     Args:
-        validate: scores agents on their validation samples, for each of some scales; agents
-            without such samples are left out, and so is one that does not answer every time.
+        validate: scores agents on their validation samples, for each scale; agents without such
+            samples are excluded, and so are those that do not reply for every scale.
         steps: the numbers of steps.
         measure: what agents are scored by.
 
     Returns:
-        What was chosen; None if there is no seen agent to choose on.
+        The choices; None if there is no seen agent to choose on.
     """
     found: dict[int, list[AgentScores]] = {}
-    wanted = range(-FIRST_REACH, FIRST_REACH + 1)
+    wanted = range(-INITIAL_REACH, INITIAL_REACH + 1)
     while len(wanted) > len(found):
         missing = [k for k in wanted if k not in found]
         found |= zip(missing, validate([FACTOR**k for k in missing]), strict=True)
-        found = _answering(found)
+        found = _always_scored(found)
         if not found[0]:
             return None
         best = _best(found, steps, measure)
         low, high = min(found), max(found)
-        lower = low - (low in best.values() and low > -LAST_REACH)
-        higher = high + (high in best.values() and high < LAST_REACH)
+        lower = low - (low in best.values() and low > -MAX_REACH)
+        higher = high + (high in best.values() and high < MAX_REACH)
         wanted = range(lower, higher + 1)
     return StepSizes(
         tried=tuple(FACTOR**k for k in sorted(found)),
@@ -140,12 +147,23 @@ def choose_step_sizes(
             ScaleChoice(s, FACTOR**k, *_means(found[k], s), at_edge=k in (low, high))
             for s, k in best.items()
         ),
-        gradients=len(found[0]) * max(steps) * len(found),
+        gradients=_gradients(found[0], max(steps), len(found)),
+        hvps=_hvps(found[0]),
     )
 
 
-def _answering(found: Mapping[int, list[AgentScores]]) -> dict[int, list[AgentScores]]:
-    """The scores of the seen agents that have some with every scale."""
+def _gradients(scores: Sequence[AgentScores], steps: int, scales: int) -> int:
+    """The gradients of scoring these agents: fine-tuning per scale, personal models once."""
+    return len(scores) * steps * scales + sum(s.personal_gradients for s in scores)
+
+
+def _hvps(scores: Sequence[AgentScores]) -> int:
+    """The Hessian-vector products of scoring these agents: those of their personal models."""
+    return sum(s.personal_hvps for s in scores)
+
+
+def _always_scored(found: Mapping[int, list[AgentScores]]) -> dict[int, list[AgentScores]]:
+    """The scores of the seen agents that have one for every scale."""
     agents = [{s.agent for s in scores if s.seen} for scores in found.values()]
     always = set.intersection(*agents)
     return {k: [s for s in scores if s.agent in always] for k, scores in found.items()}
@@ -175,7 +193,7 @@ def _means(scores: Sequence[AgentScores], steps: int) -> tuple[float, float]:
 
 
 def _assemble(by_steps: Sequence[AgentScores]) -> AgentScores:
-    """One agent's record whose s-th entries are those of the s-th record."""
+    """One agent's record whose s-th entries come from the s-th record."""
 
     def pick(name: str) -> tuple[float, ...]:
         values = [getattr(scores, name) for scores in by_steps]

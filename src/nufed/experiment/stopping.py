@@ -1,4 +1,4 @@
-"""Stopping on request: a run saves where it stands instead of dying in the middle."""
+"""Graceful stop on Ctrl-C or SIGTERM: a run saves a checkpoint before it ends."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 
 import torch
 
-from nufed.simulation.shared import shared_zeros
+from nufed.simulation.shared_memory import shared_zeros
 
 
 class Stop:
-    """Whether Ctrl-C or SIGTERM asked the run to stop; seen by all processes forked after it.
+    """A stop flag set by Ctrl-C or SIGTERM, shared with all processes forked later.
 
-    The first request lets every part finish its round and save it; a second one ends at once.
+    On the first signal every part finishes and saves its round; a second one ends immediately.
     """
 
-    def __init__(self, say: Callable[[], None] = lambda: None) -> None:
-        self._asked = shared_zeros((1,), torch.uint8)
-        self._say = say
-        self._nothing_to_save = False
+    def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
+        self._requested = shared_zeros((1,), torch.uint8)
+        self._on_stop = on_stop
+        self._immediately = False
 
     def __call__(self) -> bool:
-        return bool(self._asked[0])
+        return bool(self._requested[0])
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take requests from signals while this lasts (in the main thread, which gets them)."""
+    def on_signals(self) -> Iterator[None]:
+        """Handle signals inside this context; only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         signals = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._ask) for number in signals}
+        before = {number: signal.signal(number, self._handle) for number in signals}
         try:
             yield
         finally:
@@ -42,19 +42,19 @@ class Stop:
                 signal.signal(number, handler)
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Work that can't be saved half done: a request ends it without waiting."""
-        self._nothing_to_save = True
+    def immediately(self) -> Iterator[None]:
+        """For work without checkpoints: the first signal already ends it immediately."""
+        self._immediately = True
         try:
             if self():
                 raise KeyboardInterrupt
             yield
         finally:
-            self._nothing_to_save = False
+            self._immediately = False
 
-    def _ask(self, *_: Any) -> None:
-        if self() or self._nothing_to_save:
-            self._asked[0] = 1
+    def _handle(self, *_: Any) -> None:
+        if self() or self._immediately:
+            self._requested[0] = 1
             raise KeyboardInterrupt
-        self._asked[0] = 1
-        self._say()
+        self._requested[0] = 1
+        self._on_stop()

@@ -3,23 +3,23 @@
 ::
 
     server (ServerApp)                             site (ClientApp), one per agent
-      query     who are you?                  ->     its number and name
-      train     round, the server's vectors   ->     one client_update on its own batches
-                                              <-     its vectors, its number of samples, their cost
-      close_round: check, leave out, combine
+      query     identify yourself             ->     its number and name
+      train     round, the server's vectors   ->     one agent_update on its own batches
+                                              <-     its vectors, its number of samples, the cost
+      close_round: check, reject, aggregate
       evaluate  the last model                ->     personalises and tests on its own data
                                               <-     loss and score before and after every step
 
-What both run is a :class:`Plan`. Who is asked, which batches are drawn and how updates are combined
-is nufed's own, so the same seed gives the very bits of the simulator's direct engine. A site keeps
-its state itself (:mod:`nufed.flower.memory`).
+Both run the same :class:`Plan`. nufed itself selects cohorts, draws batches and aggregates updates,
+so the same seed is bit-identical to the simulator's direct engine. A site stores its own state
+(:mod:`nufed.flower.app.site_store`).
 
-With ``[privacy]`` vectors leave a site clipped and noisy (:mod:`nufed.flower.privacy`), instead of
-its number of samples it says 1, and it sends no scores unless the configuration says so. The server
-keeps account of what that costs (:mod:`nufed.flower.account`).
+With ``[privacy]`` vectors leave a site clipped and noisy (:mod:`nufed.flower.app.privacy`),
+its number of samples is reported as 1, and it sends no scores unless the configuration says so. The
+server accounts for the privacy spent (:mod:`nufed.flower.app.privacy_account`).
 
-Flower's processes report home and install packages unless they are told not to: importing this
-package tells this process, and whoever starts others gives them :data:`SETTINGS`.
+By default Flower's processes send telemetry and install packages: importing this package disables
+both for this process, and processes started from it get :data:`SETTINGS`.
 """
 
 # ruff: noqa: E402
@@ -32,6 +32,6 @@ SETTINGS = {
 }
 os.environ.update(SETTINGS)  # before flwr is imported: it reads them then
 
-from nufed.flower.app import App
+from nufed.flower.app.apps import App
 
 __all__ = ["SETTINGS", "App"]

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from nufed.analysis.advice_records import Advice
 from nufed.errors import RunError
 from nufed.runs import Run
+from nufed.runs.bounds_record import BoundsRecord
 
 
 def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Path:
     """Write ``report.html`` and ``figures/`` for one run, or several side by side, into ``out``.
 
-    Without ``figures`` the page is written alone, with its tables and interactive charts.
+    Without ``figures`` only the page is written, with its tables and interactive charts.
     """
-    from nufed.report import page  # altair takes a moment to import: not for `nufed list`
+    from nufed.report import page  # altair is slow to import
 
     return page.build_report(runs, out, figures=figures)
 
 
-def save_bounds_charts(bounds: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write the charts of ``nufed bounds`` as SVG and PNG, and say where."""
-    from nufed.report import charts, figures
+def save_bounds_charts(bounds: BoundsRecord, folder: Path) -> list[Path]:
+    """Write the charts of ``nufed bounds`` as SVG and PNG; return their paths."""
+    from nufed.report import figures
+    from nufed.report.bounds_charts import bounds_charts
 
-    return figures.save_figures({n: chart for n, _, chart in charts.bounds_charts(bounds)}, folder)
+    return figures.save_figures({n: chart for n, _, chart in bounds_charts(bounds)}, folder)
 
 
-def save_advice_chart(advice: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write the chart of ``nufed advise`` as SVG and PNG, and say where."""
+def save_advice_chart(advice: Advice, folder: Path) -> list[Path]:
+    """Write the chart of ``nufed advise`` as SVG and PNG; return their paths."""
     from nufed.report import figures
     from nufed.report.advice_chart import advice_chart
 
@@ -38,7 +40,7 @@ def save_advice_chart(advice: Mapping[str, Any], folder: Path) -> list[Path]:
 def save_counts_chart(
     agents: Sequence[str], classes: Sequence[str], counts: object, path: Path
 ) -> None:
-    """Write a heat map of samples per agent and class (SVG, PNG or HTML by its ending)."""
+    """Write a heat map of samples per agent and class (SVG, PNG or HTML by file extension)."""
     from nufed.report import charts, figures
 
     spec = figures.spec_of(charts.counts_chart(agents, classes, counts))
@@ -48,8 +50,8 @@ def save_counts_chart(
         altair.Chart.from_dict(spec).save(path)
         return
     drawn = figures.draw({"counts": spec})
-    if drawn.trouble:
-        raise RunError(f"{path} was not written: {drawn.trouble}")
+    if drawn.failure:
+        raise RunError(f"{path} was not written: {drawn.failure}")
     figure = drawn.figures["counts"]
     path.write_bytes(figure.png if path.suffix == ".png" else figure.svg.encode())
 

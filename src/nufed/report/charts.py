@@ -1,25 +1,29 @@
-"""The charts of a report: each is interactive on the page, and an SVG and PNG beside it."""
+"""The charts of a report: interactive on the page, and as SVG and PNG files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import nan
 from typing import Any
 
 import altair as alt
 import numpy as np
 
-from nufed.report.bounds import TERMS
 from nufed.report.tables import all_groups, label, run_name
 from nufed.runs import Run
 from nufed.runs.results import Line
 
-# Okabe and Ito's colours, told apart by colour-blind readers too
+# Okabe and Ito's colour-blind-safe palette
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#000000"]
 GREY = "#777777"
+SHAPES = ["circle", "square", "triangle-up", "cross", "diamond", "triangle-right", "triangle-down",
+          "triangle-left"]  # fmt: skip
 WIDTH, HEIGHT = 560, 320
-DRAWN = 100  # agents in the chart of a split
+DOTTED = [2, 3]  # strokes of a global model's line
+MAX_AGENTS = 100  # in the chart of a split
+LEGEND_COLUMNS = 6  # methods in a row of a legend
+MAX_TICKS = 12  # up to so many steps or rounds, each has a tick
 
 
 def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
@@ -29,25 +33,28 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
         agents = f"agents {group} in training"
         yield (
             f"rounds-{group}",
-            f"{_score(runs)} after {steps} fine-tuning steps by round, {agents}, with the step "
-            f"size of fine-tuning {_sized_by_round(runs)}. Lines: mean over agents and seeds; "
-            "bands: range over seeds; dashed: null baselines, last round.",
+            f"{_score(runs)} of personal models after {steps} fine-tuning steps by round, "
+            f"{agents}, with the step size of fine-tuning {_sized_by_round(runs)}. Lines: mean "
+            "over agents and seeds; bands: range over seeds; dotted: the method's global model; "
+            "dashed: null baselines, last round.",
             rounds_chart(runs, group),
         )
     yield (
         "steps",
-        f"{_score(runs)} by number of fine-tuning steps, last round, agents seen in training. "
+        f"{_score(runs)} of personal models by number of fine-tuning steps, last round, agents "
+        "seen in training. "
         "Bands: range over seeds; dashed: null baselines.",
         steps_chart(runs),
     )
     yield (
         "agents",
-        f"{_score(runs)} of single agents after {steps} fine-tuning steps, last round, agents seen "
-        "in training, all seeds. Boxes: quartiles; whiskers: range; white ticks: medians.",
+        f"{_score(runs)} of individual agents' personal models after {steps} fine-tuning steps, "
+        "last round, agents seen in training, all seeds. Boxes: quartiles; whiskers: range; white "
+        "ticks: medians.",
         agents_chart(runs),
     )
     for run in runs:
-        if next(iter(run.splits.values()))["classes"]:
+        if next(iter(run.splits.values())).classes:
             name = "split" if len(runs) == 1 else f"split-{runs.index(run) + 1}"
             first = run.config.seeds[0]
             of = run_name(run, runs)
@@ -68,17 +75,29 @@ def _sized_by_round(runs: Sequence[Run]) -> str:
 
 
 def rounds_chart(runs: Sequence[Run], group: str) -> Any:
-    """Score by round."""
+    """Score by round, of personal models and of the global one."""
     points = []
+    shared: dict[tuple[str, str], list[dict[str, Any]]] = {}  # once for a method with several lines
     for run, name, line in _lines(runs, "method"):
         if group not in run.groups:
             continue
         key = evaluation_by_round(run)
-        seeds = [[m for m in t.metrics if group in m.get(key, {})] for t in line.seeds.values()]
+        seeds = [[m for m in t.metrics if group in getattr(m, key)] for t in line.seeds.values()]
+        own = []
         for same_round in zip(*seeds, strict=True):
-            scores = [m[key][group]["score"][line.steps] for m in same_round]
-            points.append(_point(name, "round", same_round[0]["round"], scores))
-    return _curves(runs, points, "round", "communication round", group, last_step=True)
+            found, at = [getattr(m, key)[group] for m in same_round], same_round[0].round
+            points.append(_point(name, "round", at, [f.score[line.steps] for f in found]))
+            own.append(
+                _point(
+                    name,
+                    "round",
+                    at,
+                    [nan if f.global_score is None else f.global_score for f in found],
+                )
+            )
+        shared.setdefault((str(run.path), line.name), own)
+    dotted = [point for own in shared.values() for point in own]
+    return _curves(runs, points, "round", "communication round", group, True, dotted)
 
 
 def steps_chart(runs: Sequence[Run]) -> Any:
@@ -89,7 +108,7 @@ def steps_chart(runs: Sequence[Run]) -> Any:
             for step in range(run.config.steps_evaluated + 1):
                 scores = [_seen_mean(t.final, step) for t in part.values()]
                 points.append(_point(label(run, method, runs), "step", step, scores))
-    return _curves(runs, points, "step", "fine-tuning steps", "seen", last_step=False)
+    return _curves(runs, points, "step", "fine-tuning steps", "seen", False)
 
 
 def agents_chart(runs: Sequence[Run]) -> Any:
@@ -103,15 +122,15 @@ def agents_chart(runs: Sequence[Run]) -> Any:
     ]
     names = [name for _, name, _ in _lines(runs, "method")]
     nulls = [name for _, name, _ in _lines(runs, "baseline")]
-    colours = [*_colours(names), *[GREY] * len(nulls)]
+    palette = [*colours(names), *[GREY] * len(nulls)]
     return (
-        _chart(rows)
+        plot(rows)
         .mark_boxplot(extent="min-max", size=22)
         .encode(
             y=alt.Y("method:N", sort=[*names, *nulls], title=None),
             x=_score_axis(runs, alt.X),
             color=alt.Color(
-                "method:N", scale=alt.Scale(domain=[*names, *nulls], range=colours), legend=None
+                "method:N", scale=alt.Scale(domain=[*names, *nulls], range=palette), legend=None
             ),
         )
         .properties(width=WIDTH, height=34 * (len(names) + len(nulls)))
@@ -119,17 +138,17 @@ def agents_chart(runs: Sequence[Run]) -> Any:
 
 
 def _first(run: Run) -> str:
-    return f" (the first {DRAWN} of {run.agents})" if run.agents > DRAWN else ""
+    return f" (the first {MAX_AGENTS} of {run.agents})" if run.agents > MAX_AGENTS else ""
 
 
 def split_chart(run: Run) -> Any:
-    """Who holds how many samples of which class."""
+    """The number of samples per agent and class."""
     split = run.splits[run.config.seeds[0]]
-    agents = split["agents"][:DRAWN]
+    agents = split.agents[:MAX_AGENTS]
     return counts_chart(
-        [agent["name"] for agent in agents],
-        split["classes"],
-        [agent["counts"] for agent in agents],
+        [agent.name for agent in agents],
+        split.classes,
+        [agent.counts for agent in agents],
     )
 
 
@@ -141,7 +160,7 @@ def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> 
         for name, count in zip(classes, own, strict=True)
     ]
     return (
-        _chart(rows)
+        plot(rows)
         .mark_rect(stroke="#eeeeee")
         .encode(
             x=alt.X("agent:N", sort=list(agents), axis=alt.Axis(labelOverlap=True, labelAngle=0)),
@@ -155,55 +174,8 @@ def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> 
     )
 
 
-def bounds_charts(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Theorem 1's terms per method, and the measured stationarity by round."""
-    order = list(TERMS.values())
-    terms = [
-        {"method": row["method"], "term": TERMS[term], "value": value}
-        for row in bounds["methods"]
-        for term, value in row.get("terms", {}).items()
-        if math.isfinite(value)
-    ]
-    if terms:
-        scale = alt.Scale(domain=order, range=_colours(order))
-        yield (
-            "bounds-terms",
-            "Theorem 1's bound on the mean of E‖∇F(w_k)‖² by its terms, at the run's β or the "
-            "largest allowed, whichever is smaller.",
-            _chart(terms)
-            .mark_bar()
-            .encode(
-                y=alt.Y("method:N", sort=None, title=None),
-                x=alt.X("value:Q", title="bound"),
-                color=alt.Color("term:N", scale=scale, legend=alt.Legend(title=None)),
-                order=alt.Order("rank:Q"),
-                tooltip=["method:N", "term:N", "value:Q"],
-            )
-            .transform_calculate(rank=f"indexof({order}, datum.term)")
-            .properties(width=WIDTH, height=34 * len(bounds["methods"])),
-        )
-    measured = [row for row in bounds["stationarity"] if math.isfinite(row["value"])]
-    if measured:
-        names = list(dict.fromkeys(row["method"] for row in measured))
-        scale = alt.Scale(domain=names, range=_colours(names))
-        yield (
-            "bounds-stationarity",
-            "Measured ‖∇F(w_k)‖² by round, each method's own F (its ν), over agents that train.",
-            _chart(measured)
-            .mark_line(point=alt.OverlayMarkDef(filled=False, size=45))
-            .encode(
-                x=alt.X("round:Q", title="communication round", axis=alt.Axis(tickMinStep=1)),
-                y=alt.Y("value:Q", title="‖∇F(w)‖²", scale=alt.Scale(type="log")),
-                color=alt.Color(
-                    "method:N", scale=scale, legend=alt.Legend(title=None, orient="top")
-                ),
-                tooltip=["method:N", "round:Q", "value:Q"],
-            )
-            .properties(width=WIDTH, height=HEIGHT),
-        )
-
-
-def _chart(rows: list[dict[str, Any]]) -> Any:
+def plot(rows: list[dict[str, Any]]) -> Any:
+    """A chart of these rows."""
     return alt.Chart(alt.InlineData(values=rows))
 
 
@@ -214,36 +186,44 @@ def _curves(
     x_title: str,
     group: str,
     last_step: bool,
+    shared: Sequence[dict[str, Any]] = (),
 ) -> Any:
-    """Mean lines with bands over seeds, and the null baselines dashed."""
+    """Mean lines with bands over seeds, global models dotted, and the null baselines dashed."""
     names = list(dict.fromkeys(point["method"] for point in points))
     points = [p for p in points if all(math.isfinite(p[k]) for k in ("mean", "low", "high"))]
     colour = alt.Color(
         "method:N",
-        scale=alt.Scale(domain=names, range=_colours(names)),
-        legend=alt.Legend(title=None, orient="top", symbolOpacity=1, symbolSize=80),
+        scale=alt.Scale(domain=names, range=colours(names)),
+        legend=alt.Legend(
+            title=None, orient="top", symbolOpacity=1, symbolSize=80, columns=LEGEND_COLUMNS
+        ),
     )
-    shape = alt.Shape("method:N", scale=alt.Scale(domain=names), legend=None)
-    axis = alt.X(f"{x}:Q", title=x_title, axis=alt.Axis(tickMinStep=1, format="d"))
-    base = _chart(points).encode(x=axis, color=colour)
+    shape = alt.Shape("method:N", scale=alt.Scale(domain=names, range=shapes(names)), legend=None)
+    last = max((point[x] for point in points), default=0)
+    # explicit ticks for few steps: Vega would place some in between
+    ticks = {"values": list(range(last + 1))} if last <= MAX_TICKS else {"tickMinStep": 1}
+    axis = alt.X(f"{x}:Q", title=x_title, axis=alt.Axis(format="d", **ticks))
+    base = plot(points).encode(x=axis, color=colour)
     band = base.mark_area(opacity=0.15).encode(
         y=_score_axis(runs, alt.Y, "low"), y2=alt.Y2("high:Q")
     )
     line = base.mark_line(strokeWidth=2).encode(y=_score_axis(runs, alt.Y, "mean"))
-    # open symbols of different shapes: methods whose lines coincide can still be told apart
+    # open symbols of different shapes distinguish methods whose lines coincide
     point = base.mark_point(size=55, strokeWidth=1.5).encode(
         y=_score_axis(runs, alt.Y, "mean"),
         shape=shape,
         tooltip=["method:N", f"{x}:Q", "mean:Q", "low:Q", "high:Q"],
     )
-    last = max((point[x] for point in points), default=0)
+    shared = [p for p in shared if math.isfinite(p["mean"])]
+    dotted = plot(shared).encode(x=axis, y=_score_axis(runs, alt.Y, "mean"), color=colour)
     nulls = _null_lines(runs, group, x, last, last_step)
-    dashed = _chart(nulls).encode(x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"), detail="method:N")
+    dashed = plot(nulls).encode(x=axis, y=_score_axis(runs, alt.Y, "mean"), detail="method:N")
     ends = {line["method"]: line for line in nulls}  # the last point of each
     labels = spread_labels(list(ends.values()), points + nulls)
-    named = _chart(labels).encode(x=f"{x}:Q", y=_score_axis(runs, alt.Y, "mean"))
+    named = plot(labels).encode(x=axis, y=_score_axis(runs, alt.Y, "mean"))
     return alt.layer(
         dashed.mark_line(strokeDash=[5, 4], color=GREY),
+        *([dotted.mark_line(strokeDash=DOTTED, strokeWidth=1.5)] if shared else []),
         named.mark_text(align="left", dx=8, color=GREY, fontSize=11).encode(text="method:N"),
         band,
         line,
@@ -254,7 +234,7 @@ def _curves(
 def _null_lines(
     runs: Sequence[Run], group: str, x: str, last: int, last_step: bool
 ) -> list[dict[str, Any]]:
-    """The baselines' mean scores: level by round, or as they change with the steps."""
+    """The baselines' mean scores: constant over rounds, or by number of steps."""
     lines = []
     for run, name, line in _lines(runs, "baseline"):
         scores = [s for seed in line.scores(group) for s in seed]
@@ -268,7 +248,7 @@ def _null_lines(
 
 
 def spread_labels(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Labels at the ends of lines, moved apart where lines end close together."""
+    """Labels at the ends of lines, moved apart to avoid overlap."""
     values = [p[k] for p in points for k in ("mean", "low", "high") if math.isfinite(p.get(k, nan))]
     gap = 0.05 * (max(values) - min(values)) if values else 0.0
     spread: list[dict[str, Any]] = []
@@ -279,7 +259,7 @@ def spread_labels(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> l
 
 
 def _lines(runs: Sequence[Run], kind: str | None = None) -> list[tuple[Run, str, Line]]:
-    """What the runs show, with names that tell runs apart."""
+    """The lines of the runs' results, with names that are unique across runs."""
     return [
         (run, label(run, line.label, runs), line)
         for run in runs
@@ -297,7 +277,13 @@ def _seen_mean(scores: Any, step: int) -> float:
     return float(np.mean([s.score[step] for s in scores if s.seen]))
 
 
-def _colours(names: Sequence[str]) -> list[str]:
+def shapes(names: Sequence[str]) -> list[str]:
+    """A shape per method, such that no two of up to 64 share both colour and shape."""
+    return [SHAPES[(i + i // len(PALETTE)) % len(SHAPES)] for i in range(len(names))]
+
+
+def colours(names: Sequence[str]) -> list[str]:
+    """A colour for each name; repeated after eight."""
     return [PALETTE[i % len(PALETTE)] for i in range(len(names))]
 
 

@@ -10,36 +10,36 @@ from typing import Any
 
 import jinja2
 
-from nufed.errors import InputError, RunError
-from nufed.report.bounds import bounds_notes, bounds_tables
-from nufed.report.charts import all_charts, bounds_charts
+from nufed.errors import InputError, RunError, visible
+from nufed.report.bounds_charts import bounds_charts
+from nufed.report.bounds_tables import bounds_notes, bounds_tables
+from nufed.report.charts import all_charts
 from nufed.report.figures import draw, spec_of
+from nufed.report.settings_tables import costs_table, methods_table, settings_table
 from nufed.report.tables import (
     agents_table,
     all_groups,
     baseline_notes,
-    costs_table,
     headline,
-    methods_table,
+    newcomer_notes,
     results_table,
     run_name,
-    settings_table,
+    without_global,
 )
 from nufed.runs import Run
-from nufed.text import visible
 
 
 def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Path:
     """Write ``report.html`` and ``figures/`` for one run, or several side by side, into ``out``.
 
     Without ``figures`` no SVG and PNG files are drawn. If drawing fails, the page is written
-    without what is missing and says so, and a :class:`~nufed.errors.ReportWarning` is issued.
+    without the missing charts and says so, and a :class:`~nufed.errors.ReportWarning` is issued.
     """
     if len({run.measure.name for run in runs}) > 1:
         scores = ", ".join(f"{run.path.name}: {run.measure.name}" for run in runs)
-        raise InputError(f"these runs are scored differently ({scores}): compare runs of one kind")
+        raise InputError(f"these runs have different measures ({scores}): compare runs of one")
     if len({run.config.eval_on for run in runs}) > 1:
-        raise InputError("these runs are scored on different parts: compare test with test")
+        raise InputError("these runs have different eval_on: compare runs with the same")
     scored = [run for run in runs if run.rows()]
     charts = list(all_charts(scored)) if scored else []
     bounds = runs[0].bounds() if len(runs) == 1 else None
@@ -51,6 +51,8 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
         headlines=[headline(run) for run in runs],
         results=[(group, results_table(runs, group)) for group in all_groups(runs)],
         baselines=baseline_notes(runs[0]),
+        newcomers=newcomer_notes(runs),
+        without_global=without_global(scored),
         step_sizes_chosen=any(run.step_sizes_chosen for run in runs),
         step_size_notes=list(dict.fromkeys(n for run in scored for n in run.step_size_notes())),
         scored_on=runs[0].config.eval_on,
@@ -70,6 +72,7 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
         unanswered=[line for run in runs for line in run.unanswered()],
         rejected=[line for run in runs for line in run.rejected()],
         warnings=[str(w) for run in runs for w in run.warnings() if w.about == "numbers"],
+        below_start=[str(w) for run in runs for w in run.warnings() if w.about == "training"],
         unscored=[line for run in runs for line in run.unscored()],
     )
     try:
@@ -79,7 +82,7 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
         (out / "report.html").write_bytes(page.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
-    drawn.warn(f"{out / 'report.html'} has its tables and lacks charts; `nufed report` tries again")
+    drawn.warn(f"{out / 'report.html'} has tables but lacks charts; `nufed report` retries")
     return out / "report.html"
 
 
@@ -92,5 +95,5 @@ def _template() -> jinja2.Template:
 
 
 def _finalize(value: Any) -> Any:
-    """Text without what does not print; what is HTML already stays as it is."""
+    """Escape non-printable characters of text; leave HTML unchanged."""
     return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value

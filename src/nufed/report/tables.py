@@ -1,4 +1,4 @@
-"""The tables of a run, as text: the terminal and the page show the same cells."""
+"""The result tables of runs as text, shared by the terminal and the page."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nufed.aggregate import Mean, TrimmedMean
-from nufed.algorithms import GMeta
-from nufed.metagrad import Exact, HessianFree
 from nufed.runs import Estimate, Row, Run
-from nufed.runs.results import BASELINES
+from nufed.runs.finished_run import BASELINES
 
-LISTED = 100  # agents that are shown one by one
+MAX_LISTED = 100  # agents shown individually
 
 
 @dataclass(frozen=True)
 class Table:
-    """Headings and rows of text; ``quiet`` rows (baselines) stand in the background."""
+    """Headings and rows of text; ``quiet`` rows (baselines) are shown in grey."""
 
     headings: list[str]
     rows: list[list[str]]
@@ -25,7 +22,7 @@ class Table:
 
 
 def number_format(run: Run) -> Callable[[float], str]:
-    """Accuracies as percentages, other scores as they are."""
+    """Formats accuracies as percentages, other scores as numbers."""
     if run.measure.name == "accuracy":
         return lambda value: f"{100 * value:.1f} %"
     return lambda value: f"{value:.3g}" if math.isfinite(value) else "diverged"
@@ -37,21 +34,20 @@ def label(run: Run, name: str, runs: Sequence[Run]) -> str:
 
 
 def run_name(run: Run, runs: Sequence[Run]) -> str:
-    """The name of a run's directory, or its number and name where several are called the same."""
+    """The name of a run's directory, with its number if several have the same name."""
     same = [other.path.name for other in runs].count(run.path.name) > 1
     return f"{runs.index(run) + 1} {run.path.name}" if same else run.path.name
 
 
 def all_groups(runs: Sequence[Run]) -> list[str]:
-    """The groups of agents that any of the runs has scores of."""
+    """The groups of agents that any of the runs has scores for."""
     return max((run.groups for run in runs if run.rows()), key=len, default=[])
 
 
 def results_table(runs: Sequence[Run], group: str, *, narrow: bool = False) -> Table:
     """Methods and null baselines on the agents of one group, after the last round.
 
-    ``narrow`` leaves out what can be read from other cells or is less asked for, so that it fits
-    into a terminal.
+    ``narrow`` omits derived and less important columns, to fit into a terminal.
     """
     chosen = any(run.step_sizes_chosen for run in runs)
     columns = [
@@ -67,9 +63,11 @@ def results_table(runs: Sequence[Run], group: str, *, narrow: bool = False) -> T
         for row in run.rows():
             if row.group == group:
                 cells = [_COLUMNS[name](row, show) for name in columns]
-                rows.append([label(run, row.name, runs), *cells])
+                name = row.name.replace(" after ", ", ") if narrow else row.name
+                rows.append([label(run, name, runs), *cells])
                 quiet.append(row.kind == "baseline")
-    return Table(["", *columns], rows, quiet)
+    headings = [name.replace(" %", "%") if narrow else name for name in columns]
+    return Table(["", *headings], rows, quiet)
 
 
 def _signed(show: Callable[[float], str]) -> Callable[[float], str]:
@@ -81,14 +79,14 @@ def _or_dash(value: float, show: Callable[[float], str]) -> str:
 
 
 _COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
-    "before": lambda row, show: show(row.before.mean),
-    "after": lambda row, show: show(row.after.mean),
-    "± 95 %": lambda row, show: _half_width(row.after, show),
+    "global": lambda row, show: _or_dash(row.shared.mean, show),
+    "personal": lambda row, show: show(row.personal.mean),
+    "± 95 %": lambda row, show: _half_width(row.personal, show),
     "as trained": lambda row, show: show(row.as_trained.mean) if row.lr_scale else "–",
     "α": lambda row, show: _chosen_lr(row),
     "std": lambda row, show: show(row.std),
     "worst 10 %": lambda row, show: show(row.worst_tenth),
-    "harmed": lambda row, show: f"{100 * row.harmed:.0f} %",
+    "harmed": lambda row, show: _or_dash(row.harmed, lambda share: f"{100 * share:.0f} %"),
     "over majority": lambda row, show: _or_dash(row.above_majority.mean, _signed(show)),
     "balanced": lambda row, show: _or_dash(row.balanced.mean, show),
     "minority": lambda row, show: _or_dash(row.minority.mean, show),
@@ -100,9 +98,9 @@ _WIDE = (*_WIDEST, "balanced", "minority")
 
 
 def _chosen_lr(row: Row) -> str:
-    """The chosen step size, or the range over seeds; of learned ones what they are multiplied by.
+    """The chosen step size, or its range over seeds; for learned step sizes their multiplier.
 
-    Of training alone it is that of training, since it is not fine-tuned.
+    For local training it is that of training, since it is not fine-tuned.
     """
     values = [lr for lr in row.adapt_lr if lr is not None]
     times = "" if values else "×"
@@ -119,178 +117,62 @@ def _half_width(estimate: Estimate, show: Callable[[float], str]) -> str:
 
 
 def agents_table(run: Run) -> Table:
-    """Every agent by itself, first seed: each method before and after fine-tuning."""
+    """Individual agents' scores, first seed: the global and the personal model, by method."""
     show, seed = number_format(run), run.config.seeds[0]
     lines = [line for line in run.lines() if line.kind == "method" and seed in line.seeds]
     headings = ["", "training samples", "test samples"]
     rows: dict[int, list[str]] = {}
     for number, line in enumerate(lines):
-        headings += [f"{line.label}: before", "after"]
-        for s in line.seeds[seed].final[:LISTED]:
+        headings += [f"{line.label}: global", "personal"]
+        for s in line.seeds[seed].final[:MAX_LISTED]:
             about = [s.name if s.seen else f"{s.name}, unseen"]
             about += [f"{s.train_samples:,}", f"{s.test_samples:,}"]
             row = rows.setdefault(s.agent, about + ["–"] * 2 * len(lines))
-            row[3 + 2 * number : 5 + 2 * number] = show(s.score[0]), show(s.score[line.steps])
+            shared = "–" if s.global_score is None else show(s.global_score)
+            row[3 + 2 * number : 5 + 2 * number] = shared, show(s.score[line.steps])
     return Table(headings, [rows[agent] for agent in sorted(rows)], [False] * len(rows))
 
 
-def costs_table(runs: Sequence[Run]) -> Table:
-    """What training each method cost, and what evaluating it did, per seed."""
-    headings = ["", "gradients", "HVPs", "MB up", "MB down", "gradients of evaluation", "seconds"]
-    rows = []
-    for run in runs:
-        for name in run.methods:
-            cost = run.costs(name)
-            rows.append(
-                [
-                    label(run, name, runs),
-                    f"{cost['gradients']:,.0f}",
-                    f"{cost['hvps']:,.0f}",
-                    f"{cost['bytes_up'] / 1e6:.2f}",
-                    f"{cost['bytes_down'] / 1e6:.2f}",
-                    f"{cost['evaluation_gradients']:,.0f}",
-                    f"{cost['seconds']:.1f}",
-                ]
-            )
-    return Table(headings, rows, [False] * len(rows))
-
-
-def methods_table(runs: Sequence[Run]) -> Table:
-    """The settings of every method, with the paper's letters."""
-    headings = [
-        "",
-        "adapt_steps (ν)",
-        "adapt_lr (α)",
-        "meta_lr (β)",
-        "local_steps (τ)",
-        "batch_size (D)",
-        "curvature",
-        "aggregation",
-    ]
-    rows = []
-    for run in runs:
-        for name, algorithm in run.config.algorithms().items():
-            cells = ["–"] * 7
-            if isinstance(algorithm, GMeta):
-                cells = [
-                    str(algorithm.adapt_steps),
-                    f"{algorithm.adapt_lr:g}" + ", then learned" * bool(algorithm.rates_lr),
-                    f"{algorithm.meta_lr:g}",
-                    str(algorithm.local_steps),
-                    str(algorithm.batch_size),
-                    _curvature(algorithm),
-                    _aggregation(algorithm),
-                ]
-            rows.append([label(run, name, runs), *cells])
-    return Table(headings, rows, [False] * len(rows))
-
-
-def _aggregation(algorithm: GMeta) -> str:
-    match algorithm.aggregation:
-        case Mean(averaging):
-            return "mean" if averaging == "uniform" else "mean by samples"
-        case TrimmedMean(share):
-            return f"mean without {share:.0%} at each end"
-        case other:
-            return {"ClippedMean": "clipped mean", "Median": "median"}[type(other).__name__]
-
-
-def _curvature(algorithm: GMeta) -> str:
-    """The curvature by its name in the configuration; without steps it plays no part."""
-    if not algorithm.adapt_steps:
-        return "–"
-    if isinstance(algorithm.curvature, HessianFree):
-        return f"hessian_free, fd_step (δ) {algorithm.curvature.fd_step}"
-    return "exact" if isinstance(algorithm.curvature, Exact) else "first_order"
-
-
-def settings_table(run: Run) -> Table:
-    """The settings that all methods of a run share, with the paper's letters."""
-    config = run.config
-    cohort = max(1, round(config.participation * (run.agents - config.data.unseen_agents)))
-    partition: str = config.data.partition
-    if partition == "dirichlet":
-        partition += f", dirichlet (α_d) = {config.data.dirichlet:g}, reuse {config.data.reuse}"
-    rows = {
-        "agents (N)": f"{run.agents}, of which {config.data.unseen_agents} unseen in training",
-        "participation (r)": f"{config.participation:g}, a cohort of {cohort} agents a round",
-        "rounds (K)": str(config.rounds),
-        "data": f"{config.data.source}; {partition}",
-        "parts": f"validation {config.data.validation:g}, test {config.data.test:g}, rest training",
-        "model": f"{config.model.name} {config.model.args or ''}, {config.dtype}",
-        "fine-tuning steps": _steps_shown(run),
-        "step size of fine-tuning": "chosen on validation samples, one per method, seed and "
-        "number of steps"
-        if run.step_sizes_chosen
-        else "as trained",
-        "scored on": f"the agents' {config.eval_on} parts",
-        "agents evaluated": "all" if config.eval_agents is None else _sampled(run),
-        "engine": ", ".join(f"{method} {engine}" for method, engine in run.engines.items()),
-        "seeds": ", ".join(map(str, config.seeds)),
-        "split SHA-256": ", ".join(
-            f"{s}: {x['sha256'][:12] or 'at the sites'}" for s, x in run.splits.items()
-        ),
-        "software": ", ".join(f"{k} {v}" for k, v in run.software.items()),
-        **_privacy(run),
-    }
-    return Table(["", ""], [[k, v] for k, v in rows.items()], [False] * len(rows))
-
-
-def _privacy(run: Run) -> dict[str, str]:
-    """What sites did to their updates, and what that promises to whom."""
-    about = run.privacy()
-    if about is None:
-        return {}
-    told = {
-        "privacy": f"every update clipped to length {about['clip']:g}, noise of {about['noise']:g} "
-        f"times that on every number, delta (δ) {about['delta']:g}; {about['rounds']} rounds with "
-        f"{about['cohort']} of {about['agents']} agents",
-    }
-    for name, what in (("released", "the released model"), ("server", "a site against the server")):
-        budget, spent = about["budget"][name], about["epsilon"][name]
-        most = "" if budget is None else f", budget {budget:g}"
-        told[f"epsilon (ε) of {what}"] = f"{spent:.4g}{most}: for {about['holds_for'][name]}"
-    return told
-
-
 def headline(run: Run) -> str:
-    """What was measured and what came out, in two sentences."""
+    """What was measured and the best result, in two sentences."""
     config, show = run.config, number_format(run)
     seen = [row for row in run.rows() if row.group == "seen"]
     if not seen:
         return (
-            f"Trained for {config.rounds} rounds. Sites sent no scores, so that nothing says here "
-            "how good the model is: each can test it on its own data."
+            f"Trained for {config.rounds} rounds. Sites sent no scores, so the model is not "
+            "evaluated here: each site can test it on its own data."
         )
     best = next(row for row in seen if row.kind == "method")
     nulls = [row for row in seen if row.kind == "baseline"]
+    plural = "s" * (config.steps_shown != 1)
     text = (
-        f"Personalised {config.eval_on} {run.measure.name} after {config.steps_shown} fine-tuning "
-        f"steps{_unless_said(run)} on each agent's own training data"
-        f"{', step sizes chosen on validation samples' * run.step_sizes_chosen}, last round "
-        f"({config.rounds}), mean over {_sampled(run)} agents seen in training{_over_seeds(run)}. "
-        f"Best method: {best.name}, {show(best.after.mean)}"
+        f"{config.eval_on.capitalize()} {run.measure.name} of agents' personal models after "
+        f"{config.steps_shown} fine-tuning step{plural}{_unless_named(run)} on their own training "
+        f"data{', step sizes chosen on validation samples' * run.step_sizes_chosen}, last round "
+        f"({config.rounds}), mean over {evaluated_agents(run)} agents seen in training"
+        f"{_over_seeds(run)}. Best method: {best.name}, {show(best.personal.mean)}"
     )
-    beside = ", ".join(f"{row.name} {show(row.after.mean)}" for row in nulls)
+    beside = ", ".join(f"{row.name} {show(row.personal.mean)}" for row in nulls)
     return f"{text}; null baselines: {beside or 'none'}."
 
 
-def _steps_shown(run: Run) -> str:
+def steps_shown(run: Run) -> str:
+    """The fine-tuning steps after which results are shown, as text."""
     own = {n: s for n in run.methods if (s := run.config.steps_of(n)) != [run.config.steps_shown]}
     others = "".join(f"; {name} {' and '.join(map(str, steps))}" for name, steps in own.items())
     return f"{run.config.steps_shown}{others}"
 
 
-def _unless_said(run: Run) -> str:
-    return " (or as many as its name says)" if ";" in _steps_shown(run) else ""
+def _unless_named(run: Run) -> str:
+    return " (or the number in its name)" if ";" in steps_shown(run) else ""
 
 
-def _sampled(run: Run) -> str:
-    """How many of the agents seen in training are evaluated."""
+def evaluated_agents(run: Run) -> str:
+    """The number of agents seen in training that are evaluated, as text."""
     seen = run.agents - run.config.data.unseen_agents
-    asked = run.config.eval_agents
+    limit = run.config.eval_agents
     return (
-        f"the {seen}" if asked is None or asked >= seen else f"a fixed sample of {asked} of {seen}"
+        f"the {seen}" if limit is None or limit >= seen else f"a fixed sample of {limit} of {seen}"
     )
 
 
@@ -299,6 +181,26 @@ def _over_seeds(run: Run) -> str:
     return f" and {seeds} seeds" if seeds > 1 else ", one seed"
 
 
+def newcomer_notes(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """What an agent unseen in training does, with the methods of which that is so."""
+    methods: dict[str, list[str]] = {}
+    for run in runs:
+        for name, algorithm in run.config.algorithms().items():
+            if name in run.methods:
+                methods.setdefault(algorithm.newcomer, []).append(label(run, name, runs))
+    return [(", ".join(names), what) for what, names in methods.items()]
+
+
+def without_global(runs: Sequence[Run]) -> list[str]:
+    """The methods whose server holds no complete model."""
+    return [
+        label(run, name, runs)
+        for run in runs
+        for name, part in run.methods.items()
+        if any(s.global_score is None for t in part.values() for s in t.final)
+    ]
+
+
 def baseline_notes(run: Run) -> list[tuple[str, str]]:
-    """What each null baseline of a run is."""
+    """The description of each null baseline of a run."""
     return [(name, BASELINES[name]) for name in run.baselines]

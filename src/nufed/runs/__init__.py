@@ -1,18 +1,8 @@
-"""A run on paper: its configuration, its directory, its records and results. Knows no engine."""
+"""The run directory: records, checkpoints, results."""
 
-from nufed.runs.config import load_config, presets
 from nufed.runs.directory import RunDirectory
-from nufed.runs.load import load_run
-from nufed.runs.results import Estimate, Row, Run
-from nufed.runs.schema import Config
+from nufed.runs.finished_run import Run
+from nufed.runs.read_run import load_run
+from nufed.runs.results import Estimate, Row
 
-__all__ = [
-    "Config",
-    "Estimate",
-    "Row",
-    "Run",
-    "RunDirectory",
-    "load_config",
-    "load_run",
-    "presets",
-]
+__all__ = ["Estimate", "Row", "Run", "RunDirectory", "load_run"]

@@ -1,4 +1,4 @@
-"""How two methods differ on the same agents: paired, over seeds and over agents."""
+"""Paired comparison of two methods on the same agents, over seeds and over agents."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Values: TypeAlias = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference with two intervals.
+    """A mean difference with two confidence intervals.
 
-    Over seeds: each seed's mean is one value, so that it speaks about other splits and runs. Over
-    agents: each agent of each seed is one value; agents of a seed share a model, so that it speaks
-    about other agents of these runs. What is said to differ should differ in both.
+    Over seeds: each seed's mean is one value; it generalises to other splits and runs. Over agents:
+    each agent of each seed is one value; agents of a seed share a model, so that it generalises
+    only to other agents of these runs. A difference should be significant in both.
     """
 
     over_seeds: Estimate
@@ -27,7 +27,7 @@ class Difference:
 
     @classmethod
     def paired(cls, a: Values, b: Values) -> Difference:
-        """a − b, scores by seed and agent of the same seeds and agents.
+        """a − b, scores of shape (seeds, agents) over the same seeds and agents.
 
         >>> Difference.paired(np.array([[2.0, 3.0], [4.0, 5.0]]), np.ones((2, 2))).mean
         2.5
@@ -49,12 +49,12 @@ class Difference:
 
     @property
     def _half_width(self) -> float:
-        """The wider of the two intervals: what it excludes, both exclude."""
+        """Of the wider interval: what it excludes, both exclude."""
         found = [e.half_width for e in (self.over_seeds, self.over_agents) if e is not None]
         return max(w if w is not None else float("inf") for w in found)
 
     def above(self, margin: float = 0.0) -> Verdict:
-        """Whether it is above 0; not if it can't be above ``margin``, the least that matters."""
+        """Whether it is above 0; "not held" if below ``margin``, the smallest relevant effect."""
         if self.low > 0:
             return "held"
         return "not held" if self.high < margin else "undecided"

@@ -1,31 +1,33 @@
-"""A run directory: what a run leaves behind, and where. Only its owner may enter it (mode 0700).
+"""Layout of a run directory, and how its files are written. Mode 0700: only its owner may enter.
 
 ::
 
     config.toml                     the configuration with every default written out
-    run.json                        sealed: the same configuration, format version, what agents are
-                                    scored by, engines, software; written last: without it no run
-                                    was begun
-    splits/seed-0.safetensors       who holds which rows, with its SHA-256
-    splits/seed-0.json              the same as counts of classes per agent, of the first 1000
+    run.json                        sealed: the same configuration, format version, measure,
+                                    engines, software; written last: without it the run has not
+                                    started
+    splits/seed-0.safetensors       the rows of every agent, with its SHA-256
+    splits/seed-0.json              class counts of the first 1000 agents
     methods/NAME/seed-0/
         metrics.jsonl               one line per round
-        checkpoint-000020.json, .safetensors   where to go on from; the last two are kept
+        checkpoint-000020.safetensors   sealed; the last two are kept
+        states/000020/7.safetensors the state of agent 7 after round 20, if agents have any
+        personal/7.safetensors      sealed: the final personal model of agent 7, if it has a state
         agents.jsonl                one line per agent: scores of the final model
         agents-chosen.jsonl         the same with the step sizes of fine-tuning that were chosen
-        step-sizes.json             what was tried and chosen, if there are validation samples
-        warnings.jsonl              what is wrong with the numbers behind it, if anything
-        failure.json                instead of the others, if training had to stop, and why
+        step-sizes.json             those tried and chosen, if there are validation samples
+        warnings.jsonl              numerical problems found, if any
+        failure.json                instead of the others, if training failed: the reason
         model.safetensors           the final state of the server; "model" is the meta-model
-        done.json                   that it is done, with the SHA-256 of the files above
-        model-round-000010.safetensors   the same, every save_every rounds
+        done.json                   marks completion, with the SHA-256 of the files above
+        model-round-000010.safetensors   the server's state, every save_every rounds
     baselines/NAME/seed-0/agents.jsonl   the null baselines, in the same form
     bundles/NAME.nufed              the meta-model of each method, first seed, to be adapted
     results.json                    the results table
-    privacy.json                    of a federation with noisy updates: what epsilon was spent
-    bounds.json                     what `nufed bounds` found, if it was asked
-    timing.jsonl                    wall-clock values; everything above is the same in every run
-    federation.json, log.txt        of a federation: how its sites know the run, and what happened
+    privacy.json                    of a federation with noisy updates: epsilon spent
+    bounds.json, advice.json        results of `nufed bounds` and `nufed advise`, if they were run
+    timing.jsonl                    wall-clock times; everything above is reproducible
+    federation.json, log.txt        of a federation: the run's identifier at its sites; a log
     figures/, report.html           drawn from the files above
 """
 
@@ -39,14 +41,20 @@ from typing import Any
 
 import torch
 
-from nufed.algorithm import State
+from nufed.algorithms.protocol import State
 from nufed.data import Samples, Split
 from nufed.errors import RunError
 from nufed.evaluate import AgentScores
-from nufed.runs.durable import cannot_write, is_full, make_private, signed, write_durably
-from nufed.runs.files import check_entries, finite, read_record
+from nufed.files import (
+    cannot_write,
+    is_full,
+    make_private,
+    tensor_pieces,
+    write_durably,
+    write_sealed,
+)
+from nufed.runs.json_files import check_entries, finite, read_record
 from nufed.runs.records import LISTED, SplitRecord, TimingLine, checked
-from nufed.runs.tensors import tensor_pieces
 
 PRIVACY = "privacy.json"
 BOUNDS = "bounds.json"
@@ -63,9 +71,9 @@ class RunDirectory:
         """A new, empty directory: ``out``, or the next free ``runs/NAME-001``; never an old run."""
         if out is not None:
             if out.exists() and (not out.is_dir() or any(out.iterdir())):
-                how = f"; `nufed run --resume {out}` goes on with the run that is there"
+                how = f", or resume its run with `nufed run --resume {out}`"
                 raise RunError(
-                    f"{out} exists and is not empty: a run never overwrites, give another"
+                    f"{out} exists and is not empty, and a run never overwrites: give another --out"
                     + (how if (out / "run.json").exists() else "")
                 )
             return cls(_make(out))
@@ -74,7 +82,7 @@ class RunDirectory:
             path = Path("runs") / f"{name}-{number:03d}"
             try:
                 make_private(path, exist_ok=False)
-            except FileExistsError:  # also made by another run a moment ago
+            except FileExistsError:  # possibly created by a concurrent run
                 number += 1
             except OSError as error:
                 raise _cannot_make(path, error) from error
@@ -82,25 +90,25 @@ class RunDirectory:
                 return cls(path)
 
     def part(self, kind: str, name: str, seed: int) -> Path:
-        """The directory of one method or baseline and seed (``kind`` is methods or baselines)."""
+        """The directory of one method or baseline and seed; ``kind`` is methods or baselines."""
         return _make(self.path / kind / name / f"seed-{seed}")
 
     def bundles(self) -> Path:
-        """The directory of the meta-models that can be adapted."""
+        """The directory of bundles."""
         return _make(self.path / "bundles")
 
     def existing(self) -> Path:
-        """The path, if a run was begun there and all of it lies there."""
+        """The path, if it holds a run and no links or special files."""
         if not (self.path / "run.json").is_file():
             raise RunError(
                 f"{self.path} is not a run directory, it has no run.json: give another, or, if the "
-                "run was ended while it began, remove the directory and start it again"
+                "run was killed while it started, remove the directory and start it again"
             )
         check_entries(self.path)
         return self.path
 
     def read_split(self, seed: int) -> SplitRecord:
-        """What is written down about the split of a seed."""
+        """The record of a seed's split."""
         return read_record(self.path / "splits" / f"seed-{seed}.json", SplitRecord)
 
     def write_split(self, split: Split, samples: Samples, seed: int) -> None:
@@ -122,15 +130,15 @@ class RunDirectory:
                 for agent, name in enumerate(split.names[:LISTED])
             ],
         }
-        write_durably(folder / f"seed-{seed}.json", signed(about))
+        write_sealed(folder / f"seed-{seed}.json", about)
 
     def write_sites(
         self, number: int, seen: Sequence[int], scores: Sequence[AgentScores], seed: int
     ) -> None:
-        """In the place of a split: what sites said of theirs, which stays with them."""
+        """Instead of a split, which stays at the sites: the sample counts that they reported."""
         folder = _make(self.path / "splits")
-        told = {s.agent: (s.name, s.train_samples, s.test_samples) for s in scores}
-        sites = [told.get(agent, (str(agent), 0, 0)) for agent in range(number)]
+        reported = {s.agent: (s.name, s.train_samples, s.test_samples) for s in scores}
+        sites = [reported.get(agent, (str(agent), 0, 0)) for agent in range(number)]
         about = {
             "sha256": "",
             "classes": [],
@@ -141,7 +149,7 @@ class RunDirectory:
                 for name, train, test in sites[:LISTED]
             ],
         }
-        write_durably(folder / f"seed-{seed}.json", signed(about))
+        write_sealed(folder / f"seed-{seed}.json", about)
 
     def write_model(self, name: str, seed: int, server: State, round: int) -> None:
         """The server's state after ``round`` rounds."""
@@ -151,10 +159,10 @@ class RunDirectory:
     def write_failure(
         self, name: str, seed: int, reason: str, warnings: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Why a method could not be trained; what it had until then stays beside it."""
+        """Record why a method could not be trained; its other files are kept."""
         path = self.part("methods", name, seed) / "failure.json"
         about = {"reason": reason, **({"warnings": list(warnings)} if warnings else {})}
-        write_durably(path, signed(about))
+        write_sealed(path, about)
 
     def write_timing(self, **values: Any) -> None:
         path = self.path / "timing.jsonl"
@@ -164,19 +172,19 @@ class RunDirectory:
         except OSError as error:
             raise cannot_write(path, error) from error
 
-    def timing(self) -> list[dict[str, Any]]:
-        """Wall-clock values, but for lines that are damaged or were cut by a full disk."""
+    def timing(self) -> list[TimingLine]:
+        """Wall-clock times; lines that are damaged or were truncated by a full disk are skipped."""
         path = self.path / "timing.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
         found = []
         for line in lines:
             with suppress(RunError):
-                found.append(checked(TimingLine, line, path).model_dump())
+                found.append(checked(TimingLine, line, path))
         return found
 
 
 def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:
-    """How many samples of each class an agent holds; for regression just how many samples."""
+    """The number of an agent's samples by class; for regression the number of all its samples."""
     rows = [*split.train[agent], *split.validation[agent], *split.test[agent]]
     if not samples.classes:
         return [len(rows)]
@@ -198,5 +206,5 @@ def _cannot_make(path: Path, error: OSError) -> RunError:
     if is_full(error):
         return cannot_write(path, error)
     return RunError(
-        f"{path} can't be created ({error.strerror}): choose a writable place with --out"
+        f"{path} can't be created ({error.strerror}): choose a writable directory with --out"
     )

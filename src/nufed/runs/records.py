@@ -1,7 +1,7 @@
 """The schema of every JSON file of a run directory.
 
-What is read back from a run directory goes through one of these; what does not fit is refused in
-one sentence that names the file (:func:`checked`).
+Everything read from a run directory is validated by one of these; invalid content is refused in one
+sentence that names the file (:func:`checked`).
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from nufed.config.names import EngineName
 from nufed.errors import RunError, shown
 
-LISTED = 1000  # agents of a split whose counts are written down
+LISTED = 1000  # agents of a split whose counts are recorded
 
 Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-# numbers that are not finite are written as null
+# non-finite numbers are written as null
 Number = Annotated[float | None, AfterValidator(lambda value: math.nan if value is None else value)]
 Numbers = list[Number]
 Scale = Annotated[float, Field(gt=0, le=1e9)]
 Group = Literal["seen", "unseen"]
-Engine = Literal["direct", "batched", "gram"]
 T = TypeVar("T", bound="Record")
 
 
 class Record(BaseModel):
-    """A JSON object with just these keys."""
+    """A JSON object with exactly these keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class Measured(Record):
-    """What agents are scored by."""
+class MeasureRecord(Record):
+    """The measure that agents are scored by."""
 
     name: str
     higher_is_better: bool
 
 
 class Inputs(Record):
-    """What one input and one target are."""
+    """The format of one input and one target."""
 
     shape: list[Whole]
     dtype: str
@@ -53,12 +53,12 @@ class Inputs(Record):
     outputs: Count
 
 
-class About(Record):
-    """``run.json``. ``resumed`` are the versions of software that the run was resumed with."""
+class RunAbout(Record):
+    """``run.json``. ``resumed`` are the software versions that the run was resumed with."""
 
     format: Whole
-    measure: Measured
-    engines: dict[str, Engine | Literal["flower"]]
+    measure: MeasureRecord
+    engines: dict[str, EngineName | Literal["flower"]]
     config: dict[str, Any]
     data_sha256: str
     inputs: Inputs | Annotated[dict[str, Any], Field(max_length=0)] = {}
@@ -66,8 +66,8 @@ class About(Record):
     resumed: list[dict[str, str]] = []
 
 
-class Held(Record):
-    """What an agent holds."""
+class AgentCounts(Record):
+    """An agent's number of samples by part, and by class."""
 
     name: str
     train: Whole
@@ -83,13 +83,13 @@ class SplitRecord(Record):
     classes: list[str]
     unseen: list[Whole]
     number: Count
-    agents: list[Held]
+    agents: list[AgentCounts]
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         _require(
             len(self.agents) == min(self.number, LISTED),
-            f"agents: {len(self.agents)} are listed of {self.number}",
+            f"agents: {len(self.agents)} of {self.number} are listed",
         )
         _require(
             all(agent < self.number for agent in self.unseen),
@@ -97,13 +97,13 @@ class SplitRecord(Record):
         )
         _require(
             not self.classes or all(len(a.counts) == len(self.classes) for a in self.agents),
-            f"agents: counts must be of {len(self.classes)} classes",
+            f"agents: counts must have {len(self.classes)} classes",
         )
         return self
 
 
 class WarningLine(Record):
-    """A line of ``warnings.jsonl``: what is wrong with the numbers of a round."""
+    """A line of ``warnings.jsonl``: a numerical problem found in a round."""
 
     round: Whole
     message: str
@@ -117,7 +117,7 @@ class Failure(Record):
 
 
 class Done(Record):
-    """``done.json``: the SHA-256 of the files of a part, and what it belongs to."""
+    """``done.json``: the SHA-256 of a part's files and of its configuration, data and split."""
 
     rounds: Whole
     belongs_to: dict[str, str]
@@ -125,18 +125,21 @@ class Done(Record):
 
 
 class Manifest(Record):
-    """``checkpoint-000020.json``."""
+    """The JSON of ``checkpoint-000020.safetensors``: see :class:`nufed.runs.checkpoint.Checkpoint`.
+
+    ``states`` is an inventory of agents' states.
+    """
 
     round: Whole
-    state_sha256: str
+    states: tuple[Whole, Whole]
     metrics_bytes: Whole
     metrics_sha256: str
     belongs_to: dict[str, str]
     notes: dict[str, Any] = {}
 
 
-class Told(Record):
-    """An agent, and what is said of it."""
+class AgentReason(Record):
+    """An agent, and why its update or scores were left out."""
 
     agent: Integer
     reason: str
@@ -147,6 +150,7 @@ class Curves(Record):
 
     score: Numbers
     loss: Numbers
+    global_score: Number = None
     balanced: Numbers = []
     minority: Numbers = []
 
@@ -161,7 +165,7 @@ class MetricsLine(Record):
 
     round: Whole
     cohort: list[Whole]
-    rejected: list[Told]
+    rejected: list[AgentReason]
     gradients: Whole
     hvps: Whole
     bytes_down: Whole
@@ -170,9 +174,10 @@ class MetricsLine(Record):
     attempts: Count = 1
     evaluation: dict[Group, Curves] = {}
     evaluation_gradients: Whole = 0
+    evaluation_hvps: Whole = 0
     evaluation_chosen: dict[Group, Curves] = {}
     scales: list[Scale] = []
-    unscored: list[Told] = []
+    unscored: list[AgentReason] = []
     epsilon: dict[Literal["released", "server"], Number] = {}
 
     @model_validator(mode="after")
@@ -191,9 +196,14 @@ class ScoresLine(Record):
     test_samples: Count
     loss: Numbers
     score: Numbers
+    global_loss: float | None = None
+    global_score: float | None = None
     balanced: Numbers = []
     minority: Numbers = []
     minority_samples: Whole = 0
+    personal_gradients: Whole = 0
+    personal_hvps: Whole = 0
+    newcomer: bool = False
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -219,6 +229,7 @@ class StepSizesRecord(Record):
     tried: list[Scale]
     chosen: list[ChosenScale]
     gradients: Whole
+    hvps: Whole
 
 
 class TimingLine(Record):
@@ -229,73 +240,33 @@ class TimingLine(Record):
     seconds: Annotated[float, Field(ge=0)]
 
 
-Epsilon = Annotated[float, Field(ge=0, allow_inf_nan=True)]
-
-
-class Epsilons(Record):
-    released: Epsilon
-    server: Epsilon
-
-
-class Budget(Record):
-    released: Epsilon | None
-    server: Epsilon | None
-
-
-class HoldsFor(Record):
-    released: str
-    server: str
-
-
-class PrivacyRecord(Record):
-    """``privacy.json``: what a federation with noisy updates spent."""
-
-    clip: float
-    noise: float
-    delta: float
-    epsilon: Epsilons
-    budget: Budget
-    holds_for: HoldsFor
-    agents: Whole
-    cohort: Whole
-    rounds: Whole
-    scores_sent: bool
-
-
-class FederationRecord(Record):
-    """``federation.json``: how sites know the run, and the seed of secret cohorts."""
-
-    run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    cohort_seed: Annotated[int, Field(ge=0, lt=2**128)] | None = None
-
-
 def checked(model: type[T], content: Any, path: Path, line: int | None = None) -> T:
-    """The content of a file as a record, or an error that names the file and what does not fit.
+    """The content of a file as a record, or an error that names the file and the invalid key.
 
-    ``content`` is JSON as bytes, or what Python decoded from it. That is encoded again, because
-    Python, other than pydantic, takes halves of characters, which can't be written to a page.
+    ``content`` is JSON as bytes, or already decoded. The latter is encoded again, because Python,
+    unlike pydantic, accepts lone surrogates, which can't be encoded in the report.
     """
     try:
         text = content if isinstance(content, bytes) else json.dumps(content)
         return model.model_validate_json(text)
     except RecursionError:
-        raise RunError(f"{path} does not fit: it is nested too deeply") from None
+        raise RunError(f"{path} is invalid: it is nested too deeply") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = shown(".".join(map(str, first["loc"])))[1:-1]
         where = f"{path}" if line is None else f"{path}, line {line}"
         reason = first["msg"].removeprefix("Value error, ").splitlines()[0]
-        raise RunError(f"{where} does not fit: {key}{': ' if key else ''}{reason}") from None
+        raise RunError(f"{where} is invalid: {key}{': ' if key else ''}{reason}") from None
 
 
 def _same_length(curves: Curves | ScoresLine) -> None:
-    """Every list must be as long as that of the scores; by-class ones may be missing."""
+    """Every list must have the length of ``score``; by-class ones may be empty."""
     steps = len(curves.score)
-    _require(steps > 0, "score: is empty")
-    _require(len(curves.loss) == steps, f"loss: must be {steps} numbers, as the score is")
+    _require(steps > 0, "score: must not be empty")
+    _require(len(curves.loss) == steps, f"loss: must be {steps} numbers, as in score")
     for key in ("balanced", "minority"):
         own = getattr(curves, key)
-        _require(len(own) in (0, steps), f"{key}: must be {steps} numbers, as the score is")
+        _require(len(own) in (0, steps), f"{key}: must be {steps} numbers, as in score")
 
 
 def _require(ok: bool, message: str) -> None:

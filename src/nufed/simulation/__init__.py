@@ -1,15 +1,17 @@
 """Engines that run an Algorithm over agents on this machine."""
 
+from nufed.config.names import EngineName
 from nufed.server import Progress
-from nufed.simulation.batched import BatchedEngine
-from nufed.simulation.choose import ENGINES, EngineName, Engines
-from nufed.simulation.direct import DirectEngine
+from nufed.simulation.batched_engine import BatchedEngine
+from nufed.simulation.choose_engine import Engines
+from nufed.simulation.direct_engine import DirectEngine
 from nufed.simulation.engine import Engine
+from nufed.simulation.engine_kinds import ENGINES
 from nufed.simulation.faults import Faults
-from nufed.simulation.gram import GramEngine
+from nufed.simulation.fork_pool import Workers, can_fork, usable_cores
+from nufed.simulation.gram_engine import GramEngine
 from nufed.simulation.loop import run_round, train
-from nufed.simulation.processes import Workers, can_fork, usable_cores
-from nufed.simulation.workers import WorkerEngine
+from nufed.simulation.worker_engine import WorkerEngine
 
 __all__ = [
     "ENGINES",

@@ -1,21 +1,27 @@
-"""What an engine is."""
+"""The interface of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from nufed.algorithm import Algorithm, ClientResult, State
+from nufed.algorithms.protocol import AgentResult, Algorithm, Context, State
 from nufed.data import Federation, ScoredOn
 from nufed.errors import NufedError, TrainingError
 from nufed.evaluate import AgentScores, Measure
 from nufed.objective import Objective
 
+States: TypeAlias = Mapping[int, State | None]
+"""The states of agents to evaluate; None for an agent without a state (a newcomer).
+
+Engines look up few at a time: a mapping may read them from disk (:class:`nufed.server.StatesOf`).
+"""
+
 
 @contextmanager
 def work_of(agents: Sequence[int], where: str) -> Iterator[None]:
-    """Name the agents whose work fails: whatever a module does wrong ends the method's training."""
+    """Turn any exception of a module into a :class:`TrainingError` that names the agents."""
     try:
         yield
     except NufedError:
@@ -31,8 +37,8 @@ def work_of(agents: Sequence[int], where: str) -> Iterator[None]:
 class Engine(Protocol):
     """Runs an algorithm's agents on this machine.
 
-    An engine maps work over agents and decides nothing: what it returns depends neither on the
-    order of agents nor on how the work was spread.
+    An engine maps work over agents and decides nothing: its results depend neither on the order of
+    agents nor on how work is scheduled.
     """
 
     @property
@@ -45,41 +51,42 @@ class Engine(Protocol):
     def seed(self) -> int: ...
 
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
-        """The agents in the groups that are worked on together, in a fixed way."""
+        """The agents in groups that are processed together, deterministically."""
         ...
 
-    def client_updates(
-        self, algorithm: Algorithm, received: State, states: Mapping[int, State], round: int
-    ) -> dict[int, ClientResult]:
-        """The work of a round for every agent in ``states``, which holds the agents' states."""
+    def agent_updates(
+        self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
+    ) -> dict[int, AgentResult]:
+        """The local training of a round, for every agent in ``states``."""
         ...
 
     def evaluate(
         self,
         algorithm: Algorithm,
-        server: State,
-        states: Mapping[int, State],
+        received: State,
+        states: States,
         *,
         steps: int,
         measure: Measure,
     ) -> list[AgentScores]:
-        """The scores of every agent in ``states`` after 0 … ``steps`` fine-tuning steps."""
+        """The scores of every agent in ``states``, of the global model and of the personal one
+        after 0 … ``steps`` fine-tuning steps."""
         ...
 
     def evaluate_scales(
         self,
         algorithm: Algorithm,
-        server: State,
-        states: Mapping[int, State],
+        received: State,
+        states: States,
         *,
         steps: int,
         measure: Measure,
         scales: Sequence[float],
         part: ScoredOn,
     ) -> list[list[AgentScores]]:
-        """The same with the step size of fine-tuning times each of ``scales``.
+        """As :meth:`evaluate`, with the step size of fine-tuning times each of ``scales``.
 
-        Agents are scored on ``part``; those that have no samples there are left out.
+        Agents are scored on ``part``; those without samples in it are omitted.
         """
         ...
 
@@ -90,15 +97,15 @@ class EvaluatesScales:
     def evaluate(
         self: Engine,
         algorithm: Algorithm,
-        server: State,
-        states: Mapping[int, State],
+        received: State,
+        states: States,
         *,
         steps: int,
         measure: Measure,
     ) -> list[AgentScores]:
         (scores,) = self.evaluate_scales(
             algorithm,
-            server,
+            received,
             states,
             steps=steps,
             measure=measure,

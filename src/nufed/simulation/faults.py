@@ -1,31 +1,28 @@
-"""What goes wrong with agents of a real federation, for a simulation: who, when, and how.
+"""Simulated faults of a real federation: dropout, stragglers, corrupt updates.
 
-All of it is drawn from streams of its own, so that the same agents fail for every method, and
-nothing else is drawn differently.
+They are drawn from separate random streams, so that the same agents fail for every method and no
+other draw changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.algorithm import State
+from nufed.algorithms.attacks import ATTACKS
+from nufed.algorithms.protocol import State
 from nufed.data import Federation
 from nufed.errors import InputError, require
-from nufed.seeding import stream, torch_seed
-
-Attack: TypeAlias = Literal["sign_flip", "scale", "gaussian", "nan", "labels"]
-ATTACKS: tuple[str, ...] = get_args(Attack)
-TIMES = 10.0  # how much longer a scaled change is, and Gaussian noise than the change
+from nufed.seeding import stream
 
 
 class Fates(NamedTuple):
-    """Who of a cohort does not answer, and who answers too late."""
+    """The agents of a cohort that drop out, and those that miss the deadline."""
 
     dropped: list[int]
     late: list[int]
@@ -36,18 +33,16 @@ class Faults:
     """Rates of faults.
 
     Args:
-        dropout: the probability that an agent of a cohort does not answer.
-        stragglers: the probability that one that answers does so too late, after its work.
-        corruption: the share of agents that always send something else.
-        attack: what they send. ``sign_flip``: the change of the model with the other sign;
-            ``scale``: ten times the change; ``gaussian``: noise ten times as long as the change;
-            ``nan``; ``labels``: an honest update from training samples with wrong classes.
+        dropout: probability that an agent of a cohort does not reply.
+        stragglers: probability that a reply misses the deadline, after the agent's work.
+        corruption: fraction of agents whose updates are always corrupt.
+        attack: how they are corrupted, one of :data:`nufed.algorithms.attacks.ATTACKS`.
     """
 
     dropout: float = 0.0
     stragglers: float = 0.0
     corruption: float = 0.0
-    attack: Attack = "sign_flip"
+    attack: str = "sign_flip"
 
     def __post_init__(self) -> None:
         for name in ("dropout", "stragglers", "corruption"):
@@ -57,13 +52,13 @@ class Faults:
         require(self.attack in ATTACKS, "attack", self.attack, allowed)
 
     def corrupt_agents(self, agents: Sequence[int], seed: int) -> frozenset[int]:
-        """The agents that never send what they should."""
+        """The agents whose updates are always corrupt."""
         number = round(self.corruption * len(agents))
         picked = stream(seed, "corrupt agents").choice(len(agents), number, replace=False)
         return frozenset(agents[i] for i in picked)
 
     def fates(self, cohort: Sequence[int], seed: int, round: int, attempt: int = 0) -> Fates:
-        """What happens to the agents of a cohort."""
+        """Draws the dropouts and stragglers of a cohort."""
         rng = stream(seed, "fates", round, step=attempt)
         drops, lates = rng.random(len(cohort)), rng.random(len(cohort))
         dropped = [a for a, x in zip(cohort, drops, strict=True) if x < self.dropout]
@@ -74,33 +69,23 @@ class Faults:
         ]
         return Fates(dropped, late)
 
-    def instead_of(
+    def corrupted(
         self, vectors: State, before: Mapping[str, Tensor], seed: int, round: int, agent: int
     ) -> State:
-        """What a corrupt agent sends in the place of its vectors."""
-        if self.attack == "labels":
-            return vectors
-        sent = {}
-        for place, (name, vector) in enumerate(sorted(vectors.items())):
-            change = vector - before[name]
-            if self.attack == "sign_flip":
-                sent[name] = before[name] - change
-            elif self.attack == "scale":
-                sent[name] = before[name] + TIMES * change
-            elif self.attack == "nan":
-                sent[name] = torch.full_like(vector, float("nan"))
-            else:
-                drawn = stream(seed, "noise of corrupt agents", round, agent, place)
-                generator = torch.Generator().manual_seed(torch_seed(drawn))
-                noise = torch.randn(vector.shape, generator=generator, dtype=torch.float64)
-                length = TIMES * change.double().norm() / noise.norm()
-                sent[name] = before[name] + (noise * length).to(vector)
-        return sent
+        """What a corrupt agent sends instead of its vectors."""
+        attack = ATTACKS[self.attack]
+        return {
+            name: attack(
+                vector, before[name], stream(seed, "noise of corrupt agents", round, agent, place)
+            )
+            for place, (name, vector) in enumerate(sorted(vectors.items()))
+        }
 
-    def spoil(self, federation: Federation, seed: int) -> Federation:
-        """The federation with wrong classes in the training parts of corrupt agents.
+    def flip_labels(self, federation: Federation, seed: int) -> Federation:
+        """The federation with flipped labels in the training parts of corrupt agents.
 
-        Class c becomes C − 1 − c. Test parts stay right. Samples must belong to one agent each.
+        Class c becomes C − 1 − c. Validation and test parts are unchanged. Agents must not share
+        samples.
         """
         if self.attack != "labels" or not self.corruption:
             return federation

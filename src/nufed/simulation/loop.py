@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor
 
-from nufed.aggregate import NOT_FINITE
-from nufed.algorithm import Algorithm, ClientUpdate, Cost
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentUpdate,
+    Algorithm,
+    Context,
+    Cost,
+    State,
+)
 from nufed.errors import UpdateError
 from nufed.server import (
     TOO_LATE,
+    AgentStates,
+    Attempts,
+    MemoryStates,
     Progress,
     Rules,
     choose_cohort,
     close_round,
+    cohort_size,
     to_send,
-    try_round,
 )
-from nufed.simulation.diagnose import diagnose, doubt
+from nufed.server.checks import NOT_FINITE
 from nufed.simulation.engine import Engine, work_of
 from nufed.simulation.faults import Faults
 
 Doubt: TypeAlias = Callable[[int, str], None]
-"""Takes the number of a round, and what is wrong with the numbers behind it."""
+"""Called with a round and the numerical problem found in it."""
 
 
 def train(
@@ -35,19 +45,23 @@ def train(
     rounds: int,
     participation: float,
     start: Progress | None = None,
+    states: AgentStates | None = None,
     rules: Rules = Rules(),
     faults: Faults = Faults(),
     label: str = "",
     on_doubt: Doubt | None = None,
 ) -> Iterator[Progress]:
-    """Train from the model w, yielding where it stands before the first and after every round.
+    """Train from the model w, yielding the progress before the first and after every round.
 
-    Or go on from ``start``, where training stood once: it gives the same bits. ``label`` says in
-    the log what is being trained. With ``on_doubt``, the curvature is checked at one agent before
-    rounds 1, 10, 100, …: what is found does not depend on workers, or on where it was resumed.
+    With ``start``, resumes from that progress; the bits are those of an uninterrupted training.
+    ``states`` stores the agents' states of a new training, by default in memory. ``label`` names
+    the training in the log. With ``on_doubt``, the curvature is checked at one agent before rounds
+    1, 10, 100, …; the findings depend neither on workers nor on where training was resumed.
     """
-    progress = start or Progress(0, algorithm.server_init(engine.objective, w))
-    del w, start  # a large model's memory is needed again
+    progress = start or Progress(
+        0, algorithm.initial_server(engine.objective, w), states or MemoryStates()
+    )
+    del w, start  # frees the memory of a large model
     yield progress
     while progress.round < rounds:
         if on_doubt is not None:
@@ -65,23 +79,24 @@ def run_round(
     faults: Faults = Faults(),
     label: str = "",
 ) -> Progress:
-    """One round: choose agents, let them work, and take in what they send.
+    """One round: draw a cohort, train its agents, check and aggregate their updates.
 
-    A round with too few usable updates is tried again with another cohort.
+    A round below the quorum is retried with another cohort.
     """
-
-    def attempt(cohort: list[int], number: int) -> Progress:
-        return _attempt(algorithm, engine, progress, cohort, number, rules, faults, label)
-
-    return try_round(
-        attempt,
-        progress.round + 1,
+    context = _context(engine, progress.round + 1, participation)
+    attempts = Attempts(
+        context.round,
         engine.federation.split.seen,
         participation=participation,
         seed=engine.seed,
         rules=rules,
-        explain=lambda rejected: _explained(rejected, algorithm, engine, progress),
+        explain=lambda rejected: _explained(rejected, algorithm, engine, progress, context),
     )
+    run = partial(_attempt, algorithm, engine, progress, context, rules, faults, label)
+    for cohort, number in attempts:
+        with attempts.quorum():
+            return attempts.accepted(run(cohort, number))
+    raise AssertionError("attempts end with an error")
 
 
 def _check_curvature(
@@ -95,16 +110,9 @@ def _check_curvature(
     if k != 10 ** (len(str(k)) - 1):
         return
     agent = choose_cohort(federation.split.seen, participation, seed, k)[0]
+    context = _agent_context(engine, agent, _context(engine, k, participation))
     with work_of([agent], f"round {k}"):
-        found = doubt(
-            algorithm,
-            engine.objective,
-            federation,
-            agent,
-            seed=seed,
-            round=k,
-            server=progress.server,
-        )
+        found = algorithm.doubt(context, to_send(algorithm, progress.server))
     if found:
         on_doubt(k, found)
 
@@ -113,26 +121,27 @@ def _attempt(
     algorithm: Algorithm,
     engine: Engine,
     progress: Progress,
-    cohort: list[int],
-    attempt: int,
+    context: Context,
     rules: Rules,
     faults: Faults,
     label: str,
+    cohort: list[int],
+    attempt: int,
 ) -> Progress:
-    k, federation, seed = progress.round + 1, engine.federation, engine.seed
+    k, federation, seed = context.round, engine.federation, engine.seed
     fates = faults.fates(cohort, seed, k, attempt)
-    asked = [agent for agent in cohort if agent not in fates.dropped]
-    states = progress.client_states(algorithm, asked)
+    present = [agent for agent in cohort if agent not in fates.dropped]
     received = to_send(algorithm, progress.server)
-    results = engine.client_updates(algorithm, received, states, k) if asked else {}
+    states = {agent: _state(algorithm, engine, progress, received, agent) for agent in present}
+    results = engine.agent_updates(algorithm, received, states, context) if present else {}
     corrupt = faults.corrupt_agents(federation.split.seen, seed)
-    before = {name: progress.server[name] for name in algorithm.sends}
+    before = {name: progress.server[name] for name in algorithm.sent_in(k)}
     updates = [
-        ClientUpdate(
+        AgentUpdate(
             agent,
             k,
             len(federation.split.train[agent]),
-            faults.instead_of(result.vectors, before, seed, k, agent)
+            faults.corrupted(result.vectors, before, seed, k, agent)
             if agent in corrupt
             else result.vectors,
         )
@@ -143,20 +152,20 @@ def _attempt(
         algorithm,
         progress.server,
         updates,
-        k,
+        context,
         cohort=cohort,
         failed=[UpdateError(agent, k, TOO_LATE) for agent in fates.late],
         rules=rules,
         label=label,
     )
-    if not corrupt:  # of those the cause is known
-        rejected = _explained(rejected, algorithm, engine, progress)
+    if not corrupt:  # with corrupt agents the cause is known
+        rejected = _explained(rejected, algorithm, engine, progress, context)
     left_out = {update.agent for update in rejected}
-    kept = {a: r.state for a, r in results.items() if r.state and a not in left_out}
+    progress.states.put(k, {a: r.state for a, r in results.items() if a not in left_out})
     return Progress(
         round=k,
         server=server,
-        clients={**progress.clients, **kept},
+        states=progress.states,
         cohort=tuple(cohort),
         rejected=tuple(rejected),
         dropped=tuple(fates.dropped),
@@ -164,24 +173,50 @@ def _attempt(
     )
 
 
+def _context(engine: Engine, round: int, participation: float) -> Context:
+    agents = len(engine.federation.split.seen)
+    return Context(round, agents, cohort_size(agents, participation))
+
+
+def _agent_context(engine: Engine, agent: int, context: Context) -> AgentContext:
+    batches = engine.federation.batches(agent, engine.seed, "train", context.round)
+    return AgentContext.of(context, engine.objective, batches, batches.samples)
+
+
+def _state(
+    algorithm: Algorithm, engine: Engine, progress: Progress, received: State, agent: int
+) -> State:
+    """An agent's stored state, or its initial one."""
+    found = progress.states.get(agent)
+    return algorithm.agent_init(engine.objective, received) if found is None else found
+
+
 def _explained(
-    rejected: list[UpdateError], algorithm: Algorithm, engine: Engine, progress: Progress
+    rejected: list[UpdateError],
+    algorithm: Algorithm,
+    engine: Engine,
+    progress: Progress,
+    context: Context,
 ) -> list[UpdateError]:
-    """The same, the first that is not finite with its likely cause."""
+    """The same errors, the likely cause added to the first non-finite update."""
     explained = list(rejected)
     for place, error in enumerate(rejected):
         if error.reason.endswith(NOT_FINITE):
-            cause = diagnose(
-                algorithm,
-                engine.objective,
-                engine.federation,
-                error.agent,
-                seed=engine.seed,
-                round=error.round,
-                server=progress.server,
-            )
-            if cause:
-                reason = f"{error.reason}: {cause}"
-                explained[place] = UpdateError(error.agent, error.round, reason)
+            cause = _diagnosed(algorithm, engine, progress, context, error.agent)
+            reason = f"{error.reason}: {cause}"
+            explained[place] = UpdateError(error.agent, error.round, reason)
             break
     return explained
+
+
+def _diagnosed(
+    algorithm: Algorithm, engine: Engine, progress: Progress, context: Context, agent: int
+) -> str:
+    received = to_send(algorithm, progress.server)
+    for name, vector in received.items():
+        if not vector.isfinite().all():
+            return f"the {name} it was sent is not finite"
+    state = _state(algorithm, engine, progress, received, agent)
+    own = _agent_context(engine, agent, context)
+    cause = algorithm.diagnose(own, received, state)
+    return cause or f"{type(algorithm).__name__} can't say why; lower its step sizes"

@@ -1,4 +1,4 @@
-"""What the bounds are computed from: the constants of a problem, and batch sizes."""
+"""The inputs of the bounds: the constants of a problem, and batch sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 ROUNDING = 0.01  # relative; constants may be copied from a table of three digits
-UNDERFLOW = 1e-77  # the fourth power of less is no normal float
+UNDERFLOW = 1e-77  # smaller numbers have a subnormal fourth power
 
 
 class TheoryError(ValueError):
@@ -14,7 +14,7 @@ class TheoryError(ValueError):
 
 
 class FalseBoundWarning(UserWarning):
-    """A bound was asked for as the paper prints it, where it does not hold."""
+    """A bound as printed was requested where it does not hold."""
 
 
 def need(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -40,7 +40,7 @@ class ProblemConstants:
         gradient_dissimilarity: γ_G ≤ 2B, the standard deviation of ∇f_i over agents.
         hessian_dissimilarity: γ_H, the same of ∇²f_i; the spectral norm is enough.
 
-    Constants that no problem has are refused, up to rounding (docs/theory.md, The constants).
+    Constants that no problem can have are refused, up to rounding (docs/theory.md, The constants).
     """
 
     gradient: float

@@ -1,4 +1,4 @@
-"""Lemma 2: how far fine-tuning on batches strays from fine-tuning on everything.
+"""Lemma 2: the distance of fine-tuning on batches from fine-tuning on all samples.
 
 ``variant="tight"`` (the default) is the tightest bound that docs/theory.md proves;
 ``variant="paper"`` is the bound as the paper prints it. Throughout c = 1 + αL, which bounds
@@ -93,8 +93,12 @@ def iterate_bias(
     """
     c = growth(constants, alpha, step, batches)
     half = alpha * constants.hessian_lipschitz / 2
-    bends = [half * iterate_error_squared(constants, alpha, batches, at) for at in range(step)]
-    return min(_accumulate(bends, c, "closed"), iterate_error(constants, alpha, batches, step))
+    second_order = [
+        half * iterate_error_squared(constants, alpha, batches, at) for at in range(step)
+    ]
+    return min(
+        _accumulate(second_order, c, "closed"), iterate_error(constants, alpha, batches, step)
+    )
 
 
 def growth(
@@ -109,7 +113,7 @@ def growth(
 
 
 def _accumulate(terms: list[float], factor: float, form: Form) -> float:
-    """x_{l+1} = factor·x_l + terms[l] from x_0 = 0: step by step, or as the sum it is."""
+    """x_{l+1} = factor·x_l + terms[l] from x_0 = 0: step by step, or in closed form."""
     if form == "recursion":
         total = 0.0
         for term in terms:

@@ -1,4 +1,4 @@
-"""Lemmas 1 and 3-6: smoothness, the errors of the three updates, and how unlike agents are.
+"""Lemmas 1 and 3-6: smoothness, the errors of the three updates, dissimilarity of agents.
 
 ``variant="tight"`` (the default) is the tightest bound that docs/theory.md proves;
 ``variant="paper"`` is the bound as the paper prints it. Throughout c = 1 + αL, which bounds
@@ -120,15 +120,15 @@ def first_order_error(
     noise = constants.gradient_noise**2 / batches.outer
     if variant == "paper":
         h = iterate_error(constants, alpha, batches, steps, "paper")
-        left_out = constants.gradient * (c**steps + 1)
+        omitted = constants.gradient * (c**steps + 1)
         return GradientError(
-            bias=math.sqrt(noise) + constants.smoothness * h + left_out,
-            second_moment=2 * noise + 2 * constants.smoothness**2 * h2 + 2 * left_out**2,
+            bias=math.sqrt(noise) + constants.smoothness * h + omitted,
+            second_moment=2 * noise + 2 * constants.smoothness**2 * h2 + 2 * omitted**2,
         )
-    left_out = constants.gradient * (c**steps - 1)
+    omitted = constants.gradient * (c**steps - 1)
     return GradientError(
-        bias=_last_gradient_bias(constants, alpha, batches) + left_out,
-        second_moment=noise + (constants.smoothness * math.sqrt(h2) + left_out) ** 2,
+        bias=_last_gradient_bias(constants, alpha, batches) + omitted,
+        second_moment=noise + (constants.smoothness * math.sqrt(h2) + omitted) ** 2,
     )
 
 
@@ -143,7 +143,7 @@ def hessian_free_error(
 
     Printed: μ = p + q and σ² = 2p′ + 2q², which grow as 1/δ.
     Tight: the two gradients of a difference share their batch, so that their noise is that of a
-    Hessian, without 1/δ; the difference is ρδ‖v‖²/2 off, half of what the paper says. For δ = 0 it
+    Hessian, without 1/δ; the error of the difference is ρδ‖v‖²/2, half of the paper's. For δ = 0 it
     is the bound of the exact update.
     """
     steps, c = batches.steps, growth(constants, alpha, batches.steps)
@@ -240,8 +240,8 @@ def _recursion_noise(
 ) -> tuple[float, float]:
     """Given the iterates: E‖d̃_ν − D̄_ν‖² and ‖E[d̃_ν − D̄_ν]‖ of the backward recursion.
 
-    d̃ is the sampled recursion and D̄ the same without noise; only the curvature of the finite
-    difference in d, at most αρδ, bends a mean of zero.
+    d̃ is the sampled recursion and D̄ the same without noise; their difference has a mean other than
+    zero only through the curvature of the finite difference in d, at most αρδ.
     """
     c = growth(constants, alpha, batches.steps)
     noise, bent, size = constants.gradient_noise**2 / batches.outer, 0.0, constants.gradient

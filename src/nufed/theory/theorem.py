@@ -1,4 +1,4 @@
-"""Theorem 1: what training promises, as named terms; its step-size condition; and a schedule."""
+"""Theorem 1: the convergence bound as named terms, its step-size condition, and a schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nufed.theory.lemmas import GradientError, meta_dissimilarity, meta_smoothne
 
 @dataclass(frozen=True)
 class Training:
-    """How training is run: step size β, τ local updates, K rounds, m of N agents a round."""
+    """The settings of training: step size β, τ local updates, K rounds, m of N agents a round."""
 
     meta_lr: float
     local_steps: int
@@ -46,7 +46,7 @@ class Training:
 
 @dataclass(frozen=True)
 class TheoremTerms:
-    """What Theorem 1's right-hand side is made of; ``total`` is their sum."""
+    """The terms of Theorem 1's right-hand side; ``total`` is their sum."""
 
     initial_gap: float
     bias: float
@@ -107,7 +107,7 @@ def convergence_bound(
     c = 1 - b + 2 * phi * straight
 
     parts = ((1 + straight) * mu, straight * gamma, jagged * sigma)
-    off = sum(parts)  # M: how far the mean direction may be from ∇F(w_k), but for its own part
+    off = sum(parts)  # M: bounds the distance of the mean direction from ∇F(w_k), less z‖∇F(w_k)‖
     gap = initial_gap / (beta * tau * training.rounds)
     sampling = b / 2 * (1 + epsilon) * kappa * gamma**2
     noise = b / 2 * (1 + epsilon) * sigma**2 / (tau * m)
@@ -163,7 +163,7 @@ def printed_bound(
 
 @dataclass(frozen=True)
 class Schedule:
-    """Settings that make Theorem 1 promise an ε-stationary point, and the terms they balance."""
+    """Settings for which Theorem 1 guarantees an ε-stationary point, and the terms they balance."""
 
     training: Training
     batch_size: int
@@ -183,11 +183,12 @@ def schedule(
 ) -> Schedule:
     """τ, K, β and D after the paper's remark, such that (1/K)ΣE‖∇F(w_k)‖² ≤ ε.
 
-    D is doubled until μ_F² takes a quarter of ε, or falls no more; τ = ⌈ε^{−1/2}⌉ with all agents
-    in every round and 1 otherwise (the variance of sampling agents grows with τ: more local updates
-    then buy nothing); β is halved from the largest allowed until all but the first term take three
-    quarters; K does the rest. So K = O(ε^{−3/2}) with all agents and O(ε^{−2}) with some. This
-    follows the remark; with batches as large as 1/ε, τ = 1 and a larger β can need fewer rounds.
+    D is doubled until μ_F² takes a quarter of ε, or up to 2⁴⁹; τ = ⌈ε^{−1/2}⌉ with all agents in
+    every round and 1 otherwise (the variance of sampling agents grows with τ: more local updates
+    then do not help); β is halved from the largest allowed until all but the first term take three
+    quarters; K is the smallest that suffices. So K = O(ε^{−3/2}) with all agents and O(ε^{−2}) with
+    some. This follows the remark; with batches as large as 1/ε, τ = 1 and a larger β can need fewer
+    rounds.
 
     Args:
         error: μ_F and σ_F² for given batch sizes: ``partial(exact_error, constants, alpha)``.
@@ -203,16 +204,16 @@ def schedule(
         training = Training(beta, tau, rounds, cohort, agents)
         return convergence_bound(training, smoothness, errors, dissimilarity, gap)
 
-    # what is left after infinitely many rounds tends to μ_F² as β falls: stop half-way to ε at most
-    enough = max(0.75 * epsilon, (errors.bias**2 + epsilon) / 2)
+    # the limit of infinitely many rounds tends to μ_F² as β falls: stop half-way to ε at most
+    target = max(0.75 * epsilon, (errors.bias**2 + epsilon) / 2)
     beta = largest_meta_lr(smoothness, tau)
-    while terms(beta, 1, gap=0.0).total > enough:
+    while terms(beta, 1, gap=0.0).total > target:
         beta /= 2
     rounds = 1
     while terms(beta, rounds).total > epsilon:
         rounds *= 2
     low = rounds // 2
-    while rounds - low > 1:  # the least K, by bisection
+    while rounds - low > 1:  # the smallest K, by bisection
         middle = (rounds + low) // 2
         low, rounds = (low, middle) if terms(beta, middle).total <= epsilon else (middle, rounds)
     return Schedule(Training(beta, tau, rounds, cohort, agents), size, terms(beta, rounds))
@@ -228,7 +229,7 @@ def _smallest_batch(
     if least < 0.9 * epsilon:
         return size
     raise TheoryError(
-        f"epsilon = {epsilon:g} can't be promised with any batch size: the bias of this update "
+        f"epsilon = {epsilon:g} can't be guaranteed with any batch size: the bias of this update "
         f"alone takes {least:.3g}; lower alpha, or use exact curvature or a smaller fd_step"
     )
 

@@ -1,0 +1,135 @@
+"""Writes what docs say about algorithms from their docstrings, fields and tests.
+
+The tables at the end of docs/algorithms.md, and a page for each method in docs/algorithms/. Run it
+from anywhere: `python docs/describe_algorithms.py`.
+"""
+
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+
+from nufed.algorithms import ALGORITHMS, Algorithm, LocalTraining
+from nufed.cli.listing import listing_of
+from nufed.config.describe import described
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+PAGE = DOCS / "algorithms.md"
+PAGES = DOCS / "algorithms"
+RUNS_CHECKS = {"proof", "a_wrong_copy_is_rejected"}  # tests that run the checks
+HEADING = "## Those that are here\n"
+
+
+def tables() -> str:
+    """What stands below the heading of docs/algorithms.md."""
+    lines = ["| algorithm | what it is | a newcomer | agents keep |", "|---|---|---|---|"]
+    for name in ALGORITHMS:
+        title, about = title_of(name)
+        link = f"[`{name}`](algorithms/{name}.md)"
+        lines.append(f"| {link} | {title} | {about['a newcomer']} | {about['agents keep']} |")
+    lines += [
+        "",
+        "Settings of all algorithms with local steps; each page lists those of its own.",
+        "",
+    ]
+    lines += ["| setting | meaning | allowed | default |", "|---|---|---|---|"]
+    return "\n".join([*lines, *rows_of(LocalTraining)]) + "\n"
+
+
+def rows_of(cls: type[Algorithm], without: type[Algorithm] | None = None) -> list[str]:
+    """The settings of a class as rows of a table, without those of another."""
+    known = described(without) if without else []
+    return [f"| {' | '.join((f'`{s.key}`', *s[1:]))} |" for s in described(cls) if s not in known]
+
+
+def title_of(name: str) -> tuple[str, dict[str, str]]:
+    """The first line of an algorithm's docstring, and what `nufed list` says about it."""
+    (title, about), *_ = listing_of(name).items()
+    return title.removeprefix(f"{name}: "), about
+
+
+def pages() -> dict[str, str]:
+    """The pages of all methods by name."""
+    return {name: page_of(name) for name in ALGORITHMS}
+
+
+def page_of(name: str) -> str:
+    """Definition, what is kept where, settings, proofs and known mistakes of one method."""
+    cls = ALGORITHMS[name]
+    title, about = title_of(name)
+    source = Path(inspect.getfile(cls)).relative_to(ROOT)
+    definition, _, mistakes = plain(sys.modules[cls.__module__].__doc__).partition(
+        "Known mistakes elsewhere:"
+    )
+    lines = [f"# {name}", "", title, "", f"Code: [{source.name}](../../{source}).", ""]
+    lines += ["## Definition", definition.strip(), "", "## At a glance", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in about.items()]
+    lines += ["", "## Settings", "| key | meaning | allowed | default |", "|---|---|---|---|"]
+    lines += rows_of(cls, without=LocalTraining)
+    if issubclass(cls, LocalTraining):
+        lines += ["", "And the [settings of local steps and of the server](../algorithms.md)."]
+    tests = tests_of(cls)
+    lines += ["", "## Proofs", f"In [{tests.name}](../../{tests.relative_to(ROOT)}):", ""]
+    lines += [f"- {proof}" for proof in proofs(tests)]
+    if wrong := wrong_copies(tests):
+        lines += ["", f"Wrong copies that these reject: {', '.join(wrong)}."]
+    lines += [
+        "",
+        "The [conformance suite](../../tests/conformance/test_algorithms.py) runs it on every "
+        "engine, with one and two workers, resumed, with rejected updates, and on Flower.",
+    ]
+    if mistakes:
+        lines += ["", "## Known mistakes elsewhere", mistakes.strip()]
+    return "\n".join(lines) + "\n"
+
+
+def tests_of(cls: type[Algorithm]) -> Path:
+    """The file of an algorithm's proofs: named after its module, or that of a base."""
+    names = [base.__module__.rpartition(".")[2] for base in cls.__mro__]
+    files = [ROOT / "tests/algorithms" / f"test_{name}.py" for name in names]
+    return next(path for path in files if path.exists())
+
+
+def proofs(tests: Path) -> list[str]:
+    """The checks of a file in words: their names, and the first line of their docstrings."""
+    found = []
+    for node in ast.parse(tests.read_text("utf-8")).body:
+        kind, _, name = (
+            node.name.partition("_") if isinstance(node, ast.FunctionDef) else ("", "", "")
+        )
+        if kind == "check" or (kind == "test" and name not in RUNS_CHECKS | set(ALGORITHMS)):
+            first = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+            found.append(name.replace("_", " ") + (f": {first}" if first else ""))
+    return found
+
+
+def wrong_copies(tests: Path) -> list[str]:
+    """The deliberately wrong algorithms that the checks of a file reject, in words."""
+    for node in ast.parse(tests.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MUTANTS":
+            assert isinstance(node.value, ast.Dict | ast.List)  # by class, or (class, check) pairs
+            if isinstance(node.value, ast.Dict):
+                found = [ast.unparse(key) for key in node.value.keys if key]
+            else:
+                found = [ast.unparse(pair).strip("()").split(",")[0] for pair in node.value.elts]
+            names = dict.fromkeys(name.strip("'") for name in found)
+            return [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() for name in names]
+    return []
+
+
+def plain(docstring: str | None) -> str:
+    """A docstring as Markdown: roles of Sphinx become code."""
+    text = inspect.cleandoc(docstring or "").replace("``", "`")
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text("utf-8")
+    PAGE.write_text(text[: text.index(HEADING)] + HEADING + tables(), "utf-8")
+    PAGES.mkdir(exist_ok=True)
+    for old in PAGES.glob("*.md"):
+        old.unlink()
+    for name, text in pages().items():
+        (PAGES / f"{name}.md").write_text(text, "utf-8")

@@ -1,0 +1,155 @@
+"""Draws docs/rooms.svg: the rooms of nufed and their imports, from the import graph.
+
+Run it from any directory: `python docs/draw_rooms.py`. A room is drawn above all that it imports.
+Arrows that others imply (a → c beside a → b → c) are omitted (transitive reduction).
+"""
+
+from itertools import pairwise
+from pathlib import Path
+
+import grimp
+
+PICTURE = Path(__file__).with_name("rooms.svg")
+WIDTH, FLOOR, BOX, HEIGHT, GAP = 360, 62, 78, 28, 6  # pixels: a phone's width, or more if needed
+BEND = 10  # width of an arrow where it passes a floor
+SWEEPS, PULL = 40, 4  # iterations of the layout; weight of neighbours relative to the centre
+STYLE = """
+  .ground { fill: #ffffff } .room { fill: #e8f1fa; stroke: #2f6ea5 } .arrow { stroke: #8a8f98 }
+  .tip { fill: #8a8f98 } text { fill: #14202b; font: 12px system-ui, sans-serif }
+  @media (prefers-color-scheme: dark) {
+    .ground { fill: #0d1117 } .room { fill: #16283a; stroke: #6cb0ea } .arrow { stroke: #9198a1 }
+    .tip { fill: #9198a1 } text { fill: #e6edf3 }
+  }
+"""
+
+
+def imports():
+    """The rooms (packages and modules directly in nufed), and which others each imports."""
+    graph = grimp.build_graph("nufed", cache_dir=None)
+    found = {room.split(".")[1]: set() for room in graph.find_children("nufed")}
+    for module in graph.modules - {"nufed"}:
+        room = module.split(".")[1]
+        used = graph.find_modules_directly_imported_by(module) - {"nufed"}
+        found[room] |= {name.split(".")[1] for name in used} - {room}
+    return {room: sorted(found[room]) for room in sorted(found)}
+
+
+def below(room, used):
+    """Everything that a room imports, directly or indirectly."""
+    return set(used[room]).union(*(below(other, used) for other in used[room]))
+
+
+def reduced(used):
+    """The transitive reduction of the imports."""
+    return {
+        room: [o for o in own if not any(o in below(third, used) for third in own)]
+        for room, own in used.items()
+    }
+
+
+def floors(used):
+    """The floor of each room: one below the lowest room that imports it; 0 is the lowest."""
+
+    def depth(room):
+        return max((depth(other) + 1 for other in used if room in used[other]), default=0)
+
+    deepest = max(map(depth, used))
+    return {room: deepest - depth(room) for room in used}
+
+
+def layout(used):
+    """The positions of rooms, and for each arrow the points that it passes.
+
+    Arrows over several floors get a position on each; neighbours are moved towards the mean of
+    their positions (barycentre heuristic for layered graphs).
+    """
+    level = floors(used)
+    rows = [[] for _ in range(max(level.values()) + 1)]
+    for room, floor in level.items():
+        rows[floor].append(room)
+    chains = []
+    for room, own in used.items():
+        for other in own:
+            between = range(level[room] - 1, level[other], -1)
+            chain = [room, *((room, other, floor) for floor in between), other]
+            for bend in chain[1:-1]:
+                rows[bend[2]].append(bend)
+            chains.append(chain)
+    near = {place: [] for row in rows for place in row}
+    for a, b in (pair for chain in chains for pair in pairwise(chain)):
+        near[a].append(b)
+        near[b].append(a)
+    width = max(WIDTH, *(sum(map(size, row)) + GAP * (len(row) + 1) for row in rows))
+    at = dict.fromkeys(near, width / 2)
+    for _ in range(SWEEPS):
+        for row in (*rows, *rows[::-1]):
+            wanted = {
+                p: mean([width / 2, *(at[q] for q in near[p] for _ in range(PULL))]) for p in row
+            }
+            row.sort(key=wanted.get)
+            arrange(row, at, wanted, width)
+    return at, level, chains, width
+
+
+def size(place):
+    return BOX if isinstance(place, str) else BEND
+
+
+def arrange(row, at, wanted, width):
+    """Place the nodes of one floor side by side, as near to their wanted positions as possible.
+
+    Least squares in the given order: nodes that would overlap are merged and moved by their mean.
+    """
+    starts = [GAP * (i + 1) + sum(map(size, row[:i])) + size(row[i]) / 2 for i in range(len(row))]
+    free = width - sum(map(size, row)) - GAP * (len(row) + 1)
+    blocks = []
+    for place, start in zip(row, starts, strict=True):
+        blocks.append([wanted[place] - start])
+        while len(blocks) > 1 and mean(blocks[-2]) > mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    shifts = [min(max(mean(block), 0), free) for block in blocks for _ in block]
+    at.update({p: start + shift for p, start, shift in zip(row, starts, shifts, strict=True)})
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def draw(used):
+    """The diagram as SVG."""
+    at, level, chains, width = layout(reduced(used))
+    top = max(level.values())
+
+    def y(place):
+        return 24 + FLOOR * (top - (level[place] if isinstance(place, str) else place[2]))
+
+    height = 24 * 2 + FLOOR * top
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img">',
+        "<title>The rooms of nufed: arrows point to what a room imports</title>",
+        f"<style>{STYLE}</style>",
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+        'markerHeight="7" orient="auto"><path class="tip" d="M0 0 8 4 0 8z"/></marker></defs>',
+        f'<rect class="ground" width="{width}" height="{height}" rx="6"/>',
+    ]
+    for chain in chains:
+        path = f"M{at[chain[0]]:.0f} {y(chain[0]) + HEIGHT / 2:.0f}"
+        for a, b in pairwise(chain):
+            start, end = y(a) + HEIGHT / 2, y(b) - HEIGHT / 2
+            half = (start + end) / 2
+            path += f"C{at[a]:.0f} {half:.0f} {at[b]:.0f} {half:.0f} {at[b]:.0f} {end:.0f}"
+            path += "" if b == chain[-1] else f"v{HEIGHT}"
+        lines.append(f'<path class="arrow" fill="none" marker-end="url(#tip)" d="{path}"/>')
+    for room in used:
+        x, middle = at[room], y(room)
+        lines.append(
+            f'<rect class="room" x="{x - BOX / 2:.0f}" y="{middle - HEIGHT / 2:.0f}" '
+            f'width="{BOX}" height="{HEIGHT}" rx="5"/>'
+            f'<text x="{x:.0f}" y="{middle + 4:.0f}" text-anchor="middle">{room}</text>'
+        )
+    return "\n".join([*lines, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw(imports()), "utf-8")

@@ -1,0 +1,63 @@
+"""ANIL: fine-tuning of the head alone (almost no inner loop; Raghu et al., 2020).
+
+gMeta whose step size is 0 outside the head: with m the indicator of the head's coordinates,
+
+    min_w  (1/N) Σ_i f_i(w^i_ν),   w^i_0 = w,   w^i_{l+1} = w^i_l − α·m⊙∇f_i(w^i_l).
+
+The meta-gradient and its update concern all of w: the body is trained for the heads that
+fine-tuning makes of it, and only fine-tuning leaves it alone. Everything else is as in
+:mod:`nufed.algorithms.gmeta`: the server holds w (and learned rates), agents keep nothing, the
+personal model is the global one after ν steps, now of the head, at use too; a newcomer does the
+same. The optimiser drives the steps of w, with the meta-gradient as its gradient.
+
+Known mistakes elsewhere: the body frozen in the outer update as well, which trains heads on random
+features (an option of "meta-learning from scratch"). The tests also reject: the whole model
+fine-tuned at use; steps of the head in training that leave the body's second-order term out
+(∂²f/∂body∂head is not 0: I − α∇²f·diag(m) has rows of the body); the head fine-tuned in training by
+other steps than at use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from nufed.algorithms.gmeta import GMeta
+from nufed.algorithms.protocol import State, TheorySettings
+from nufed.meta.fine_tuning import Rate
+from nufed.objective import AnyObjective
+from nufed.settings import setting
+
+
+@dataclass(frozen=True)
+class ANIL(GMeta):
+    """ANIL: gMeta that fine-tunes the head alone (Raghu et al., 2020).
+
+    Args:
+        adapted: the part of the model that is fine-tuned, as :meth:`nufed.Objective.part` names it.
+        others: as for :class:`GMeta`.
+    """
+
+    adapted: str = setting("head", "part that is fine-tuned: head, body, … or a name pattern")
+
+    newcomer: ClassVar[str] = "fine-tunes the head of the global model"
+    optimized: ClassVar[str] = "steps of w, along the meta-gradient"
+
+    def rate(self, objective: AnyObjective, received: State) -> Rate:
+        """The step size per coordinate: 0 outside the part that is fine-tuned."""
+        w, rate = received["model"], super().rate(objective, received)
+        every = rate.expand_as(w) if isinstance(rate, Tensor) else torch.full_like(w, rate)
+        part = objective.base.part(self.adapted)
+        return part.put(torch.zeros_like(w), part.take(every))
+
+    @property
+    def combines(self) -> Literal["elementwise", "linearly"] | None:
+        """Elementwise: step sizes per coordinate are no plain multiples."""
+        return None if self.local_epochs else "elementwise"
+
+    def theory(self) -> TheorySettings | None:
+        """None: the paper's bounds are about one step size for all coordinates."""
+        return None

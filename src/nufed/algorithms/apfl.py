@@ -1,0 +1,99 @@
+"""APFL: a personal model mixed of the agent's own and the global one (Deng et al., 2020).
+
+The global model w is trained as by FedAvg. Every agent keeps a model v of its own, which starts
+from the initial model, and a weight α. In a round, from w_i = w, for every batch
+
+    v̄ = αv + (1 − α)w_i
+    v ← v − η·α∇f_i(v̄),   w_i ← w_i − η∇f_i(w_i)             (α∇f_i(v̄) is ∂f_i(v̄)/∂v)
+
+both from the values before the step, and once per round, with the first batch,
+
+    α ← clip(α − η_α⟨∇f_i(v̄), v − w_i⟩, 0, 1)                  (the product is ∂f_i(v̄)/∂α),
+
+which holds from the second step on. The paper learns α at every communication round, with η_α = η;
+η_α = 0 fixes it.
+
+The server holds w, an agent keeps v and α; w goes down, w_i comes up. The personal model is
+αv + (1 − α)w with the w that the agent receives at use, not its own w_i: the same mixture whose α
+the first step of a round learns. A newcomer trains a v from w for one round's steps with w fixed,
+and α as at the start. The optimiser drives the steps of w and of v; α has plain steps.
+
+The authors' code differs from the paper, which is followed: it mixes the outputs of two models
+instead of their parameters, steps w_i before it takes the gradient of v, and has a further 0.02·α
+in the gradient of α.
+
+Known mistakes elsewhere: v trained on f(v) and then overwritten by v̄, so that every round mixes
+anew, and α learned from α∇f(v) + (1 − α)∇f(w_i) with that 0.02·α (PFLlib); a second step of one
+optimiser without clearing gradients, which moves w_i twice per batch, so that w is not FedAvg's
+(FL-bench). The tests also reject: no factor α in the step of v; the other sign of v − w_i; α
+without a bound, or learned in every step; ∇f at w_i or v instead of v̄; w_i instead of w at use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Personal, State
+from nufed.objective import AnyObjective, Batch
+from nufed.settings import setting
+
+
+@dataclass(frozen=True)
+class APFL(LocalTraining):
+    """APFL: every agent mixes a model of its own with the global one (Deng et al., 2020).
+
+    Args:
+        mixing: α at the start, the weight of v in the personal model.
+        mixing_lr: η_α, the step size of α; 0: it is fixed.
+        others: as for :class:`LocalTraining`; ``meta_lr`` is η, of w and of v.
+    """
+
+    mixing: float = setting(0.5, "α at the start, weight of the agent's own model", least=0, most=1)
+    mixing_lr: float = setting(0.1, "η_α, step size of α; 0: fixed", least=0)
+
+    newcomer: ClassVar[str] = "trains v from the global model for one round's steps"
+    optimized: ClassVar[str] = "steps of w and of v"
+    shown_steps: ClassVar[int] = 0
+
+    def agent_init(self, objective: AnyObjective, received: State) -> State:
+        alpha = received["model"].new_full((1,), self.mixing)
+        return {"personal": objective.base.initial(), "mixing": alpha}
+
+    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
+        w, v, alpha = received["model"], state["personal"], state["mixing"]
+        grad = context.objective.grad
+        step_w, step_v = self.start_steps(context), self.start_steps(context)
+        for t, batch in enumerate(self.local_batches(context)):
+            g = grad(mix(alpha, v, w), batch)
+            by_v, by_alpha = alpha * g, (g * (v - w)).sum(dim=-1, keepdim=True)
+            v, w = step_v(v, by_v, batch), step_w(w, grad(w, batch), batch)
+            if t == 0:
+                alpha = (alpha - self.mixing_lr * by_alpha).clamp(0, 1)
+        cost = Cost(2 * self.steps_per_round(context))
+        return AgentResult({"model": w}, {"personal": v, "mixing": alpha}, cost)
+
+    def personal_model(
+        self, context: AgentContext, received: State, state: State | None
+    ) -> Personal:
+        w = received["model"]
+        if state is not None:
+            return Personal({"model": mix(state["mixing"], state["personal"], w)})
+        alpha = w.new_full((1,), self.mixing)
+
+        def gradient(v: Tensor, batch: Batch) -> Tensor:  # ∂f(v̄)/∂v with w fixed
+            return alpha * context.objective.grad(mix(alpha, v, w), batch)
+
+        v = self.descend(context, w, gradient)
+        return Personal({"model": mix(alpha, v, w)}, Cost(self.steps_per_round(context)))
+
+    def personal_draws(self, steps: int) -> list[Draw]:
+        return [Draw("adapt", self.batch_size, steps), *self.update_draws()]
+
+
+def mix(alpha: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """v̄ = αv + (1 − α)w."""
+    return alpha * v + (1 - alpha) * w

@@ -1,0 +1,82 @@
+"""Ditto: a personal model beside the global one, held near it (Li et al., 2021).
+
+The global model w is trained as by FedAvg. Every agent keeps a model v of its own, which starts
+from the initial model and is trained in the rounds in which the agent takes part:
+
+    τ_v times:  v ← v − η_v(∇f_i(v) + λ(v − w)).
+
+The server holds w, an agent keeps v, which is its personal model; w goes down, the agent's trained
+copy of it comes up. w in the proximal term is the model that the agent received in that round.
+
+Known mistakes elsewhere: none is listed here. The tests reject: a proximal term around the agent's
+own trained w; v that starts anew in every round; λ missing or with the other sign; v sent instead
+of w; the global model tested as the personal one; a newcomer whose steps are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Personal, State
+from nufed.objective import AnyObjective
+from nufed.settings import setting
+
+
+@dataclass(frozen=True)
+class Ditto(LocalTraining):
+    """Ditto: every agent keeps a personal model near the global one (Li et al., 2021).
+
+    Args:
+        weight: λ, the weight of the proximal term.
+        personal_lr: η_v, the step size of v.
+        personal_steps: τ_v, steps of v per round.
+        others: as for :class:`LocalTraining`, of the global model.
+    """
+
+    weight: float = setting(1.0, "λ, weight of the proximal term", least=0)
+    personal_lr: float = setting(0.01, "η_v, step size of the personal model", least=0)
+    personal_steps: int = setting(4, "τ_v, steps of the personal model per round", least=1)
+
+    newcomer: ClassVar[str] = "takes personal_steps steps of v from the global model"
+    optimized: ClassVar[str] = "steps of w and of v"
+    shown_steps: ClassVar[int] = 0
+
+    def agent_init(self, objective: AnyObjective, received: State) -> State:
+        return {"personal": objective.base.initial()}
+
+    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
+        w = self.descend(context, received["model"])
+        v = self.personal_update(context, state["personal"], received["model"])
+        cost = Cost(self.steps_per_round(context) + self.personal_steps)
+        return AgentResult({"model": w}, {"personal": v}, cost)
+
+    def personal_update(self, context: AgentContext, v: Tensor, w: Tensor) -> Tensor:
+        """v after τ_v steps towards a minimum of f_i(v) + λ/2‖v − w‖²."""
+        return self.descend(
+            context,
+            v,
+            lambda v, batch: context.objective.grad(v, batch) + self.weight * (v - w),
+            lr=self.personal_lr,
+            batches=context.draw_each(self._personal_draws()),
+        )
+
+    def personal_model(
+        self, context: AgentContext, received: State, state: State | None
+    ) -> Personal:
+        if state is not None:
+            return Personal({"model": state["personal"]})
+        w = received["model"]
+        return Personal({"model": self.personal_update(context, w, w)}, Cost(self.personal_steps))
+
+    def update_draws(self) -> list[Draw]:
+        return [*super().update_draws(), *self._personal_draws()]
+
+    def personal_draws(self, steps: int) -> list[Draw]:
+        return [Draw("adapt", self.batch_size, steps), *self._personal_draws()]
+
+    def _personal_draws(self) -> list[Draw]:
+        return self.step_draws("personal", self.personal_steps)

@@ -1,0 +1,71 @@
+"""FedBABU: the body is trained under a head that is never trained (Oh et al., 2022).
+
+With θ_ext the body and θ_cls the head, which keeps its initial values θ⁰_cls everywhere,
+
+    agent:   τ times:  θ_ext ← θ_ext − η∇_ext f_i(θ_ext, θ⁰_cls)
+    server:  θ_ext ← mean of the agents' θ_ext.
+
+The server holds the body, which travels; everyone knows the head from the initial model, and agents
+keep nothing. So the server has a whole model, (θ_ext, θ⁰_cls). The personal model is that model
+after fine-tuning, of all of it as the paper advises, or of the part that ``fine_tuned`` names; the
+run says for how many steps. A newcomer does the same. ``optimizer`` drives the steps of the body;
+fine-tuning takes plain steps of size ``adapt_lr``. The paper weights agents by samples
+(``averaging = "samples"``).
+
+Known mistakes elsewhere: the head's gradient is set to zero and the optimiser then steps over the
+whole model (FL-bench), so that weight decay shrinks a head that should keep its values; averaging
+the head too, which changes its last bits where many equal numbers are summed; a new random head
+for every agent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from nufed.algorithms.partial import Masked
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, State
+from nufed.meta.fine_tuning import Rate
+from nufed.objective import AnyObjective
+from nufed.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedBABU(Masked):
+    """FedBABU: the body is trained under the initial head; use fine-tunes both (Oh et al., 2022).
+
+    Args:
+        private: θ_cls, the part that keeps its initial values in training.
+        fine_tuned: the part that fine-tuning changes.
+        others: as for :class:`LocalTraining`; ``meta_lr`` is η, ``local_steps`` τ.
+    """
+
+    private: str = setting("head", "part that keeps its initial values in training")
+    fine_tuned: str = setting("all", "part that fine-tuning changes")
+
+    newcomer: ClassVar[str] = "fine-tunes the global model"
+    optimized: ClassVar[str] = "local steps of the body"
+
+    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
+        _, shared = self.parts(context.objective)
+        w = self.whole(context.objective, received)
+        w = self.descend(context, w, part=shared)
+        return AgentResult({"shared": shared.take(w)}, state, Cost(self.steps_per_round(context)))
+
+    def whole(self, objective: AnyObjective, received: State) -> Tensor:
+        """(θ_ext, θ⁰_cls)."""
+        return self.join(objective, received["shared"], self.initial_private(objective))
+
+    def global_model(self, objective: AnyObjective, received: State) -> Tensor:
+        return self.whole(objective, received)
+
+    def rate(self, objective: AnyObjective, received: State) -> Rate:
+        """α on the part that is fine-tuned, 0 elsewhere."""
+        if self.fine_tuned == "all":
+            return self.adapt_lr
+        ones = torch.ones(objective.base.size, dtype=objective.base.dtype)
+        mask = objective.base.part(self.fine_tuned).only(ones)
+        return mask.to(received["shared"].device) * self.adapt_lr

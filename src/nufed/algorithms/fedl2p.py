@@ -1,0 +1,232 @@
+"""FedL2P: agents learn together how each of them should fine-tune (Lee et al., 2023).
+
+In the first ``pretrain_rounds`` rounds the global model w is trained as by FedAvg. Then w is fixed,
+and meta-nets with parameters λ are learned (:mod:`nufed.algorithms.fedl2p_nets`). From statistics
+of the inputs of every layer under w they give an agent a step size η for each parameter tensor
+and, where batch-norm layers have tracked statistics s, the share β of its own ones, s_i:
+
+    min_λ Σ_i L_V(θ_i, λ),   θ_i: K steps θ ← θ − η⊙∇L_T(θ) from w, with s ← (1 − β)s + β·s_i.
+
+L_T and L_V are losses on disjoint parts of the agent's training data, drawn anew in every round.
+θ_i is taken as a fixed point of its steps. With v = ∇L_V(θ_i), g = ∇L_T(θ_i) and H = ∇²L_T(θ_i),
+the implicit function theorem and a Neumann series give the hypergradient
+
+    u = Σ_{q = 0…Q} (I − H·diag η)^q v,
+    dL_V/dη = −u⊙g (summed over each tensor),   dL_V/dβ = ∂L_V/∂β − (η⊙u)ᵀ∂²L_T/∂θ∂β.
+
+η⊙u tends to H⁻¹v, so that dL_V/dβ is the paper's ∂L_V/∂λ − ∂L_V/∂θ·H⁻¹·∂²L_T/∂θ∂λ; η has no part in
+L_T, so for it the theorem is applied to the steps. The series converges where the steps do. At a
+minimum of L_T both are 0 unless layers are frozen (η = 0): λ is learned from what K steps leave.
+Each agent takes τ steps λ ← λ − ζ·hypergradient (clamped).
+
+The server keeps w, λ and the mean of the last cohort's η, and sends all three. Agents send back w
+in the first phase, λ and η in the second, and keep nothing. The personal model is w with mixed
+statistics, fine-tuned by steps of size η, which ``scale`` multiplies. A newcomer does the same, as
+it needs only its own data. A bundle holds no meta-nets: it ships w with the server's mean of η.
+The optimiser drives the steps of w and of λ; fine-tuning takes plain steps.
+
+The authors' code mixes statistics of batches, at use running means of them; here s_i are those of
+the agent's data under w, held fixed while it fine-tunes, in evaluation mode. Its Neumann series has
+a step size ψ of its own in place of η.
+
+Known mistakes elsewhere: the authors' code takes ∂²L_T/∂θ∂η through the last step's θ(η) and has no
+direct term for η, which gives −vᵀH⁻¹H·∂θ/∂η = +v⊙g where −v⊙g is the derivative: step sizes shrink
+where longer steps lower L_V. It leaves out the factor ψ of H⁻¹ ≈ ψΣ(I − ψH)^q; with its ψ = 0.1 the
+implicit term by β is ten times too large beside the direct one. Another published adaptation trains
+w along with λ, differentiates one step from w, and takes β from a fixed rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nufed.algorithms.fedl2p_nets import MetaNets, Profile
+from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentResult,
+    AgentUpdate,
+    Context,
+    Cost,
+    Personal,
+    State,
+)
+from nufed.errors import require
+from nufed.meta.fine_tuning import Rate, adapt, per_coordinate, per_tensor, trajectory
+from nufed.objective import AnyObjective, Batch
+from nufed.seeding import torch_seed
+from nufed.settings import setting
+
+
+@dataclass(frozen=True)
+class FedL2P(LocalTraining):
+    """FedL2P: meta-nets learn every agent's step sizes and norm statistics (Lee et al., 2023).
+
+    Args:
+        pretrain_rounds: rounds of FedAvg before λ is learned and w is fixed.
+        adapt_steps: K, fine-tuning steps that λ is learned for.
+        neumann_steps: Q, terms of the Neumann series beyond the first.
+        net_lr: ζ, the step size of the meta-nets.
+        base_lr: the step size of η̃.
+        clamp: the largest absolute value of a hypergradient's coordinate; 0: any.
+        most_rate: η_max.
+        net_width: units in each of a meta-net's two hidden layers.
+        hold_out: the share of an agent's training data that makes L_V.
+        others: as for :class:`LocalTraining`; ``meta_lr`` is FedAvg's, ``local_steps`` is τ in both
+            phases, and ``adapt_lr`` is the start of η̃, a number.
+    """
+
+    pretrain_rounds: int = setting(10, "rounds of FedAvg before λ is learned", least=0)
+    adapt_steps: int = setting(4, "K, fine-tuning steps that λ is learned for", least=1)
+    neumann_steps: int = setting(3, "Q, terms of the Neumann series beyond the first", least=0)
+    net_lr: float = setting(0.001, "ζ, step size of the meta-nets", least=0)
+    base_lr: float = setting(0.0001, "step size of η̃, the multipliers of step sizes", least=0)
+    clamp: float = setting(1.0, "largest coordinate of a hypergradient; 0: any", least=0)
+    most_rate: float = setting(1000.0, "η_max, largest output of LRNet", above=0)
+    net_width: int = setting(100, "units in each hidden layer of a meta-net", least=1)
+    hold_out: float = setting(0.2, "share of training data that makes L_V", above=0, below=1)
+
+    receives: ClassVar[tuple[str, ...]] = ("model", "meta_net", "rates")
+    sends: ClassVar[tuple[str, ...]] = ("model", "meta_net", "rates")
+    newcomer: ClassVar[str] = "fine-tunes the global model as the meta-nets say for its own data"
+    optimized: ClassVar[str] = "the local steps of w, and the steps of λ"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = not isinstance(self.adapt_lr, Tensor)
+        require(number, "adapt_lr", self.adapt_lr, "must be a number, from which η̃ starts")
+
+    @property
+    def combines(self) -> None:
+        """One agent at a time: what agents draw depends on how many samples they have."""
+
+    def sent_in(self, round: int) -> Sequence[str]:
+        return ("model",) if round <= self.pretrain_rounds else ("meta_net", "rates")
+
+    def caveat(self, rounds: int) -> str | None:
+        if rounds > self.pretrain_rounds:
+            return None
+        return (
+            f"it was FedAvg in all {rounds} rounds and learned no step sizes, as pretrain_rounds = "
+            f"{self.pretrain_rounds}: raise rounds or lower pretrain_rounds"
+        )
+
+    def nets(self, objective: AnyObjective) -> MetaNets:
+        return MetaNets(objective.base, self.net_width, self.most_rate)
+
+    def server_init(self, objective: AnyObjective, w: Tensor) -> State:
+        rate = float(self.adapt_lr)
+        rates = w.new_full((len(objective.base.sizes),), rate)
+        return {"model": w, "meta_net": self.nets(objective).initial(w, rate), "rates": rates}
+
+    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
+        w, lam, tau = received["model"], received["meta_net"], self.steps_per_round(context)
+        if context.round <= self.pretrain_rounds:
+            return AgentResult({"model": self.descend(context, w)}, state, Cost(tau))
+        nets = self.nets(context.objective)
+        train, validation = self.split(context)
+        profile = nets.profile(w, train.inputs)
+        step = self.start_steps(context, nets.steps(lam, self.net_lr, self.base_lr))
+        for t in range(tau):
+            rng = context.batches.stream("fedl2p", t)
+            inner = [self.pick(train, rng, not nets.norms) for _ in range(self.adapt_steps + 1)]
+            outer = self.pick(validation, rng, False)
+            by_lam = self.hypergradient(context.objective, nets, w, lam, profile, inner, outer)
+            lam = step(lam, by_lam.clamp(-self.clamp, self.clamp) if self.clamp else by_lam)
+        vectors = {"meta_net": lam, "rates": nets.strategy(lam, profile)[0]}
+        products = self.neumann_steps + bool(nets.norms)
+        return AgentResult(vectors, state, Cost(tau * (self.adapt_steps + 2), tau * products))
+
+    def split(self, context: AgentContext) -> tuple[Batch, Batch]:
+        """The agent's training data in two disjoint parts, of L_T and of L_V."""
+        data = context.batches.whole()
+        order = context.batches.stream("fedl2p/split").permutation(len(data.targets))
+        held = max(1, round(self.hold_out * len(order)))
+        train, validation = order[held:] if held < len(order) else order, order[:held]
+        return data.rows(torch.from_numpy(train)), data.rows(torch.from_numpy(validation))
+
+    def pick(self, data: Batch, rng: np.random.Generator, training: bool) -> Batch:
+        """A batch of these samples, in training mode or in evaluation mode."""
+        size = min(self.batch_size, len(data.targets))
+        rows = torch.from_numpy(rng.choice(len(data.targets), size, replace=False))
+        return data.rows(rows, torch_seed(rng) if training else None)
+
+    def hypergradient(
+        self,
+        objective: AnyObjective,
+        nets: MetaNets,
+        w: Tensor,
+        lam: Tensor,
+        profile: Profile,
+        inner: Sequence[Batch],
+        outer: Batch,
+    ) -> Tensor:
+        """dL_V/dλ after a step on each of ``inner`` but the last, of which L_T at θ is taken."""
+        rates, mixing = nets.strategy(lam, profile)
+        eta = per_coordinate(rates, nets.objective.sizes)
+        theta = adapt(objective, nets.mixed(w, profile, mixing), inner[:-1], eta)
+        v, g = objective.grad(theta, outer), objective.grad(theta, inner[-1])
+        u = self.neumann(objective, theta, inner[-1], v, eta)
+        by_rates, by_mixing = per_tensor(-u * g, nets.objective.sizes), v.new_empty(0)
+        if nets.norms:
+            rest = v - objective.hvp(theta, inner[-1], eta * u)
+            by_mixing = nets.by_mixing(w, theta, profile, g, rest, eta * u)
+        return nets.chain(lam, profile, by_rates, by_mixing)
+
+    def neumann(
+        self, objective: AnyObjective, theta: Tensor, batch: Batch, v: Tensor, eta: Tensor
+    ) -> Tensor:
+        """u = Σ_{q = 0…Q} (I − H·diag η)^q v."""
+        u = v
+        for _ in range(self.neumann_steps):
+            v = v - objective.hvp(theta, batch, eta * v)
+            u = u + v
+        return u
+
+    def next_server(self, context: Context, server: State, updates: Sequence[AgentUpdate]) -> State:
+        """As usual in the first phase; in the second no server optimiser moves w any more."""
+        if context.round <= self.pretrain_rounds:
+            return super().next_server(context, server, updates)
+        return self.server_update(context, server, updates)
+
+    def personal_model(
+        self, context: AgentContext, received: State, state: State | None
+    ) -> Personal:
+        _, model = self.start(context, received)
+        return Personal({"model": model})
+
+    def fine_tune(
+        self,
+        context: AgentContext,
+        received: State,
+        personal: State,
+        steps: int,
+        scale: float = 1.0,
+    ) -> Iterator[State]:
+        eta, _ = self.start(context, received)
+        batches = context.batches.draw("adapt", self.batch_size, steps)
+        if self.nets(context.objective).norms:
+            batches = [batch._replace(seed=None) for batch in batches]
+        models = trajectory(context.objective, personal["model"], batches, scale * eta)
+        return ({**personal, "model": w} for w in models)
+
+    def start(self, context: AgentContext, received: State) -> tuple[Tensor, Tensor]:
+        """η of the agent, per coordinate, and w with its statistics."""
+        nets, w = self.nets(context.objective), received["model"]
+        profile = nets.profile(w, context.batches.whole().inputs)
+        rates, mixing = nets.strategy(received["meta_net"], profile)
+        return per_coordinate(rates, nets.objective.sizes), nets.mixed(w, profile, mixing)
+
+    @property
+    def fixed_rate(self) -> None:
+        return None
+
+    def rate(self, objective: AnyObjective, received: State) -> Rate:
+        """The mean of the last cohort's η, for those that have no meta-nets: bundles."""
+        return per_coordinate(received["rates"], objective.base.sizes)

@@ -1,0 +1,68 @@
+"""FedRep: a shared representation, learned under heads fitted before it (Collins et al., 2021).
+
+With φ the representation and h_i the head of agent i, which starts from the initial model,
+
+    agent:   τ_h times:  h_i ← h_i − α∇_h f_i(h_i, φ)      φ as received
+             τ times:    φ_i ← φ_i − α∇_φ f_i(h_i, φ_i)    under the new head, which is fixed now
+    server:  φ ← mean of the agents' φ_i.
+
+The server holds φ, which travels; the agent keeps h_i, which never does. The personal model is
+(φ, h_i) with the server's latest φ. A newcomer fits the initial head with φ fixed, in τ_h steps.
+``optimizer`` drives both loops, each with a momentum of its own; the part that is fixed keeps its
+bits. Both loops meet the round's batches from the first, as their analysis fits the head and moves
+the representation on the same samples.
+
+Known mistakes elsewhere: one optimiser with momentum and weight decay holds both parts, of which
+one is frozen by ``requires_grad = False`` alone, so that whether it stays fixed depends on how
+gradients are cleared, and the momentum of one loop reaches into the next round's (code descended
+from the authors', which also trains all heads once more before the last evaluation); both parts
+trained in the second loop (a derivative of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from nufed.algorithms.partial import PrivatePart
+from nufed.algorithms.protocol import AgentContext, Cost, Draw
+from nufed.objective import Batch
+from nufed.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRep(PrivatePart):
+    """FedRep: the private head is fitted first, then the shared body moves (Collins et al., 2021).
+
+    Args:
+        private: h, the head.
+        head_steps: τ_h (their τ), steps of the head.
+        others: as for :class:`LocalTraining`; ``meta_lr`` is α, and ``local_steps`` or
+            ``local_epochs`` are about the representation.
+    """
+
+    head_steps: int = setting(10, "τ_h, steps of the private part, before the others", least=1)
+
+    newcomer: ClassVar[str] = "takes head_steps steps of the initial private part"
+    optimized: ClassVar[str] = "steps of the head and of the body"
+
+    def train(self, context: AgentContext, w: Tensor) -> tuple[Tensor, Cost]:
+        private, shared = self.parts(context.objective)
+        batches = context.draw_each(self.step_draws(steps=self.head_steps))
+        w = self.descend(context, w, part=private, batches=batches)
+        w = self.descend(context, w, part=shared)
+        return w, Cost(self.head_steps + self.steps_per_round(context))
+
+    def newcomer_batches(self, context: AgentContext) -> Iterator[Batch]:
+        return context.draw_each(self.step_draws("personal", self.head_steps))
+
+    def update_draws(self) -> list[Draw]:
+        steps = max(self.head_steps, self.local_steps)
+        return [] if self.local_epochs else self.step_draws(steps=steps)
+
+    def personal_draws(self, steps: int) -> list[Draw]:
+        own = self.step_draws("personal", self.head_steps)
+        return [Draw("adapt", self.batch_size, steps), *own]

@@ -1,0 +1,149 @@
+"""FedRoD: a generic head under a balanced loss and a personal head beside it (Chen & Chao, 2022).
+
+The model is a body θ with features z and a linear generic head ψ, together w = (θ, ψ). Every agent
+m also has a personal linear head φ_m. With N_c of its training samples in class c, each local step
+changes w and φ_m on the same batch, both by gradients taken before the step:
+
+    balanced softmax:  ℓ_b(y, g) = −log( N_y^γ·exp(g_y) / Σ_c N_c^γ·exp(g_c) ),   g = ψz
+    w   ← w − η·∇_w ℓ_b(y, ψz)
+    φ_m ← φ_m − η_p·∇_φ ℓ(y, [ψz] + φ_m[z]),   no gradient flows into what stands in brackets.
+
+ψ and φ are linear in z, so that ψz + φz = (ψ + φ)z: the personal model is the module whose head
+holds ψ + φ, and ∇_φ is the head's part of the plain gradient there. A class that an agent lacks
+(N_c = 0) leaves the sum: its logit gets the logarithm of the smallest positive number instead of
+log 0, so that loss and gradient stay finite. γ = 0 is the plain loss, and w then FedAvg's.
+
+The server keeps w, which is what travels and what the optimiser of the server acts on; the agent
+keeps φ_m, 0 before its first round. The global model is w. The personal model is the w that the
+agent received together with its φ_m (not the agent's own w after local steps, which is not kept).
+Further fine-tuning takes plain steps of φ alone. A newcomer sets φ = 0 and takes as many steps of φ
+as a round has. The optimiser drives both loops, with norms and momentum of their own. Not here: the
+paper's variant in which a hypernetwork makes φ from class shares.
+
+Known mistakes elsewhere: the authors' repository holds no code. FL-bench trains φ on φz alone and
+predicts with it alone instead of with ψz + φz, and lets the personal gradient into the body. FedTED
+gives the personal loss to an optimiser that does not hold φ, so that φ never moves. PFLlib counts
+classes over a loader that drops its last, incomplete batch: a class may be counted 0 times and
+appear in training, where log 0 makes the loss infinite. FLGo exponentiates logits before it
+divides, which overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Personal, State
+from nufed.errors import InputError
+from nufed.meta.fine_tuning import Rate, descend
+from nufed.objective import AnyObjective, Batch, Inputs, Objective
+from nufed.settings import setting
+
+
+@dataclass(frozen=True)
+class FedRoD(LocalTraining):
+    """FedRoD: a shared model under a balanced loss plus a personal head (Chen & Chao, 2022).
+
+    Args:
+        balance: γ, the exponent of class counts in the balanced softmax.
+        personal_lr: η_p, the step size of φ.
+        others: as for :class:`LocalTraining`; ``meta_lr`` is η.
+    """
+
+    balance: float = setting(1.0, "γ, exponent of class counts in the balanced loss", least=0)
+    personal_lr: float = setting(0.01, "η_p, step size of the personal head", least=0)
+
+    newcomer: ClassVar[str] = "trains a personal head, from 0, for as many steps as a round has"
+    optimized: ClassVar[str] = "steps of the shared model and of the personal head"
+    shown_steps: ClassVar[int] = 0
+
+    @property
+    def combines(self) -> None:
+        """One agent at a time: every agent has a loss of its own."""
+        return None
+
+    def agent_init(self, objective: AnyObjective, received: State) -> State:
+        base = objective.base
+        if not isinstance(base.head, nn.Linear) or base.head_is_shared:
+            raise InputError(
+                "fedrod needs a model whose last layer is a torch.nn.Linear with weights of its "
+                f"own, and this one ends in {type(base.head).__name__}: change the model or use "
+                "another algorithm"
+            )
+        return {"personal_head": torch.zeros_like(base.part("head").take(received["model"]))}
+
+    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
+        objective = context.objective.base
+        balanced = self.balanced(objective, self.class_counts(context))
+        w, phi = received["model"], state["personal_head"]
+        step, personal_step = self.start_steps(context), self.start_steps(context, self.personal_lr)
+        for batch in self.local_batches(context):
+            by_w, by_phi = balanced.grad(w, batch), self.personal_gradient(objective, w, phi, batch)
+            w, phi = step(w, by_w, batch), personal_step(phi, by_phi)
+        cost = Cost(2 * self.steps_per_round(context))
+        return AgentResult({"model": w}, {"personal_head": phi}, cost)
+
+    def class_counts(self, context: AgentContext) -> Tensor:
+        """N_c, how many of the agent's training samples are of each class."""
+        targets = context.batches.whole().targets
+        if targets.is_floating_point() or targets.ndim != 1:
+            raise InputError("fedrod needs classes, and the targets are no class numbers")
+        outputs: int = context.objective.base.head.out_features  # type: ignore[assignment]
+        return torch.bincount(targets, minlength=outputs)
+
+    def balanced(self, objective: Objective, counts: Tensor) -> Objective:
+        """The objective with ℓ_b: N_c^γ·exp(g_c) is exp(g_c + log N_c^γ)."""
+        weights = counts.to(objective.dtype) ** self.balance  # 0⁰ = 1: without γ every class counts
+        shift = weights.clamp(min=torch.finfo(objective.dtype).tiny).log()
+        return objective.with_loss(lambda g, y: objective.loss(g + shift.to(g.device), y))
+
+    def personal_gradient(
+        self, objective: Objective, w: Tensor, phi: Tensor, batch: Batch
+    ) -> Tensor:
+        """∇_φ of the plain loss of [ψz] + φ[z]."""
+        return objective.part("head").take(objective.grad(_joined(objective, w, phi), batch))
+
+    def personal_model(
+        self, context: AgentContext, received: State, state: State | None
+    ) -> Personal:
+        w = received["model"]
+        if state is not None:
+            return Personal({"model": w, **state})
+        phi = self.agent_init(context.objective, received)["personal_head"]
+        step = self.start_steps(context, self.personal_lr)
+        for batch in self.local_batches(context, "personal"):
+            phi = step(phi, self.personal_gradient(context.objective.base, w, phi, batch))
+        cost = Cost(self.steps_per_round(context))
+        return Personal({"model": w, "personal_head": phi}, cost)
+
+    def fine_tune(
+        self,
+        context: AgentContext,
+        received: State,
+        personal: State,
+        steps: int,
+        scale: float = 1.0,
+    ) -> Iterator[State]:
+        objective, w, phi = context.objective.base, personal["model"], personal["personal_head"]
+        rate: Rate = scale * self.rate(objective, received)
+        if isinstance(rate, Tensor) and rate.ndim:
+            rate = objective.part("head").take(rate)
+        yield personal
+        for batch in context.batches.draw("adapt", self.batch_size, steps):
+            phi = descend(phi, rate, self.personal_gradient(objective, w, phi, batch))
+            yield {**personal, "personal_head": phi}
+
+    def predict(self, objective: AnyObjective, personal: State, inputs: Inputs) -> Tensor:
+        w = _joined(objective.base, personal["model"], personal["personal_head"])
+        return objective.predict(w, inputs)
+
+
+def _joined(objective: Objective, w: Tensor, phi: Tensor) -> Tensor:
+    """The model whose head holds ψ + φ."""
+    head = objective.part("head")
+    return head.put(w, head.take(w) + phi)

@@ -1,0 +1,72 @@
+"""Why an agent's local updates became non-finite, found by repeating them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nufed.algorithms.protocol import AgentContext, State
+from nufed.meta.fine_tuning import Rate, trajectory
+from nufed.meta.meta_gradient import HessianFree, MetaBatch, meta_gradient
+from nufed.objective import Objective
+from nufed.objective.spectrum import spectral_norm
+
+if TYPE_CHECKING:
+    from nufed.algorithms.gmeta import GMeta
+
+
+def diagnose(algorithm: GMeta, context: AgentContext, received: State) -> str | None:
+    """Where an agent's work became non-finite, and the likely cause; None if it does not."""
+    objective = context.objective.base
+    vectors, take_step = received, algorithm.start_steps(context)
+    for t, meta in enumerate(algorithm.meta_batches(context)):
+        where = f"in local update {t + 1}"
+        w, lr = vectors["model"], algorithm.rate(objective, vectors)
+        for step, point in enumerate(trajectory(objective, w, meta.adapt, lr)):
+            if not _finite(point):
+                cause = _too_large(algorithm, lr, objective, received["model"], meta)
+                return f"{where}, fine-tuning step {step} is not finite{cause}"
+        d = meta_gradient(objective, w, meta, lr=lr, curvature=algorithm.curvature)
+        if not _finite(d):
+            cause = _poor_step(algorithm)
+            cause = cause or _too_large(algorithm, lr, objective, received["model"], meta)
+            return f"{where}, the meta-gradient is not finite{cause}"
+        vectors = algorithm.local_update(objective, vectors, meta, take_step)
+        if not _finite(vectors["model"]):
+            cause = _too_large(algorithm, lr, objective, received["model"], meta)
+            return f"{where}, the step with meta_lr is not finite{cause}"
+    return None
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
+def _too_large(algorithm: GMeta, lr: Rate, objective: Objective, w: Tensor, meta: MetaBatch) -> str:
+    """Which step size is above 2/L, with L the largest curvature at w on a batch."""
+    wide, point = objective.double, w.double()
+    start = torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    try:
+        largest = spectral_norm(lambda v: wide.hvp(point, meta.outer, v), start)
+    except (RuntimeError, TypeError, np.linalg.LinAlgError):  # no second derivatives, no float64
+        return ""
+    limit = 2 / largest if largest > 0 else float("inf")
+    name = "learned adapt_lr" if algorithm.rates_lr else "adapt_lr"
+    rates = {
+        name: float(torch.as_tensor(lr).max()) if algorithm.adapt_steps else 0,
+        "meta_lr": algorithm.meta_lr,
+    }
+    large = [f"{name} = {rate:g}" for name, rate in rates.items() if rate > limit]
+    if not large:
+        return ""
+    return f": {' and '.join(large)} above 2/L = {limit:.2g}, where L = {largest:.2g} was measured"
+
+
+def _poor_step(algorithm: GMeta) -> str:
+    curvature = algorithm.curvature
+    if not isinstance(curvature, HessianFree) or curvature.fd_step == "auto":
+        return ""
+    return f': fd_step = {curvature.fd_step:g} gives products that are too large; use "auto"'

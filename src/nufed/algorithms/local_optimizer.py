@@ -1,0 +1,99 @@
+"""The optimiser of local steps: SGD with momentum, weight decay, clipping and a schedule.
+
+All of it is off by default, which leaves the paper's plain steps w ← w − η∇f(w) to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nufed.meta.fine_tuning import Rate, descend
+from nufed.objective import AnyBatch, AnyObjective
+from nufed.settings import check_settings, setting
+
+
+@dataclass(frozen=True)
+class SGD:
+    """SGD as in torch: g ← clip(g) + λw, m ← μm + g, w ← w − η_k·m.
+
+    m starts at 0 in every round. η_k is the step size of round k, with γ = ``schedule_rounds``:
+
+    * ``constant``: η;
+    * ``inverse``: η·γ/(γ + k − 1), the 1/k decay of Li et al. (2020);
+    * ``cosine``: η·½(1 + cos(π·min(1, (k − 1)/γ))).
+
+    At evaluation, where there is no round, it is η.
+
+    Args:
+        momentum: μ.
+        weight_decay: λ.
+        clip_norm: the largest allowed ‖g‖; longer gradients are scaled down to it. 0: any.
+        schedule: how the step size depends on the round.
+        schedule_rounds: γ.
+    """
+
+    momentum: float = setting(0.0, "μ, momentum of local steps", least=0, below=1)
+    weight_decay: float = setting(0.0, "λ, weight decay of local steps", least=0)
+    clip_norm: float = setting(0.0, "largest norm of a local gradient; 0: any", least=0)
+    schedule: Literal["constant", "inverse", "cosine"] = setting(
+        "constant", "how local step sizes depend on the round"
+    )
+    schedule_rounds: int = setting(
+        100, "γ: inverse halves the step size in round γ + 1, cosine ends at 0 there", least=1
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is w − η_k·g."""
+        return not (self.momentum or self.weight_decay or self.clip_norm)
+
+    def rate(self, lr: Rate, round: int) -> Rate:
+        """η_k in round k = ``round``."""
+        if self.schedule == "constant" or round < 1:
+            return lr
+        share = (round - 1) / self.schedule_rounds
+        if self.schedule == "inverse":
+            return lr / (1 + share)
+        return lr * (0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+
+    def start(self, objective: AnyObjective, lr: Rate, round: int) -> Steps:
+        """The steps of one loop in one round, from its first."""
+        return Steps(self, objective, self.rate(lr, round))
+
+
+class Steps:
+    """One loop of local steps; holds the momentum between them.
+
+    >>> from nufed import Objective
+    >>> objective = Objective(torch.nn.Linear(2, 1, bias=False))
+    >>> steps = SGD(momentum=0.5, clip_norm=5.0).start(objective, lr=0.1, round=1)
+    >>> w = steps(torch.zeros(2), torch.tensor([30.0, 40.0]))
+    >>> w, steps(w, torch.zeros(2))
+    (tensor([-0.3000, -0.4000]), tensor([-0.4500, -0.6000]))
+    """
+
+    def __init__(self, optimizer: SGD, objective: AnyObjective, rate: Rate) -> None:
+        self._optimizer, self._objective, self._rate = optimizer, objective, rate
+        self._momentum: Tensor | None = None
+
+    def __call__(self, w: Tensor, gradient: Tensor, batch: AnyBatch | None = None) -> Tensor:
+        """w after one step; ``batch`` moves the running statistics of a model that tracks any."""
+        own, g = self._optimizer, gradient
+        if own.clip_norm:
+            norm = self._objective.norm(g)
+            g = g * torch.where(norm > own.clip_norm, own.clip_norm / norm, torch.ones_like(norm))
+        if own.weight_decay:
+            g = g + own.weight_decay * w
+        if own.momentum:
+            g = g if self._momentum is None else own.momentum * self._momentum + g
+            self._momentum = g
+        after = descend(w, self._rate, g)
+        return after if batch is None else self._objective.base.track(after, batch, at=w)

@@ -1,0 +1,121 @@
+"""What algorithms with local gradient steps share: their settings, batches and the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+from torch import Tensor
+
+from nufed.algorithms.aggregation import AGGREGATIONS, Aggregation, Mean
+from nufed.algorithms.local_optimizer import SGD, Steps
+from nufed.algorithms.protocol import AgentContext, Algorithm, Draw
+from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
+from nufed.meta.fine_tuning import Rate
+from nufed.objective import Batch
+from nufed.objective.parts import Part
+from nufed.settings import setting
+
+Gradient: TypeAlias = Callable[[Tensor, Batch], Tensor]
+"""What a local step descends along, from the current vector and the step's batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining(Algorithm):
+    """An algorithm whose agents take gradient steps.
+
+    Args:
+        meta_lr: β, the step size of a local update.
+        local_steps: τ, local updates per round.
+        local_epochs: passes over the agent's training part per round, in batches of a random order,
+            instead of ``local_steps``; 0: off.
+        batch_size: D, samples per batch.
+        optimizer: the optimiser of local steps, plain by default.
+        adapt_lr: α, the step size of fine-tuning at evaluation and use.
+        aggregation: how the server combines the agents' vectors.
+        server_optimizer: what the server makes of the combined change of the model.
+    """
+
+    meta_lr: float = setting(0.001, "β, step size of a local update", least=0)
+    local_steps: int = setting(4, "τ, local updates per round", least=1)
+    local_epochs: int = setting(
+        0, "passes over the training part per round, instead of local_steps; 0: off", least=0
+    )
+    batch_size: int = setting(40, "D, samples per batch", least=1)
+    optimizer: SGD = setting(SGD(), "optimiser of local steps", choices={"sgd": SGD})
+    adapt_lr: Rate = setting(0.01, "α, step size of fine-tuning", least=0)
+    aggregation: Aggregation = setting(
+        Mean(), "how the server combines updates; all but mean are robust", choices=AGGREGATIONS
+    )
+    server_optimizer: Plain = setting(
+        Plain(), "what the server makes of the combined change", choices=SERVER_OPTIMIZERS
+    )
+
+    optimized: ClassVar[str] = "the local steps"
+
+    @property
+    def combines(self) -> Literal["elementwise", "linearly"] | None:
+        """Elementwise, unless agents of a stack would take different numbers of steps."""
+        return None if self.local_epochs else "elementwise"
+
+    @property
+    def averages_uniformly(self) -> bool:
+        return self.aggregation == Mean()
+
+    def steps_per_round(self, context: AgentContext) -> int:
+        """How many local steps the agent takes in a round."""
+        if self.local_epochs:
+            return self.local_epochs * context.epoch(self.batch_size)
+        return self.local_steps
+
+    def local_batches(self, context: AgentContext, purpose: str = "outer") -> Iterator[Batch]:
+        """One batch per local step: independent ones, or those of epochs."""
+        if self.local_epochs:
+            for epoch in range(self.local_epochs):
+                yield from context.batches.epoch(purpose, self.batch_size, epoch)
+        else:
+            for t in range(self.local_steps):
+                yield from context.batches.draw(purpose, self.batch_size, step=t)
+
+    def start_steps(self, context: AgentContext, lr: Rate | None = None) -> Steps:
+        """The optimiser at the start of a loop of local steps, of size ``meta_lr`` by default."""
+        rate = self.meta_lr if lr is None else lr
+        return self.optimizer.start(context.objective, rate, context.round)
+
+    def descend(
+        self,
+        context: AgentContext,
+        w: Tensor,
+        gradient: Gradient | None = None,
+        *,
+        lr: Rate | None = None,
+        batches: Iterator[Batch] | None = None,
+        part: Part | None = None,
+    ) -> Tensor:
+        """w after one local step per batch: w ← w − η·gradient(w, batch), with the optimiser.
+
+        Args:
+            context: the agent's.
+            w: where to start.
+            gradient: the direction; ∇f by default.
+            lr: η, ``meta_lr`` by default.
+            batches: those of :meth:`local_batches` by default.
+            part: the coordinates that are trained, all by default; the others keep their bits,
+                whatever the optimiser does, and do not count in the norm of a gradient.
+        """
+        objective, step = context.objective, self.start_steps(context, lr)
+        direction = gradient or objective.grad
+        for batch in self.local_batches(context) if batches is None else batches:
+            g = direction(w, batch)
+            after = step(w, g if part is None else part.only(g), batch)
+            w = after if part is None else part.put(w, part.take(after))
+        return w
+
+    def step_draws(self, purpose: str = "outer", steps: int | None = None) -> list[Draw]:
+        """The draws of one batch per local step, for :meth:`update_draws`."""
+        number = self.local_steps if steps is None else steps
+        return [Draw(purpose, self.batch_size, 1, t) for t in range(number)]
+
+    def update_draws(self) -> list[Draw]:
+        return [] if self.local_epochs else self.step_draws()

@@ -1,0 +1,186 @@
+"""What an algorithm's functions take and return: contexts, batches, updates, results, costs.
+
+Import them from :mod:`nufed.algorithms.protocol`, which says how they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from nufed.meta.fine_tuning import Rate
+from nufed.objective import AnyObjective, Batch
+
+State: TypeAlias = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work done: gradient evaluations and Hessian-vector products."""
+
+    gradients: int = 0
+    hvps: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.gradients + other.gradients, self.hvps + other.hvps)
+
+
+@dataclass(frozen=True)
+class AgentUpdate:
+    """What an agent sends to the server: the vectors named by ``Algorithm.sends``."""
+
+    agent: int
+    round: int
+    samples: int
+    vectors: State
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """What ``agent_update`` returns: vectors to send, the agent's next state, the cost.
+
+    The next state counts once the server has accepted the update; until then the old one is kept.
+    """
+
+    vectors: State
+    state: State
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Personal:
+    """An agent's personal model: the flat vector ``"model"``, and further tensors if it has any.
+
+    ``cost`` is the work of making it, beyond what training did.
+    """
+
+    tensors: State
+    cost: Cost = field(default_factory=Cost)
+
+    @property
+    def model(self) -> Tensor:
+        return self.tensors["model"]
+
+
+class Draw(NamedTuple):
+    """The arguments of one call of :meth:`BatchSource.draw`."""
+
+    purpose: str
+    size: int
+    number: int = 1
+    step: int = 0
+
+
+class BatchSource(Protocol):
+    """One agent's training data in one round, as seeded batches."""
+
+    @property
+    def agent(self) -> int | Tensor:
+        """The agent's number; of a stack of agents, a column of them."""
+        ...
+
+    def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
+        """``number`` independent batches of ``size`` samples, without replacement inside a batch.
+
+        The same purpose and step always give the same batches, and a longer list starts with the
+        shorter one, whatever the algorithm.
+        """
+        ...
+
+    def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
+        """All training samples in a random order, as batches of ``size``; the last may be smaller.
+
+        ``index`` tells the epochs of a round apart. With a ``share`` below 1 only so many of the
+        samples, rounded up. Not defined for a stack of agents.
+        """
+        ...
+
+    def whole(self) -> Batch:
+        """The agent's whole training part, in a fixed order. Not defined for a stack of agents."""
+        ...
+
+    def stream(self, purpose: str, step: int = 0) -> np.random.Generator:
+        """A random generator of this agent and round, for anything that is not a batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the server knows in a round beside vectors.
+
+    Args:
+        round: the number k of the round, from 1; 0 at evaluation.
+        agents: N, how many agents take part in training.
+        cohort: how many of them are picked in a round; 0 at evaluation.
+    """
+
+    round: int
+    agents: int
+    cohort: int
+
+
+@dataclass(frozen=True)
+class AgentContext(Context):
+    """What an agent knows in a round beside vectors.
+
+    Args:
+        objective: the loss on the agent's model.
+        batches: the agent's training data, as seeded batches.
+        samples: how many training samples it has; of a stack of agents, a column of them.
+    """
+
+    objective: AnyObjective
+    batches: BatchSource
+    samples: int | Tensor
+
+    @classmethod
+    def of(
+        cls, context: Context, objective: AnyObjective, batches: BatchSource, samples: int | Tensor
+    ) -> AgentContext:
+        """What an agent adds to what the server knows."""
+        return cls(context.round, context.agents, context.cohort, objective, batches, samples)
+
+    @property
+    def agent(self) -> int | Tensor:
+        """The agent's number, that of :class:`AgentUpdate`; of a stack, a column of them."""
+        return self.batches.agent
+
+    def draw_each(self, draws: Iterable[Draw]) -> Iterator[Batch]:
+        """The batches of these draws, one after another."""
+        return (batch for draw in draws for batch in self.batches.draw(*draw))
+
+    def epoch(self, batch_size: int) -> int:
+        """The batches that make one epoch; not defined for a stack of agents."""
+        if isinstance(self.samples, Tensor):
+            raise TypeError("agents of a stack have epochs of different lengths")
+        return -(-self.samples // min(batch_size, self.samples))
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """What a bundle of a trained algorithm holds: a model, and how to fine-tune it."""
+
+    model: Tensor
+    adapt_lr: Rate
+
+
+@dataclass(frozen=True)
+class TheorySettings:
+    """The settings that the paper's bounds are about.
+
+    ``kind`` names the local update; ``uniform`` says that the server takes the uniform mean, which
+    Theorem 1 is about.
+    """
+
+    adapt_steps: int
+    adapt_lr: float
+    meta_lr: float
+    local_steps: int
+    batch_size: int
+    kind: Literal["exact", "first_order", "hessian_free"]
+    fd_step: float | Literal["auto"] = "auto"
+    uniform: bool = True

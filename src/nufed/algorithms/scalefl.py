@@ -1,0 +1,204 @@
+"""ScaleFL: agents of less capacity train a narrower and shallower sub-network (Ilhan et al., 2023).
+
+The network has an exit after each stage (:mod:`nufed.objective.exits`). Level l of L capacity
+levels holds the first ⌈s_l·n⌉ of the n units of each hidden layer, in stages and exits 1 … e_l: an
+index set I_l of the flat vector. Levels are nested, and the last is the whole network. An agent of
+level l, whose d = e_l exits have outputs z_1 … z_d, takes τ steps on these coordinates,
+
+    y ← w on I_l, 0 elsewhere;  τ times:  y ← y − η∇f(y) on I_l,
+    f = [d·ℓ(z_d) + Σ_{j<d} j·(a·ℓ(z_j) + γT²·KL(p_d ‖ p_j))] / [d + Σ_{j<d} j·a],
+
+with p_j = softmax(z_j/T), where p_d is a constant target, and a = 1. The server averages each
+coordinate over those agents of the cohort that hold it:
+
+    w[c] ← mean of y_i[c] over agents i with c ∈ I_{l(i)};  without any, w[c] keeps its bits.
+
+The server keeps w and, for each coordinate, the first level that holds it; agents keep nothing. w
+and y travel; coordinates that an agent does not hold return as received and are not read. The level
+of an agent is a fixed function of its number (:mod:`nufed.algorithms.capacity`), known to both
+sides. The personal model is the agent's sub-network of w with its last exit, fine-tuned on I_l by
+f; a newcomer has a level, too. The optimiser drives the local steps. A server optimiser with
+momentum also moves coordinates that nobody holds.
+
+Known mistakes elsewhere: Only the abstract and the authors' code (git-disl/scale-fl) were at hand;
+a, the weights j and γT² are from there. That code has γ = 0 by default; takes the mean of the
+divergence over classes as well (``KLDivLoss()``), which divides γ by their number; lets its
+gradient into the last exit, which then learns from weaker ones; starts it after a quarter of the
+rounds only; reports the mean accuracy over all exits as that of the last (one meter in
+``[AverageMeter()] * n``); gives agents that rounding leaves without a level, "skipped" by its
+comment, the largest (index −1); and divides narrow layers by s_l ahead of a BatchNorm by batch
+statistics, which undoes it: here nothing is divided. A copy that serves as a baseline has γ = 0
+written into its loss, and may draw one agent several times in a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nufed.algorithms.capacity import CapacityLevels
+from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentResult,
+    AgentUpdate,
+    Context,
+    Cost,
+    Personal,
+    State,
+)
+from nufed.errors import InputError
+from nufed.meta.fine_tuning import descend
+from nufed.objective import AnyObjective, Inputs, Loss, Objective
+from nufed.settings import setting
+
+
+@dataclass(frozen=True)
+class ScaleFL(LocalTraining):
+    """ScaleFL: sub-networks by capacity, early exits, self-distillation (Ilhan et al., 2023).
+
+    Args:
+        widths: s, the share of units of each level, in rising order; the last is 1.
+        depths: e, the exits of each level, in rising order; the last is the model's number of them.
+            ``"auto"``: in proportion to the level; a model without exits has one, its output, and
+            its levels differ in width alone.
+        shares: the relative numbers of agents of each level.
+        exit_weight: a, the weight of the loss of exits before the agent's last.
+        distill_weight: γ, the weight of the divergence from the agent's last exit.
+        temperature: T, at which outputs are compared.
+        others: as for :class:`LocalTraining`; ``meta_lr`` is η.
+    """
+
+    widths: str = setting("0.7, 0.7, 0.75, 1", "s, share of units of each capacity level")
+    depths: str = setting("auto", "e, number of exits of each capacity level, or auto")
+    shares: str = setting("1, 1, 1, 1", "relative numbers of agents of each capacity level")
+    exit_weight: float = setting(1.0, "a, weight of the loss of earlier exits", least=0)
+    distill_weight: float = setting(0.05, "γ, weight of distillation from the last exit", least=0)
+    temperature: float = setting(3.0, "T, temperature of distillation", above=0)
+
+    newcomer: ClassVar[str] = "fine-tunes the sub-network of its capacity level"
+    combines: ClassVar[None] = None  # agents of several levels have several losses
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.levels  # checks them
+
+    @property
+    def levels(self) -> CapacityLevels:
+        """s, e and the levels of agents."""
+        return CapacityLevels.read(self.widths, self.depths, self.shares)
+
+    def server_init(self, objective: AnyObjective, w: Tensor) -> State:
+        exits = objective.base.exits
+        if self.levels.depths_of(exits)[-1] != exits:
+            raise InputError(
+                f"depths = {self.depths!r}: the model has {exits} exit{'s' * (exits > 1)}, which "
+                'the last level must reach; change depths, or take model.name = "multi_exit" or a '
+                "module with stages and exits of your own"
+            )
+        return {"model": w, "levels": self.first_levels(objective)}
+
+    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
+        w, (depth, held) = received["model"], self.subnetwork(context)
+        own = replace(context, objective=self.objective(context.objective, depth))
+        grad = own.objective.grad
+        y = self.descend(
+            own, torch.where(held, w, 0), lambda y, b: torch.where(held, grad(y, b), 0)
+        )
+        cost = Cost(self.steps_per_round(context))
+        return AgentResult({"model": torch.where(held, y, w)}, state, cost)
+
+    def server_update(
+        self, context: Context, server: State, updates: Sequence[AgentUpdate]
+    ) -> State:
+        before, levels = server["model"], [self.levels.of(update.agent) for update in updates]
+        w = before.clone()
+        # coordinates that the same agents hold are combined together
+        for smaller, level in pairwise([-1, *sorted(set(levels))]):
+            places = (server["levels"] > smaller) & (server["levels"] <= level)
+            holders = [
+                replace(update, vectors={"model": update.vectors["model"][places]})
+                for update, own in zip(updates, levels, strict=True)
+                if own >= level
+            ]
+            w[places] = self.aggregation.combine(holders, "model", before[places])
+        return {**server, "model": w}
+
+    def personal_model(
+        self, context: AgentContext, received: State, state: State | None
+    ) -> Personal:
+        depth, held = self.subnetwork(context)
+        w = torch.where(held, received["model"], 0)
+        return Personal({"model": w, "exit": torch.tensor(depth, device=w.device)})
+
+    def fine_tune(
+        self,
+        context: AgentContext,
+        received: State,
+        personal: State,
+        steps: int,
+        scale: float = 1.0,
+    ) -> Iterator[State]:
+        depth, held = self.subnetwork(context)
+        own, w = self.objective(context.objective, depth), personal["model"]
+        rate = scale * self.rate(context.objective, received)
+        yield personal
+        for batch in context.batches.draw("adapt", self.batch_size, steps):
+            after = own.track(descend(w, rate, own.grad(w, batch)), batch, at=w)
+            w = torch.where(held, after, 0)
+            yield {**personal, "model": w}
+
+    def predict(self, objective: AnyObjective, personal: State, inputs: Inputs) -> Tensor:
+        exits = objective.base.with_exits(int(personal["exit"]))
+        return exits.predict(personal["model"], inputs)[-1]
+
+    # the sub-networks, and the loss of their exits
+
+    def subnetwork(self, context: AgentContext) -> tuple[int, Tensor]:
+        """The agent's number of exits d, and its coordinates I_l as a mask."""
+        level = self.levels.of(int(context.agent))
+        depths = self.levels.depths_of(context.objective.base.exits)
+        return depths[level], self.first_levels(context.objective) <= level
+
+    def first_levels(self, objective: AnyObjective) -> Tensor:
+        """The first level that holds each coordinate."""
+        depths = self.levels.depths_of(objective.base.exits)
+        return objective.base.first_levels(self.levels.widths, depths)
+
+    def objective(self, objective: AnyObjective, depth: int) -> Objective:
+        """f of the first d exits."""
+        loss = partial(self.exits_loss, objective.base.loss)
+        return objective.base.with_exits(depth, loss)
+
+    def exits_loss(self, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+        """f, from the outputs z_1 … z_d of the agent's exits and the loss ℓ of one."""
+        *earlier, last = outputs
+        depth, a, gamma = len(outputs), self.exit_weight, self.distill_weight
+        total = depth + a * sum(range(depth))
+        value = depth / total * loss(last, targets)
+        if a:
+            for j, z in enumerate(earlier, 1):
+                value = value + a * j / total * loss(z, targets)
+        if gamma and earlier:
+            weights = gamma / total * torch.arange(1, depth, dtype=last.dtype, device=last.device)
+            value = value + weights @ self.distillation(outputs, targets)
+        return value
+
+    def distillation(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """T²·KL(p_d ‖ p_j) for j < d, each the mean over samples."""
+        if targets.is_floating_point() or outputs.ndim < 3 or outputs.shape[2] < 2:
+            raise InputError(
+                f"distill_weight = {self.distill_weight:g}: distillation needs an output for each "
+                "class; set it to 0 for other tasks"
+            )
+        students = F.log_softmax(outputs[:-1] / self.temperature, dim=2)
+        teacher = F.log_softmax(outputs[-1].detach() / self.temperature, dim=1)
+        each = F.kl_div(students, teacher.expand_as(students), reduction="none", log_target=True)
+        return self.temperature**2 * each.sum(dim=2).flatten(1).mean(dim=1)

@@ -1,0 +1,1 @@
+"""Analysis of finished runs: estimated constants, bounds, advice."""

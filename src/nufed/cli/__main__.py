@@ -1,0 +1,5 @@
+"""``python -m nufed.cli``."""
+
+from nufed.cli import main
+
+main()

@@ -1,0 +1,216 @@
+"""The commands that bundle, inspect, adapt and apply models: parsing and printing only."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.markdown import Markdown
+
+from nufed.bundle import Adapted, Prediction, load_adapted, load_bundle
+from nufed.bundle.bundle import SUFFIX
+from nufed.bundle.data_file import LABEL, Data, read_data, to_cell
+from nufed.bundle.from_run import make_bundle
+from nufed.bundle.personal import make_personal
+from nufed.cli.data_commands import AsJson
+from nufed.cli.terminal import console, say, table
+from nufed.errors import InputError
+from nufed.files import write_durably
+from nufed.runs import load_run
+from nufed.runs.json_files import finite
+
+MAX_PRINTED = 20  # predictions printed
+
+BundlePath = Annotated[Path, typer.Argument(help="A .nufed file.")]
+DataPath = Annotated[
+    Path, typer.Argument(help="Samples: a .csv with a header, or a .npz (inputs, targets).")
+]
+Label = Annotated[str, typer.Option(help="The CSV column that holds the label.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Allow importing the code that the file or run names.")
+]
+
+
+def bundle(
+    run: Annotated[Path, typer.Argument(help="A finished run directory.")],
+    method: Annotated[str, typer.Option(help="The method to bundle.")],
+    seed: Annotated[int | None, typer.Option(min=0, help="Its seed; default: the first.")] = None,
+    agent: Annotated[
+        int | None, typer.Option(min=0, help="Write this agent's personal model instead.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --agent: fine-tuning steps; default: as in the results."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The new .nufed file; with --agent a .safetensors."),
+    ] = None,
+    with_training_data: Annotated[
+        bool,
+        typer.Option(
+            "--with-training-data",
+            help="With --agent: allow a model that holds training data in some form (kNN-Per).",
+        ),
+    ] = False,
+    trust: Trust = False,
+) -> None:
+    """Make a bundle: the global model with everything needed to adapt it.
+
+    With --agent, one agent's personal model, for `nufed predict`.
+    """
+    finished = load_run(run, trust=trust)
+    if agent is None:
+        if steps is not None:
+            raise InputError("--steps is for an agent's personal model: add --agent N")
+        path = make_bundle(finished, method, seed, trust=trust).save(
+            out or Path(f"{method}{SUFFIX}")
+        )
+        say(f"bundle: {path} (show it with `nufed inspect {path}`)")
+        return
+    path = out or Path(f"{method}-agent-{agent}.safetensors")
+    _check_model_file(path)
+    made = make_personal(
+        finished,
+        method,
+        agent,
+        seed,
+        steps=steps,
+        trust=trust,
+        with_training_data=with_training_data,
+    )
+    made.save(path)
+    about = made.about.personal
+    if about is not None and about.training_data is not None:
+        say(f"warning: {path} holds {about.training_data}: keep it where they may be")
+    say(f"model: {path} (use it with `nufed predict {path} NEW_DATA`)")
+
+
+def inspect(bundle: BundlePath, trust: Trust = False, as_json: AsJson = False) -> None:
+    """Check a bundle and print its card."""
+    found = load_bundle(bundle, trust=trust)
+    if as_json:
+        print(json.dumps(found.about.model_dump(mode="json")))
+    else:
+        console().print(Markdown(found.card, hyperlinks=False))
+
+
+def adapt(
+    bundle: BundlePath,
+    data: DataPath,
+    out: Annotated[Path, typer.Option(help="The model file to write, a .safetensors.")],
+    steps: Annotated[
+        str | None, typer.Option(help="Fine-tuning steps, or auto; default: the bundle's.")
+    ] = None,
+    label: Label = LABEL,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the batches.")] = 0,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Adapt a global model to your own data, and report the effect."""
+    _check_model_file(out)
+    found = load_bundle(bundle, trust=trust)
+    given = read_data(data, label)
+    adapted = found.adapt(given.inputs, given.labels, steps=_steps(steps), seed=seed)
+    adapted.save(out)
+    assert adapted.report is not None
+    if as_json:
+        report = {**asdict(adapted.report), "verdict": adapted.report.verdict}
+        print(json.dumps({"model": str(out), "report": finite(report)}))
+        return
+    for line in adapted.report.words():
+        say(line)
+    say(f"model: {out} (use it with `nufed predict {out} NEW_DATA`)")
+
+
+def predict(
+    model: Annotated[
+        Path, typer.Argument(help="A model from `nufed adapt` or `nufed bundle --agent`.")
+    ],
+    data: DataPath,
+    out: Annotated[Path | None, typer.Option(help="Write all predictions to this .csv.")] = None,
+    label: Label = LABEL,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Predict with an adapted model; if the data has labels, report the accuracy."""
+    adapted = load_adapted(model, trust=trust)
+    given = read_data(data, label, labelled=False)
+    answers = adapted.predict(given.inputs)
+    labels = _labels(adapted, given)
+    if out is not None:
+        _write(out, answers)
+    if as_json:
+        print(json.dumps({"predictions": [a._asdict() for a in answers], "labels": labels}))
+        return
+    _print(answers, labels)
+    if labels:
+        right = sum(a.answer == label for a, label in zip(answers, labels, strict=True))
+        say(f"right: {right} of {len(answers)}, {right / len(answers):.1%}")
+    if out is not None:
+        say(f"predictions: {out}")
+
+
+def register(app: typer.Typer) -> None:
+    for command in (bundle, inspect, adapt, predict):
+        app.command()(command)
+
+
+def _check_model_file(out: Path) -> None:
+    if out.suffix != ".safetensors":
+        raise InputError(f"--out {out}: its name must end in .safetensors")
+
+
+def _steps(text: str | None) -> int | Literal["auto"] | None:
+    if text is None or text == "auto":
+        return None if text is None else "auto"
+    if not text.isdecimal():
+        raise InputError(f"--steps {text}: must be a whole number, 0 or more, or auto")
+    return int(text)
+
+
+def _labels(adapted: Adapted, given: Data) -> list[str]:
+    """The class names of the data's labels; empty without labels or classes."""
+    classes = adapted.about.classes
+    if given.labels is None or not classes:
+        return []
+    numbers = adapted.about.read_targets(given.labels).tolist()
+    if len(numbers) != len(given.inputs):
+        raise InputError(f"there are {len(given.inputs)} inputs and {len(numbers)} labels")
+    return [classes[number] for number in numbers]
+
+
+def _cells(number: int, prediction: Prediction) -> list[str]:
+    answer = prediction.answer
+    words = answer if isinstance(answer, str) else " ".join(f"{x:.6g}" for x in answer)
+    sure = "" if prediction.probability is None else f"{prediction.probability:.3f}"
+    return [str(number), words, sure]
+
+
+def _print(answers: list[Prediction], labels: list[str]) -> None:
+    titles = ["sample", "answer", "probability", *(["label", ""] if labels else [])]
+    rows = [_cells(number, prediction) for number, prediction in enumerate(answers[:MAX_PRINTED])]
+    if labels:
+        for cells, answer, label in zip(rows, answers, labels, strict=False):
+            cells += [label, "" if label == answer.answer else "wrong"]
+    console().print(table(rows, titles))
+    if len(answers) > MAX_PRINTED:
+        say(f"… {len(answers) - MAX_PRINTED} more: --out predictions.csv writes all of them")
+
+
+def _write(out: Path, answers: list[Prediction]) -> None:
+    if out.suffix != ".csv":
+        raise InputError(f"--out {out}: its name must end in .csv")
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["sample", "answer", "probability"])
+    for number, prediction in enumerate(answers):
+        sample, answer, sure = _cells(number, prediction)
+        is_class = isinstance(prediction.answer, str)
+        writer.writerow([sample, to_cell(answer) if is_class else answer, sure])
+    write_durably(out, text.getvalue().encode())

@@ -1,0 +1,296 @@
+"""The command line: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from nufed import __version__
+from nufed.analysis.advise import advise
+from nufed.analysis.numeric_bounds import bounds_of_numbers
+from nufed.analysis.run_bounds import bounds_of_run
+from nufed.bundle.from_run import can_be_bundled
+from nufed.cli import bundle_commands
+from nufed.cli.bundle_commands import Trust
+from nufed.cli.data_commands import AsJson, Overrides, data_app
+from nufed.cli.doctor import examine
+from nufed.cli.federate_commands import federate_app
+from nufed.cli.listing import listing, listing_of
+from nufed.cli.progress import show_progress
+from nufed.cli.streams import standard_streams
+from nufed.cli.terminal import console, say, styled, table
+from nufed.config.trust import require_trust
+from nufed.errors import InputError, NufedError
+from nufed.experiment import resume as resume_experiment
+from nufed.experiment import run as run_experiment
+from nufed.files import write_sealed
+from nufed.objective.threads import torch_threads
+from nufed.report import build_report, save_advice_chart, save_bounds_charts
+from nufed.report.advice_tables import advice_notes, advice_tables
+from nufed.report.bounds_tables import bounds_notes, bounds_tables
+from nufed.report.tables import Table, all_groups, headline, results_table
+from nufed.runs import Run, load_run
+from nufed.runs.directory import BOUNDS
+from nufed.runs.json_files import write_json
+from nufed.theory import TheoryError
+
+app = typer.Typer(
+    help="Meta federated learning: one model that is good after ν fine-tuning steps.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+NoFigures = Annotated[
+    bool, typer.Option("--no-figures", help="Write only the HTML page, no SVG and PNG files.")
+]
+
+app.add_typer(data_app, name="data")
+app.add_typer(federate_app, name="federate")
+bundle_commands.register(app)
+
+
+@app.command()
+def run(
+    source: Annotated[
+        str | None, typer.Argument(help="A preset (see `nufed list`) or a TOML file.")
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="The run directory to create.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Number of seeds: 0, 1, …; default: as configured.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Resume this run directory; rounds=N trains longer.")
+    ] = None,
+    trust: Trust = False,
+    no_figures: NoFigures = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train and evaluate every method of a configuration, and write a report."""
+    settings = [*([source] if source and resume else ()), *(overrides or ())]
+    if seeds:
+        settings.append(f"seeds={list(range(seeds))}")
+    if source is None and resume is None:
+        raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
+    with show_progress(console(stderr=True)) as display:
+        follow: dict[str, Any] = {
+            "on_start": display.start,
+            "on_progress": display.update,
+            "figures": not no_figures,
+            "on_stop": lambda: _say("stopping after this round; press Ctrl-C again to stop now", 0),
+        }
+        try:
+            if resume is not None:
+                finished = resume_experiment(resume, settings, trust=trust, **follow)
+            else:
+                assert source is not None
+                finished = run_experiment(source, settings, out=out, **follow)
+        except KeyboardInterrupt:
+            how = f"; resume with: {display.resume}" if display.resume else ""
+            raise typer.Exit(_say(f"stopped{how}", 130)) from None
+    if as_json:
+        print(json.dumps({"directory": str(finished.path), **finished.to_json()}))
+        return
+    _print_results([finished])
+    if can_be_bundled(finished):
+        say(f"models to adapt: {finished.path / 'bundles'} (see `nufed adapt --help`)")
+        for name in finished.methods:
+            if not (finished.path / "bundles" / f"{name}.nufed").exists():
+                say(f"no bundle of {name}: `nufed bundle {finished.path} --method {name}` says why")
+    say(f"report: {finished.path / 'report.html'}")
+    if finished.failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="One run directory, or several to compare.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Output directory; required for several runs.")
+    ] = None,
+    trust: Trust = False,
+    no_figures: NoFigures = False,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild a run's report, or compare several runs on one page."""
+    loaded = [load_run(path, trust=trust) for path in runs]
+    for each in loaded:
+        require_trust(each.path, each.config, trust)
+    if out is None:
+        if len(loaded) > 1:
+            raise InputError("comparing several runs needs an output directory: give --out DIR")
+        out = loaded[0].path
+    page = build_report(loaded, out, figures=not no_figures)
+    if as_json:
+        print(json.dumps([{"directory": str(r.path), **r.to_json()} for r in loaded]))
+        return
+    _print_results(loaded)
+    say(f"report: {page}")
+
+
+@app.command()
+def bounds(
+    source: Annotated[Path, typer.Argument(help="A run directory, or a TOML file of constants.")],
+    add_to_report: Annotated[
+        bool, typer.Option("--report", help="Also add them to the run's report.")
+    ] = False,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Theoretical guarantees: constants, bounds per ν, allowed step sizes, Theorem 1."""
+    if source.is_dir():
+        finished = load_run(source, trust=trust)
+        status = console(stderr=True).status("estimating constants, about half a minute")
+        with status, torch_threads(finished.config.threads):
+            found = bounds_of_run(finished, trust=trust)
+        write_sealed(source / BOUNDS, found.record())
+        if add_to_report:
+            build_report([finished], source)
+    else:
+        found = bounds_of_numbers(source)
+    if as_json:
+        print(json.dumps(found.record()))
+        return
+    _print_notes(bounds_tables(found), bounds_notes(found))
+    if source.is_dir():
+        for figure in save_bounds_charts(found, source / "figures"):
+            say(f"chart: {figure}")
+
+
+@app.command("advise")
+def advise_on(
+    run: Annotated[Path, typer.Argument(help="A finished run directory.")],
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of fine-tuning steps to try.")
+    ] = None,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Advise on number and size of fine-tuning steps and amount of data, from held-out agents."""
+    finished = load_run(run, trust=trust)
+    with console(stderr=True).status("trying") as status:
+
+        def show(what: str, share: float) -> None:
+            status.update(styled(f"trying {what}, {share:.0%} done"))
+
+        found = advise(finished, max_steps, show, trust=trust)
+    write_json(run / "advice.json", found.record())
+    if as_json:
+        print(json.dumps(found.record()))
+        return
+    _print_notes(advice_tables(found), advice_notes(found))
+    for figure in save_advice_chart(found, run / "figures"):
+        say(f"chart: {figure}")
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check Python, torch, processes, memory, disk and data, with advice."""
+    findings = examine()
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings]))
+    else:
+        colours = {"ok": "green", "note": "yellow", "problem": "red"}
+        rows: list[list[str | Text]] = []
+        for finding in findings:
+            advice = [Text("\n→ "), styled(finding.advice)] if finding.advice else []
+            said = Text.assemble(styled(finding.found), *advice)
+            rows.append([styled((finding.state, colours[finding.state])), finding.name, said])
+        console().print(table(rows))
+    if any(finding.state == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command("list")
+def list_all(
+    what: Annotated[
+        str | None, typer.Argument(help="An algorithm, or a kind: presets, aggregations, …")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List all names that a configuration accepts, or the settings of an algorithm."""
+    contents = listing() if what is None else listing_of(what)
+    if as_json:
+        print(json.dumps(contents))
+        return
+    for title, entries in contents.items():
+        console().print(styled((title, "bold")))
+        console().print(table([["  " + name, line] for name, line in entries.items()]))
+
+
+def _print_results(runs: list[Run]) -> None:
+    terminal = console()
+    for line in (headline(run) for run in runs):
+        terminal.print(styled(line))
+    for group in all_groups(runs):
+        terminal.print()
+        _print_table(f"agents {group} in training", results_table(runs, group, narrow=True))
+    for line in (line for run in runs for line in run.failures):
+        terminal.print(styled(("could not be trained", "red"), f", left out above: {line}"))
+    for warning in (w for run in runs for w in run.warnings() if w.about == "training"):
+        terminal.print(styled(("training went wrong", "red"), f", {warning}"))
+    for line in (line for run in runs for line in run.unanswered()):
+        terminal.print(styled(("agents did not answer", "yellow"), f", {line}"))
+    rejected = [line for run in runs for line in run.rejected()]
+    if rejected:
+        many = f"{len(rejected)} updates were left out"
+        terminal.print(styled((many, "yellow"), f", first: {rejected[0]}"))
+
+
+def _print_notes(tables: Iterable[tuple[str, Table]], notes: Iterable[str]) -> None:
+    for title, each in tables:
+        _print_table(title, each)
+        console().print()
+    for note in notes:
+        console().print(styled(note))
+
+
+def _print_table(title: str, shown: Table) -> None:
+    quiet = [number for number, is_quiet in enumerate(shown.quiet) if is_quiet]
+    made = table(shown.rows, shown.headings, title=title, right=True, quiet=quiet, gap=1)
+    console().print(made)
+
+
+def _version(requested: bool) -> None:
+    if requested:
+        say(f"nufed {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; a known error is printed as one sentence, with an exit code."""
+    warnings.showwarning = _print_warning
+    with standard_streams():
+        try:
+            app()
+        except (NufedError, TheoryError) as error:
+            sys.exit(_say(f"error: {error}", 2))
+
+
+def _print_warning(message: Any, *_: Any, **__: Any) -> None:
+    _say(f"warning: {message}", 0)
+
+
+def _say(text: str, code: int) -> int:
+    say(text, error=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The commands ``nufed data …``: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nufed.cli.progress import show_download
+from nufed.cli.terminal import console, say
+from nufed.config import load_config
+from nufed.config.build import build_samples, build_shift, build_split
+from nufed.data import SOURCES
+from nufed.data.fetch import fetch
+from nufed.data.store import STORED, Stored, data_directory
+from nufed.errors import InputError, visible
+from nufed.registry import suggest
+from nufed.report import save_counts_chart
+from nufed.runs.directory import class_counts
+from nufed.runs.records import LISTED
+
+data_app = typer.Typer(
+    help="Get data sets, and inspect how they are split among agents.", no_args_is_help=True
+)
+
+Source = Annotated[str, typer.Argument(help="A preset (see `nufed list`) or a TOML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings as key=value, for example rounds=50 method.adapt_steps=5."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+
+
+@data_app.command("list")
+def data_list(as_json: AsJson = False) -> None:
+    """Show which data sets are present, where nufed looks for them, and how to get the others."""
+    origin = "NUFED_DATA" if os.environ.get("NUFED_DATA") else "the cache directory"
+    contents = {name: _state(STORED.get(name)) for name in SOURCES}
+    if as_json:
+        print(json.dumps({"directory": str(data_directory()), "from": origin, "data": contents}))
+        return
+    hint = "" if origin == "NUFED_DATA" else "; set NUFED_DATA to use another"
+    say(f"data directory: {data_directory()} (from {origin}{hint})")
+    for name, state in contents.items():
+        say(f"{name:<15}{state['state']:<12}{state['where']}")
+        if state["command"]:
+            note = " (docs/data.md says how to make it)" if "--from" in state["command"] else ""
+            say(f"{'':<15}get it with: {state['command']}{note}")
+
+
+@data_app.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(help="A data set (see `nufed data list`).")],
+    url: Annotated[str | None, typer.Option(help="Download the archive from here.")] = None,
+    archive: Annotated[
+        Path | None, typer.Option("--from", help="Use this local file instead of downloading.")
+    ] = None,
+) -> None:
+    """Download a data set, verify it, and store it in the data directory."""
+    if name not in SOURCES:
+        known = f"; there are {', '.join(SOURCES)}"
+        raise InputError(f"unknown data set {name!r}{suggest(name, SOURCES) or known}")
+    if name not in STORED:
+        say(f"{name} is shipped with nufed: nothing to download")
+        return
+    try:
+        with show_download(console(stderr=True), name) as on_progress:
+            fetched = fetch(STORED[name], url=url, archive=archive, on_progress=on_progress)
+    except KeyboardInterrupt:
+        say("stopped; run the same command again to resume", error=True)
+        raise typer.Exit(130) from None
+    where = _state(STORED[name])["where"]
+    say(f"{name}: {where}" + ("" if fetched else " (already complete)"))
+
+
+@data_app.command("show")
+def data_show(
+    source: Source = "quickstart",
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the split.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write a chart: .svg, .png or .html.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the number of samples per agent and class."""
+    config = load_config(source, overrides or ())
+    samples = build_samples(config.data)
+    split = build_split(config.data, samples, seed)
+    samples = build_shift(config.data, samples, split, seed)
+    names = split.names[:LISTED]
+    counts = [class_counts(split, samples, agent) for agent in range(len(names))]
+    classes = samples.classes or ("samples",)
+    if out is not None:
+        if out.suffix not in (".svg", ".png", ".html"):
+            raise InputError(f"--out {out}: must end in .svg, .png or .html")
+        try:
+            save_counts_chart(names, classes, counts, out)
+        except OSError as error:
+            raise InputError(f"--out {out}: can't be written ({error.strerror})") from error
+    if as_json:
+        held = dict(zip(names, counts, strict=True))
+        print(json.dumps({"sha256": split.fingerprint, "classes": classes, "agents": held}))
+        return
+    _print_counts(names, split.unseen, classes, counts)
+    first = f"the first {len(names)} of " if len(names) < len(split.names) else ""
+    total = sum(map(sum, counts))
+    say(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
+
+
+def _state(stored: Stored | None) -> dict[str, str]:
+    """Whether a data set is present, its path, and how to get it if missing.
+
+    Only checks that files exist; their content is verified when they are read.
+    """
+    if stored is None:
+        return {"state": "present", "where": "shipped with nufed", "command": ""}
+    place = data_directory() / os.path.commonpath(stored.files)
+    where = str(place.parent if len(stored.files) == 1 and stored.url else place)
+    missing = stored.missing()
+    if not missing:
+        return {"state": "present", "where": where, "command": ""}
+    state = "missing" if len(missing) == len(stored.files) else "incomplete"
+    own = "" if stored.url else f" --from {missing[0]}"
+    return {"state": state, "where": where, "command": f"nufed data get {stored.name}{own}"}
+
+
+def _print_counts(names: Any, unseen: Any, classes: Any, counts: list[list[int]]) -> None:
+    """A heat map in text: one row per agent, darker for more samples."""
+    shades, names, classes = " ░▒▓█", [*map(visible, names)], [*map(visible, classes)]
+    most = max(max(row) for row in counts)
+    width = max(len(name) for name in classes)
+    margin = max(len(name) for name in names)
+    say(" ".join([" " * margin, *(name.rjust(width) for name in classes), " samples"]))
+    for agent, (name, row) in enumerate(zip(names, counts, strict=True)):
+        cells = (shades[-(-4 * n // most)] * width for n in row)
+        note = " unseen in training" if agent in unseen else ""
+        say(" ".join([name.rjust(margin), *cells, str(sum(row)).rjust(8) + note]))

@@ -1,0 +1,211 @@
+"""The commands ``nufed federate …``: parsing and printing only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nufed.cli.terminal import say
+from nufed.errors import InputError
+
+# Implementations are imported lazily: they need the extra `flower`.
+
+federate_app = typer.Typer(
+    help="Run on Flower: data stays at its sites, only vectors and checked numbers travel.",
+    no_args_is_help=True,
+)
+
+App = Annotated[Path, typer.Argument(help="The app's directory, with its pyproject.toml.")]
+Server = Annotated[str, typer.Option(help="The server's HOST:PORT.")]
+Ca = Annotated[Path | None, typer.Option(help="ca.crt, which authenticates the server.")]
+Out = Annotated[Path | None, typer.Option(help="The run directory to create.")]
+Resume = Annotated[Path | None, typer.Option(help="Resume this run directory.")]
+AllData = Annotated[
+    str | None, typer.Option(help="Path of the sites' data; {number} stands for a site's number.")
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="No encryption, no keys: this machine only.")
+]
+SERVER = "127.0.0.1:8000"
+
+
+@federate_app.callback()
+def _needs_flower() -> None:
+    if find_spec("flwr") is None:
+        raise InputError('a federation needs Flower: install it with pip install "nufed[flower]"')
+
+
+@federate_app.command()
+def new(folder: Annotated[Path, typer.Argument(help="The directory to create.")]) -> None:
+    """Create an app directory for a federation, with one function to fill in."""
+    from nufed.flower.ops.new_app import new_app
+
+    new_app(folder)
+    say(f"app: {folder}; fill in my_data.py and federation.toml")
+
+
+@federate_app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="The output folder.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="A host name or address of the server; repeatable.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Days of validity.")] = 365,
+) -> None:
+    """Make the server's certificate, and the CA that authenticates it to sites."""
+    from nufed.flower.ops.keys import CA, CA_KEY, make_authority
+
+    make_authority(folder, host or (), days)
+    say(f"certificates: {folder}; give {CA} to every site, keep {CA_KEY} away from the server")
+
+
+@federate_app.command()
+def key(file: Annotated[Path, typer.Argument(help="The private key to write.")]) -> None:
+    """Make a site's key pair, at the site; only FILE.pub leaves it."""
+    from nufed.flower.ops.keys import make_site_key
+
+    say(f"key: {file}; send only {make_site_key(file)} to the server's operator")
+
+
+@federate_app.command()
+def server(
+    keys: Annotated[
+        Path | None, typer.Option(help="The folder that `nufed federate keys` made.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    site_key: Annotated[
+        list[Path] | None, typer.Option(help="A site's public key; repeatable.")
+    ] = None,
+    insecure: Insecure = False,
+) -> None:
+    """Run the server (Flower's SuperLink) until Ctrl-C; admits only sites with these keys."""
+    from nufed.flower.ops.superlink import serve
+
+    with _until_interrupted():
+        serve(host, port, keys, site_key or (), insecure=insecure, say=_say)
+
+
+@federate_app.command()
+def register(
+    site_key: Annotated[Path, typer.Argument(help="A site's public key, FILE.pub.")],
+    server: Server = SERVER,
+    ca: Ca = None,
+) -> None:
+    """Register another site at a running server, until the server exits."""
+    from nufed.flower.ops.flower_processes import flower
+    from nufed.flower.ops.link import existing_file, link_to
+    from nufed.flower.ops.link import register as register_keys
+
+    link, public = link_to(server, ca, insecure=False), existing_file(site_key, "site key")
+    with flower() as commands:
+        link.connect(commands)
+        register_keys(commands, [public])
+    say(f"registered: {site_key}; also give it as --site-key when the server is restarted")
+
+
+@federate_app.command()
+def site(
+    number: Annotated[int, typer.Option(min=0, help="The site's number, from 0.")],
+    server: Server = SERVER,
+    ca: Ca = None,
+    key: Annotated[Path | None, typer.Option(help="The site's private key.")] = None,
+    name: Annotated[str | None, typer.Option(help="The site's name in results.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The site's data, for its app.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of the site's state.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(min=0, help="Budget of ε against the server, over all runs.")
+    ] = None,
+    insecure: Insecure = False,
+) -> None:
+    """Run a site (Flower's SuperNode) until Ctrl-C."""
+    from nufed.flower.ops.link import link_to
+    from nufed.flower.ops.supernode import SiteOptions, run_site
+
+    with _until_interrupted():
+        run_site(
+            SiteOptions(number, key, name, data, folder, epsilon),
+            link_to(server, ca, insecure),
+            _say,
+        )
+
+
+@federate_app.command()
+def run(
+    app: App,
+    out: Out = None,
+    resume: Resume = None,
+    server: Server = SERVER,
+    ca: Ca = None,
+    insecure: Insecure = False,
+) -> None:
+    """Train with the sites of a server; run this on the server's machine."""
+    from nufed.flower.ops.link import link_to
+    from nufed.flower.ops.submit import run_app, run_directory
+
+    link = link_to(server, ca, insecure)
+    with _report_interrupt():
+        say(f"report: {run_app(app, run_directory(app, out, resume), link, _say)}")
+
+
+@federate_app.command()
+def local(
+    app: App,
+    sites: Annotated[
+        int | None, typer.Option(min=1, help="Number of sites; default: as in federation.toml.")
+    ] = None,
+    data: AllData = None,
+    out: Out = None,
+    resume: Resume = None,
+    insecure: Insecure = False,
+) -> None:
+    """Start a server and all sites on this machine, train, and stop them."""
+    from nufed.flower.ops.local import run_locally, sites_of
+    from nufed.flower.ops.submit import run_directory
+
+    number = sites or sites_of(app)
+    with _report_interrupt():
+        place = run_directory(app, out, resume)
+        report = run_locally(app, number, place, insecure=insecure, say=_say, data=data)
+        say(f"report: {report}")
+
+
+@federate_app.command()
+def simulate(app: App, data: AllData = None, out: Out = None, resume: Resume = None) -> None:
+    """Run the app in Flower's Ray-based simulation on this machine."""
+    if find_spec("ray") is None:
+        raise InputError(
+            'Flower\'s simulation needs Ray: install it with pip install "nufed[ray]", or use '
+            "`nufed federate local`, which does not need it"
+        )
+    from nufed.flower.app.ray_simulation import simulate_app
+    from nufed.flower.ops.submit import report_of, run_directory
+
+    say(f"report: {report_of(simulate_app(app, run_directory(app, out, resume), data))}")
+
+
+@contextmanager
+def _until_interrupted() -> Iterator[None]:
+    """Exit normally on Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("stopped")
+
+
+@contextmanager
+def _report_interrupt() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        _say(str(stopped) or "stopped")
+        raise typer.Exit(130) from None
+
+
+def _say(text: str) -> None:
+    say(text, error=True)

@@ -1,0 +1,135 @@
+"""``nufed list``: all names that a configuration accepts, and the settings of algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import UnionType
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
+
+import torch
+from pydantic.fields import FieldInfo
+from torch import nn
+
+from nufed.algorithms import ALGORITHMS, Algorithm
+from nufed.algorithms.aggregation import AGGREGATIONS
+from nufed.algorithms.attacks import ATTACKS
+from nufed.config import presets
+from nufed.config.describe import described, known_settings
+from nufed.config.load import known_fields
+from nufed.data import PARTITIONS, SHIFTS, SOURCES
+from nufed.errors import InputError, shown
+from nufed.meta.meta_gradient import CURVATURES
+from nufed.models import MODELS
+from nufed.objective import Objective
+from nufed.registry import import_named, is_code, suggest
+from nufed.server import to_send
+from nufed.simulation import ENGINES
+
+Listing: TypeAlias = dict[str, dict[str, str]]
+
+
+def listing() -> Listing:
+    """All names that a configuration accepts, by kind, with a one-line description."""
+    return {
+        "presets": presets(),
+        "datasets": _lines(SOURCES),
+        "partitions": _lines(PARTITIONS),
+        "shifts": _lines(SHIFTS),
+        "models": _lines(MODELS),
+        "algorithms": _lines(ALGORITHMS),
+        "curvatures": _lines(CURVATURES),
+        "aggregations": _lines(AGGREGATIONS),
+        "attacks": _lines(ATTACKS),
+        "engines": {str(name): kind.about for name, kind in ENGINES.items()},
+        "configuration keys": {
+            **{key: _describe(field) for key, field in _leaves().items()},
+            "data.partition": _describe(_leaves()["data.partition"], PARTITIONS),
+            "faults.attack": _describe(_leaves()["faults.attack"], ATTACKS),
+            **{f"method.{key}": text for key, text in known_settings().items()},
+        },
+    }
+
+
+def listing_of(what: str) -> Listing:
+    """One kind of :func:`listing`, or one algorithm with its settings."""
+    if what in ALGORITHMS or is_code(what):
+        if is_code(what):
+            import_named("algorithm", what)
+        return _about(what, ALGORITHMS.find("algorithm", what))
+    everything = listing()
+    kinds = {name.removesuffix("s"): name for name in everything}
+    kind = kinds.get(what.removesuffix("s"))
+    if kind is None:
+        raise InputError(
+            f"{shown(what)} is neither an algorithm ({', '.join(ALGORITHMS)}) nor a kind "
+            f"({', '.join(everything)})" + suggest(what, [*ALGORITHMS, *everything])
+        )
+    return {kind: everything[kind]}
+
+
+def _about(name: str, cls: type[Algorithm]) -> Listing:
+    title = f"{name}: {_first_line(cls)}"
+    return {
+        title: {
+            "a newcomer": cls.newcomer,
+            "agents keep": _kept(cls),
+            "the optimiser drives": cls.optimized,
+            "shown after": "the run's number of fine-tuning steps"
+            if cls.shown_steps is None
+            else f"{cls.shown_steps} fine-tuning steps",
+        },
+        "settings": {each.key: str(each) for each in described(cls)},
+    }
+
+
+def _kept(cls: type[Algorithm]) -> str:
+    """The names of the tensors in an agent's state, determined on a tiny model."""
+    if not cls.keeps_states():
+        return "nothing between rounds"
+    try:
+        objective, algorithm = Objective(nn.Linear(1, 1), nn.functional.mse_loss), cls()
+        server = algorithm.initial_server(objective, torch.zeros(objective.size))
+        state = algorithm.agent_init(objective, to_send(algorithm, server))
+    except Exception:  # settings without defaults, or an unsuitable model
+        return "a state"
+    return ", ".join(state) or "nothing between rounds"
+
+
+def _leaves() -> dict[str, FieldInfo]:
+    """The keys of values, without those of tables."""
+    fields = dict(known_fields())
+    return {
+        key: field
+        for key, field in fields.items()
+        if key != "methods" and not any(k.startswith(f"{key}.") for k in fields)
+    }
+
+
+def _describe(field: FieldInfo, names: Iterable[str] = ()) -> str:
+    """What a configuration key means, its choices (or known ``names``) and its default."""
+    choices = _choices(field.annotation) or names
+    words = [field.description or "", " | ".join(map(str, choices))]
+    return f"{' '.join(w for w in words if w)} (default {field.get_default()!r})".strip()
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The values of a ``Literal``, or of a union of nothing else."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    if any(get_origin(kind) is not Literal for kind in kinds):
+        return ()
+    return tuple(value for kind in kinds for value in get_args(kind))
+
+
+def _lines(known: Mapping[str, Any]) -> dict[str, str]:
+    """The first line of each docstring, or the import error."""
+    lines = {}
+    for name in known:
+        try:
+            lines[name] = _first_line(known[name])
+        except InputError as error:
+            lines[name] = str(error)
+    return lines
+
+
+def _first_line(thing: Any) -> str:
+    return ((thing.__doc__ or "").strip().splitlines() or [""])[0].replace("``", "")

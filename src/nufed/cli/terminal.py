@@ -1,0 +1,63 @@
+"""Safe printing of untrusted text.
+
+Text is never interpreted as rich markup or an emoji code, and non-printable characters are escaped
+(:func:`nufed.errors.visible`). All output of commands except JSON goes through this module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nufed.errors import visible
+
+
+def say(text: object, *, error: bool = False) -> None:
+    """Print one line; ``error``: to stderr, prefixed with ``nufed:``."""
+    if error:
+        print(f"nufed: {visible(text)}", file=sys.stderr, flush=True)
+    else:
+        print(visible(text))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that prints strings literally."""
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """A line for a console, from strings and (string, style) pairs."""
+    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((visible(text), style) for text, style in pairs))
+
+
+def table(
+    rows: Sequence[Sequence[str | Text]],
+    headings: Sequence[str] = (),
+    *,
+    title: str | None = None,
+    right: bool = False,
+    quiet: Collection[int] = (),
+    gap: int = 2,
+) -> Table:
+    """A table without borders; ``right``: right-align all but the first column, ``quiet``: rows to
+    dim."""
+    made = Table(
+        title=None if title is None else styled(title),
+        title_justify="left",
+        box=None,
+        show_header=bool(headings),
+        pad_edge=False,
+        padding=(0, gap),
+    )
+    for place, heading in enumerate(headings):
+        numbers = right and place > 0
+        made.add_column(styled(heading), justify="right" if numbers else "left", no_wrap=right)
+    for number, row in enumerate(rows):
+        cells = [cell if isinstance(cell, Text) else styled(cell) for cell in row]
+        made.add_row(*cells, style="dim" if number in quiet else "")
+    return made

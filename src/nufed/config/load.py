@@ -1,0 +1,148 @@
+"""Loads a configuration from a TOML file and overrides.
+
+Precedence: command line over file over default.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from nufed.config.describe import known_settings
+from nufed.config.messages import sentence
+from nufed.config.methods import MethodConfig
+from nufed.config.schema import Config
+from nufed.config.trust import import_methods
+from nufed.errors import InputError, shown
+from nufed.registry import suggest
+
+MAX_KEY_PARTS = 20  # of a dotted key
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """A validated configuration from a preset's name, a TOML file or a mapping, and overrides.
+
+    ``overrides`` are ``key=value`` with dotted keys and TOML values; bare words are strings.
+    Algorithms that it names as ``package.module:Class`` are imported, and the defaults of all
+    settings are written out in it.
+
+    >>> config = load_config({"rounds": 5}, ["method.adapt_steps=3"])
+    >>> config.method.adapt_steps, config.method.batch_size
+    (3, 40)
+    """
+    config = read_config(source, overrides)
+    import_methods(config)
+    config.algorithms()
+    return config.written_out()
+
+
+def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The same without validating algorithms and their settings: it imports nothing."""
+    tables = dict(source) if isinstance(source, Mapping) else _read(source)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not (key.strip() and equals):
+            raise InputError(
+                f"{shown(override)} is not an override: write key=value, for example rounds=50"
+            )
+        tables = _with(tables, key.strip().split("."), _value(text), override)
+    try:
+        config = Config.model_validate(tables)
+    except ValidationError as error:
+        raise InputError(
+            sentence(error, _keys_with_methods(tables), dict(known_fields()))
+        ) from None
+    if len(set(config.seeds)) < len(config.seeds):
+        raise InputError(f"seeds = {shown(config.seeds)}: seeds must be distinct")
+    return config
+
+
+def presets() -> dict[str, str]:
+    """The configurations shipped with nufed, with the first line of each as its description."""
+    folder = files("nufed.config") / "presets"
+    texts = {f.name.removesuffix(".toml"): f.read_text("utf-8") for f in folder.iterdir()}
+    return {name: texts[name].splitlines()[0].lstrip("# ") for name in sorted(texts)}
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of the schema, and the settings of all registered algorithms."""
+    settings = [f"method.{name}" for name in sorted(known_settings())]
+    return [*(key for key, _ in known_fields()), *settings]
+
+
+def known_fields(
+    table: type[BaseModel] = Config, prefix: str = ""
+) -> Iterable[tuple[str, FieldInfo]]:
+    """Every dotted key of the schema, with its pydantic field."""
+    for name, field in table.model_fields.items():
+        yield prefix + name, field
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from known_fields(kind, f"{prefix}{name}.")
+
+
+def _read(source: str | Path) -> dict[str, Any]:
+    path = Path(source)
+    if str(source) in presets():
+        text = (files("nufed.config") / "presets" / f"{source}.toml").read_text("utf-8")
+    elif _is_file(path):
+        text = _text(path)
+    else:
+        raise InputError(
+            f"{shown(str(source))} is neither a preset ({', '.join(presets())}) nor a TOML file"
+            + suggest(str(source), presets())
+        )
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also huge numbers and deep nesting
+        raise InputError(f"{source} is not valid TOML: {error}") from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # not a valid file name
+        return False
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} can't be read as text: {error}") from None
+
+
+def _value(text: str) -> Any:
+    """The value of an override: TOML, or a string."""
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return found["value"] if len(found) == 1 else text
+
+
+def _with(tables: Mapping[str, Any], key: list[str], value: Any, override: str) -> dict[str, Any]:
+    """A copy of ``tables`` with one value set."""
+    first, *rest = key
+    if not rest:
+        return {**tables, first: value}
+    inner = tables.get(first, {})
+    if not isinstance(inner, Mapping):
+        raise InputError(f"{shown(override)} can't be set: {first} is a value, not a table")
+    if len(rest) > MAX_KEY_PARTS:
+        raise InputError(f"{shown(override)} can't be set: its key has too many parts")
+    return {**tables, first: _with(inner, rest, value, override)}
+
+
+def _keys_with_methods(tables: Mapping[str, Any]) -> list[str]:
+    """Every key of the schema, and those of the methods that ``tables`` names."""
+    methods = tables.get("methods")
+    named = methods if isinstance(methods, Mapping) else {}
+    keys = [*MethodConfig.model_fields, *sorted(known_settings())]
+    return [*known_keys(), *(f"methods.{m}.{k}" for m in named for k in keys)]

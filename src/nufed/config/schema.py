@@ -1,0 +1,280 @@
+"""The schema of a run's configuration: its tables, their keys and defaults.
+
+``[method]`` holds settings that all methods share; ``[methods.NAME]`` adds a method with settings
+of its own (:mod:`nufed.config.methods`). :mod:`nufed.config.load` reads files and overrides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import tomli_w
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from nufed.algorithms.attacks import ATTACKS
+from nufed.algorithms.protocol import Algorithm
+from nufed.config.methods import MethodConfig, make_methods, write_out
+from nufed.config.names import AT_SITES as AT_SITES
+from nufed.config.names import OWN as OWN
+from nufed.config.names import EngineName, Name
+from nufed.data import PARTITIONS, SHIFTS, Reuse, ScoredOn, SmallAgents
+from nufed.errors import InputError
+from nufed.evaluate import EvalLr
+from nufed.files import sha256
+from nufed.objective.modules import RunningStats
+from nufed.registry import is_code, suggest
+
+Baseline: TypeAlias = Literal["majority", "untrained", "local"]
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _partition(name: str) -> str:
+    if name in ("auto", OWN) or name in PARTITIONS or is_code(name):
+        return name
+    raise ValueError(f"one of auto, {PARTITIONS.listed()}{suggest(name, PARTITIONS)}")
+
+
+def _one_of(known: Mapping[str, Any], *further: str) -> AfterValidator:
+    """Accepts the names of ``known``, and ``further`` ones."""
+
+    def check(name: str) -> str:
+        names = [*further, *known]
+        if name in names:
+            return name
+        raise ValueError(f"one of {', '.join(names)}{suggest(name, names)}")
+
+    return AfterValidator(check)
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DataConfig(_Table):
+    """``[data]``: the samples, and how they are split among agents."""
+
+    source: str = Field(
+        default="digits", description="a data set by name, or package.module:function"
+    )
+    args: dict[str, Any] = Field(default={}, description="arguments of that function")
+    partition: Annotated[str, AfterValidator(_partition)] = Field(
+        default="auto",
+        description="by name, or package.module:function; auto: given if the data has owners, "
+        "else dirichlet",
+    )
+    partition_args: dict[str, Any] = Field(default={}, description="arguments of that function")
+    agents: Count = Field(default=50, description="N; not used by the partition 'given'")
+    samples_per_agent: Count | None = None
+    dirichlet: float = Field(
+        default=0.01,
+        gt=0,
+        lt=float("inf"),
+        description="α_d, of the partitions dirichlet, dirichlet_by_class and quantity_skew",
+    )
+    reuse: Reuse = Field(
+        default="never",
+        description="whether agents may share samples; if so, most training samples of unseen "
+        "agents are also seen agents' (docs/data.md)",
+    )
+    classes_per_agent: Count = Field(default=2, description="of the partition 'shards'")
+    # not written if defaults, so that files and fingerprints of other runs do not change
+    shift: Annotated[str, _one_of(SHIFTS, "none")] = Field(
+        default="none",
+        exclude_if=lambda value: value == "none",
+        description="feature or label shift between groups of agents: none | " + " | ".join(SHIFTS),
+    )
+    shift_args: dict[str, Any] = Field(
+        default={}, exclude_if=lambda value: not value, description="arguments of that shift"
+    )
+    validation: Fraction = 0.0
+    test: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    unseen_agents: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="held out from training"
+    )
+    small_agents: SmallAgents = "refuse"
+    split_file: str | None = Field(
+        default=None,
+        description="path of a saved split to use, never written; {seed} is replaced by the seed",
+    )
+
+    @property
+    def partition_settings(self) -> dict[str, Any]:
+        """The keys of this table that reach every partition with an argument of that name."""
+        return {"concentration": self.dirichlet, "classes_per_agent": self.classes_per_agent}
+
+
+class ModelConfig(_Table):
+    """``[model]``: the network."""
+
+    name: str = Field(default="fcnn", description="a model by name, or package.module:function")
+    args: dict[str, Any] = Field(default={}, description="arguments of that function")
+    running_stats: RunningStats = Field(
+        default="refuse", description="of BatchNorm: refused, frozen, or trained with the model"
+    )
+
+
+class FaultsConfig(_Table):
+    """``[faults]``: simulated faults of agents, to measure their effect on accuracy."""
+
+    dropout: Fraction = Field(default=0.0, description="probability that an agent does not answer")
+    stragglers: Fraction = Field(default=0.0, description="probability that it answers too late")
+    corruption: Fraction = Field(default=0.0, description="share of agents that send wrong updates")
+    attack: Annotated[str, _one_of(ATTACKS)] = Field(
+        default="sign_flip", description="what corrupt agents send"
+    )
+
+
+class FederationConfig(_Table):
+    """``[federation]``: format of the sites' data, and timeouts, for ``nufed federate``."""
+
+    input_shape: list[Count] | None = Field(default=None, description="of one sample")
+    classes: list[str] = Field(default=[], description="class names, by number; none: regression")
+    outputs: Count = Field(default=1, description="numbers per target, for regression")
+    deadline: float = Field(
+        default=600.0, gt=0, lt=float("inf"), description="deadline of a round, in seconds"
+    )
+    wait: float = Field(
+        default=60.0, gt=0, lt=float("inf"), description="quorum timeout, in seconds"
+    )
+
+
+class PrivacyConfig(_Table):
+    """``[privacy]``: clipping and noise that a federation's sites apply to their updates."""
+
+    clip: float | None = Field(
+        default=None, gt=0, lt=float("inf"), description="norm bound of an update's change; off"
+    )
+    noise: float = Field(
+        default=1.0,
+        gt=0,
+        lt=float("inf"),
+        description="noise multiplier z of each site (standard deviation / clip)",
+    )
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="δ of both ε")
+    epsilon: float | None = Field(
+        default=None, gt=0, description="budget of ε for the released model"
+    )
+    epsilon_server: float | None = Field(
+        default=None, gt=0, description="budget of ε against the server"
+    )
+    scores: bool = Field(default=False, description="whether sites send scores, which no ε covers")
+
+
+class Config(_Table):
+    """A run: data, a model, and the methods and seeds to train."""
+
+    name: Name = "run"
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
+    rounds: Count = Field(default=100, description="K")
+    participation: float = Field(default=0.2, gt=0, le=1, description="r")
+    min_updates: Count = Field(
+        default=1, description="quorum: valid updates a round needs, else another cohort is sampled"
+    )
+    max_update_norm: float | None = Field(
+        default=None, gt=0, description="norm bound of a change, in medians of the cohort's; off"
+    )
+    eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto", description="fine-tuning steps shown; auto: the largest ν, at least 1"
+    )
+    eval_lr: EvalLr = Field(
+        default="chosen",
+        description="step size of fine-tuning at evaluation; chosen: also with the best one on "
+        "validation samples, for the final model; chosen_by_round: for every evaluated one",
+    )
+    tune_local: bool = Field(
+        default=False,
+        description="choose the step size of the baseline 'local' on validation samples",
+    )
+    eval_on: ScoredOn = Field(
+        default="test", description="the part that agents are scored on; choices use validation"
+    )
+    eval_agents: Count | None = Field(
+        default=None, description="number of agents to evaluate, a fixed sample; all by default"
+    )
+    baselines: list[Baseline] = Field(
+        default=["majority", "untrained", "local"], description="null baselines to evaluate"
+    )
+    eval_every: Count = Field(default=10, description="rounds between evaluations")
+    checkpoint_every: Annotated[int, Field(ge=0)] = Field(
+        default=20, description="rounds between checkpoints to resume from; 0: only when stopped"
+    )
+    save_every: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="rounds between saved models; 0: none"
+    )
+    loss: str = Field(default="auto", description="cross_entropy, mse, or package.module:function")
+    metric: str = Field(
+        default="auto",
+        description="accuracy, balanced_accuracy, f1 (macro), auc (each class against the rest), "
+        "none (the loss), or package.module:function",
+    )
+    dtype: Literal["float32", "float64"] = "float32"
+    threads: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=1, description="torch threads; bits depend on their number"
+    )
+    engine: EngineName | Literal["auto"] = Field(
+        default="auto", description="how agents are simulated; auto: from config and shapes"
+    )
+    workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        default="auto", description="processes; bits do not depend on their number"
+    )
+    device: str = Field(default="cpu", description="torch device to compute on")
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    method: MethodConfig = MethodConfig()
+    methods: dict[Name, MethodConfig] = {}
+    faults: FaultsConfig = FaultsConfig()
+    # not written if all defaults, so that files and fingerprints of other runs do not change
+    federation: FederationConfig = Field(
+        default=FederationConfig(), exclude_if=lambda value: value == FederationConfig()
+    )
+    privacy: PrivacyConfig = Field(
+        default=PrivacyConfig(), exclude_if=lambda value: value == PrivacyConfig()
+    )
+
+    @property
+    def steps_shown(self) -> int:
+        """``eval_steps`` as a number: the fine-tuning steps after which results are shown."""
+        if self.eval_steps != "auto":
+            return self.eval_steps
+        return max(1, *(a.trained_for for a in self.algorithms().values()))
+
+    def steps_of(self, method: str) -> list[int]:
+        """The numbers of fine-tuning steps after which a method's results are shown."""
+        own = self.methods[method].eval_steps if method in self.methods else None
+        usual = self.algorithms()[method].shown_steps
+        return own or self.method.eval_steps or [self.steps_shown if usual is None else usual]
+
+    @property
+    def steps_evaluated(self) -> int:
+        """The largest number of steps shown for any method; all smaller ones are scored, too."""
+        return max(self.steps_shown, *(s for m in self.algorithms() for s in self.steps_of(m)))
+
+    def algorithms(self, own: Mapping[str, Algorithm] | None = None) -> dict[str, Algorithm]:
+        """The methods to train, by name; ``own`` are those that were given in Python.
+
+        Imports nothing: modules that the configuration names must be imported already.
+        """
+        for name in get_args(Baseline):
+            if name in self.methods:
+                raise InputError(
+                    f"methods.{name}: {name} is the name of a null baseline; give the method "
+                    "another name"
+                )
+        made = make_methods(self.method, self.methods, own)
+        return {name: method.algorithm for name, method in made.items()}
+
+    def written_out(self) -> Config:
+        """The same with the defaults of all settings of methods written out."""
+        method, methods = write_out(self.method, self.methods)
+        return self.model_copy(update={"method": method, "methods": methods})
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 of everything that determines bits, except ``rounds``."""
+        return sha256(self.model_dump_json(exclude={"name", "rounds", "workers"}).encode())
+
+    def to_toml(self) -> str:
+        """The configuration as TOML; loading it restores it."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))

@@ -1,0 +1,51 @@
+"""Sinusoid regression, generated: every agent has a sine wave of its own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from nufed.data.samples import Samples
+from nufed.errors import require
+from nufed.seeding import stream
+
+AMPLITUDES, PHASES, INPUTS = (0.1, 5.0), (0.0, math.pi), (-5.0, 5.0)
+
+
+def sinusoid(agents: int = 100, samples: int = 50, noise: float = 0.0, seed: int = 0) -> Samples:
+    """Sine waves (regression): each agent has its own amplitude and phase, as in Finn et al. 2017.
+
+    Agent i has y = A_i sin(x − φ_i) with A_i uniform in 0.1 … 5, φ_i in 0 … π, x in −5 … 5. The
+    mean over agents is close to 0 everywhere: what a model learns for all of them together is of
+    little use without fine-tuning.
+
+    Args:
+        agents: their number (``data.agents`` is not used, since the data has owners).
+        samples: of every agent.
+        noise: standard deviation of normal noise on y.
+        seed: of the waves, independent of the run's seeds.
+
+    >>> waves = sinusoid(agents=3, samples=4)
+    >>> len(waves), waves.input_shape, waves.outputs, waves.classes
+    (12, (1,), 1, ())
+    """
+    for name, value in (("agents", agents), ("samples", samples), ("seed", seed)):
+        least = 0 if name == "seed" else 1
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        require(whole and value >= least, name, value, f"must be a whole number, at least {least}")
+    number = isinstance(noise, int | float) and math.isfinite(noise)
+    require(number and noise >= 0, "noise", noise, "must be a finite number, 0 or more")
+    x, y = np.empty((agents, samples)), np.empty((agents, samples))
+    for agent in range(agents):
+        rng = stream(seed, "sinusoid", agent=agent)
+        amplitude, phase = rng.uniform(*AMPLITUDES), rng.uniform(*PHASES)
+        x[agent] = rng.uniform(*INPUTS, samples)
+        y[agent] = amplitude * np.sin(x[agent] - phase) + noise * rng.standard_normal(samples)
+    width = len(str(agents - 1))  # so that the order of names is that of numbers
+    names = [f"{agent:0{width}}" for agent in range(agents)]
+    inputs, targets = (
+        torch.from_numpy(values.reshape(-1, 1).astype(np.float32)) for values in (x, y)
+    )
+    return Samples(inputs, targets, owners=np.repeat(names, samples))

@@ -1,0 +1,115 @@
+"""Scores of outputs against classes, by name in a configuration (``metric = "f1"``).
+
+A metric is any function ``metric(outputs, targets)`` that gives a number, more is better: one's own
+is named as ``package.module:function`` or passed in Python. All here need one output per class, and
+give NaN where an output is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nufed.errors import InputError
+
+Metric: TypeAlias = Callable[[Tensor, Tensor], float | Tensor]
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """The share of targets whose class has the largest output; NaN if an output is not finite.
+
+    >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+    0.5
+    """
+    _check(outputs, targets, "accuracy")
+    if not torch.isfinite(outputs).all():
+        return float("nan")  # argmax would call it class 0
+    return int((outputs.argmax(dim=1) == targets).sum()) / len(targets)
+
+
+def balanced_accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """The mean over the classes among the targets of the accuracy on each.
+
+    >>> outputs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6]])
+    >>> balanced_accuracy(outputs, torch.tensor([0, 0, 1, 1]))
+    0.75
+    """
+    _check(outputs, targets, "balanced_accuracy")
+    if not torch.isfinite(outputs).all():
+        return float("nan")
+    right, _, own = _confusion(outputs, targets)
+    return float((right[own > 0] / own[own > 0]).mean())
+
+
+def f1(outputs: Tensor, targets: Tensor) -> float:
+    """Macro F1: the mean of 2·TP/(2·TP + FP + FN) over the classes among targets and answers.
+
+    >>> outputs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6]])
+    >>> round(f1(outputs, torch.tensor([0, 0, 1, 1])), 4)  # (4/5 + 2/3)/2
+    0.7333
+    """
+    _check(outputs, targets, "f1")
+    if not torch.isfinite(outputs).all():
+        return float("nan")
+    right, answered, own = _confusion(outputs, targets)
+    held = answered + own > 0
+    return float((2 * right / (answered + own))[held].mean())
+
+
+def auc(outputs: Tensor, targets: Tensor) -> float:
+    """The area under the ROC curve, of every class against the rest, mean over classes.
+
+    That is the probability that a sample of the class gets a larger (softmax) probability of it
+    than one of another class; ties count half. Classes that no target has, or all have, are left
+    out. Targets of one class alone rank nothing: 0.5, as by chance.
+
+    >>> outputs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6]])
+    >>> auc(outputs, torch.tensor([0, 1, 0, 1]))
+    0.75
+    """
+    _check(outputs, targets, "auc")
+    if not torch.isfinite(outputs).all():
+        return float("nan")
+    outputs, areas = outputs.double(), []
+    for number in sorted(set(targets.tolist())):
+        own = targets == number
+        if own.all():
+            return 0.5
+        # log-odds rank as probabilities do, and do not all round to 1
+        rest = outputs.index_fill(1, torch.tensor(number, device=outputs.device), -torch.inf)
+        odds = outputs[:, number] - rest.logsumexp(dim=1)
+        among, others = odds[own], odds[~own].sort().values
+        below = torch.searchsorted(others, among)
+        not_above = torch.searchsorted(others, among, right=True)
+        areas.append(float((below + not_above).double().mean()) / (2 * len(others)))
+    return sum(areas) / len(areas)
+
+
+METRICS: dict[str, Metric | None] = {
+    "accuracy": accuracy,
+    "balanced_accuracy": balanced_accuracy,
+    "f1": f1,
+    "auc": auc,
+    "none": None,
+}
+"""The metrics that a configuration knows by name; ``none`` scores by the loss."""
+
+
+def _check(outputs: Tensor, targets: Tensor, name: str) -> None:
+    if outputs.ndim != 2 or outputs.shape[1] < 2 or int(targets.max()) >= outputs.shape[1]:
+        raise InputError(
+            f"{name} needs one output per class, and the model gives outputs of shape "
+            f"{tuple(outputs.shape)} for classes up to {int(targets.max())}: change the model, or "
+            "give a metric of your own"
+        )
+
+
+def _confusion(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """By class: how many answers are right, how many give it, and how many samples have it."""
+    classes = outputs.shape[1]
+    answers, own = (F.one_hot(x, classes).double() for x in (outputs.argmax(dim=1), targets))
+    return (answers * own).sum(dim=0), answers.sum(dim=0), own.sum(dim=0)

@@ -1,0 +1,206 @@
+"""The independent parts of a run: each method, and the null baselines, for each seed."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from nufed.algorithms.protocol import State
+from nufed.errors import NumericalWarning, TrainingError
+from nufed.evaluate import chooses, evaluation_context
+from nufed.experiment.baselines import baselines, local_training
+from nufed.experiment.evaluation import evaluate
+from nufed.experiment.setup import Setup
+from nufed.experiment.stopping import Stop
+from nufed.runs import RunDirectory
+from nufed.runs.metric_lines import evaluation_line
+from nufed.runs.part_files import PartFiles
+from nufed.runs.personal_models import personal_after, write_personal
+from nufed.runs.recorder import Recorder, is_due
+from nufed.server import AgentStates, to_send
+from nufed.simulation import Engine, EngineName, WorkerEngine, train
+
+BASELINE_PART = "null baselines"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Progress of a part, for display: its round and latest score."""
+
+    seed: int
+    method: str
+    round: int
+    score: float | None
+
+
+Listener: TypeAlias = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """One method (or the null baselines) with one seed, and an estimate of its work."""
+
+    seed: int
+    method: str
+    work: float
+
+    def __str__(self) -> str:
+        return f"{self.method} with seed {self.seed}"
+
+
+def parts_of(setup: Setup) -> list[RunPart]:
+    """The parts of a run, seed by seed."""
+    config, agents = setup.config, len(setup.federations[setup.config.seeds[0]].split.agents)
+    evaluated = len(setup.evaluated[config.seeds[0]])
+    works: dict[str, float] = {}
+    if config.baselines:
+        local = "local" in config.baselines
+        works[BASELINE_PART] = float(evaluated * local_training(setup).local_steps * local)
+    for name, algorithm in setup.algorithms.items():
+        batches = sum(draw.number for draw in algorithm.update_draws()) or 1
+        works[name] = config.rounds * config.participation * agents * batches
+    return [RunPart(seed, name, work) for seed in config.seeds for name, work in works.items()]
+
+
+def run_method(
+    setup: Setup,
+    part: RunPart,
+    directory: RunDirectory,
+    listener: Listener,
+    workers: int,
+    stop: Stop,
+) -> None:
+    """Train and evaluate a method with one seed, with ``workers`` processes; write its results.
+
+    A finished one is skipped; an interrupted one resumes from its last checkpoint.
+    """
+    config, name, seed = setup.config, part.method, part.seed
+    listener(Event(seed, name, 0, None))
+    files = _files(setup, directory, "methods", name, seed)
+    if files.is_done(config.rounds):
+        return
+    began, score, algorithm = time.perf_counter(), None, setup.algorithms[name]
+
+    def doubt(round: int, message: str) -> None:
+        files.warnings.append({"round": round, "message": message})
+        warnings.warn(f"{name}, seed {seed}: {message}", NumericalWarning, stacklevel=2)
+
+    with (
+        _engine(setup, seed, setup.engine_names[name], workers) as engine,
+        _failure_written(directory, part, files),
+        Recorder(directory, files, config, name, algorithm, seed) as recorder,
+    ):
+        objective = engine.objective
+        start = recorder.resume(lambda: algorithm.initial_server(objective, objective.initial()))
+        training = train(
+            algorithm,
+            engine,
+            objective.initial(),
+            rounds=config.rounds,
+            participation=config.participation,
+            start=start,
+            states=files.states,
+            rules=setup.rules,
+            faults=setup.faults,
+            label=f"{name}, seed {seed}",
+            on_doubt=doubt,
+        )
+        del start  # frees its vectors after the first round
+        for progress in training:
+            if recorder.is_done(progress):
+                continue
+            line, last = dict[str, Any](), recorder.is_last(progress)
+            if recorder.is_evaluated(progress):
+                received = to_send(algorithm, progress.server)
+                choose = chooses(config.eval_lr, last)
+                evaluation = evaluate(setup, engine, algorithm, received, progress.states, choose)
+                line = evaluation_line(evaluation, config.steps_evaluated, setup.measure)
+                score = line["evaluation"]["seen"]["score"][config.steps_of(name)[0]]
+            save = last or stop() or is_due(config.checkpoint_every, progress.round)
+            recorder.record(progress, line, checkpoint=save)
+            if last:
+                scale = evaluation.scale(config.steps_of(name)[0])
+                _write_personal(setup, engine, name, received, progress.states, scale, files.folder)
+                recorder.finish(evaluation, progress.server)
+            listener(Event(seed, name, progress.round, score))
+            if stop() and not last:
+                break
+        directory.write_timing(method=name, seed=seed, seconds=time.perf_counter() - began)
+
+
+def run_baselines(
+    setup: Setup,
+    part: RunPart,
+    directory: RunDirectory,
+    listener: Listener,
+    workers: int,
+    stop: Stop,
+) -> None:
+    """Evaluate the unfinished null baselines with one seed, and write their results."""
+    rounds, seed = setup.config.rounds, part.seed
+    listener(Event(seed, part.method, 0, None))
+    files = {name: _files(setup, directory, "baselines", name, seed) for name in setup.baselines()}
+    missing = [name for name, own in files.items() if not own.is_done(rounds)]
+    if missing:
+        with _engines(setup, seed, workers) as get_engine, stop.immediately():
+            for name, evaluation in baselines(setup, seed, get_engine, missing):
+                files[name].finish_baseline(rounds, evaluation)
+
+
+@contextmanager
+def _engines(setup: Setup, seed: int, workers: int) -> Iterator[Callable[[EngineName], Engine]]:
+    """A function that gives the engines of a seed, with ``workers`` processes."""
+    with ExitStack() as stack:
+
+        def get_engine(name: EngineName) -> Engine:
+            engine = setup.engines[seed].get(name)
+            return stack.enter_context(WorkerEngine(engine, workers)) if workers > 1 else engine
+
+        yield get_engine
+
+
+@contextmanager
+def _engine(setup: Setup, seed: int, name: EngineName, workers: int) -> Iterator[Engine]:
+    with _engines(setup, seed, workers) as get_engine:
+        yield get_engine(name)
+
+
+@contextmanager
+def _failure_written(directory: RunDirectory, part: RunPart, files: PartFiles) -> Iterator[None]:
+    """Write why training failed, so that the other methods continue."""
+    try:
+        yield
+    except TrainingError as error:
+        directory.write_failure(part.method, part.seed, str(error), files.warnings)
+
+
+def _write_personal(
+    setup: Setup,
+    engine: Engine,
+    name: str,
+    received: State,
+    states: AgentStates,
+    scale: float,
+    folder: Path,
+) -> None:
+    """Write the personal models of all agents that have a state, as results show them.
+
+    Other agents' are made from the global model, and can be recomputed.
+    """
+    config, federation, algorithm = setup.config, engine.federation, setup.algorithms[name]
+    steps = config.steps_of(name)[0]
+    about = {"method": name, "round": config.rounds, "fine_tuning_steps": steps, "lr_scale": scale}
+    for agent in states.agents():
+        batches = federation.batches(agent, engine.seed, "evaluate")
+        own = evaluation_context(federation, engine.objective, batches, batches.samples)
+        tensors = personal_after(algorithm, own, received, states.get(agent), steps, scale)
+        write_personal(folder, agent, tensors, about)
+
+
+def _files(setup: Setup, directory: RunDirectory, kind: str, name: str, seed: int) -> PartFiles:
+    return PartFiles(directory.part(kind, name, seed), setup.problem.belongs_to(seed))

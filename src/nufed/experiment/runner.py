@@ -1,0 +1,200 @@
+"""Runs a configuration from start to report, and resumes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nufed.algorithms.protocol import Algorithm
+from nufed.config import Config, load_config
+from nufed.config.problem import Given, Problem
+from nufed.data import Partition
+from nufed.errors import InputError
+from nufed.evaluate import Metric
+from nufed.experiment.run_parts import (
+    BASELINE_PART,
+    Event,
+    Listener,
+    RunPart,
+    parts_of,
+    run_baselines,
+    run_method,
+)
+from nufed.experiment.setup import Setup
+from nufed.experiment.stopping import Stop
+from nufed.files import locked
+from nufed.objective import Loss
+from nufed.objective.threads import torch_threads
+from nufed.report.finish import finish
+from nufed.runs import Run, RunDirectory
+from nufed.runs.provenance import Provenance
+from nufed.simulation import Workers
+
+
+def run(
+    config: str | Path | Mapping[str, Any] = "quickstart",
+    overrides: Sequence[str] = (),
+    *,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    methods: Mapping[str, Algorithm] | None = None,
+    partition: Partition | None = None,
+    out: str | Path | None = None,
+    figures: bool = True,
+    on_start: Callable[[Config, Path], None] | None = None,
+    on_progress: Listener | None = None,
+    on_stop: Callable[[], None] | None = None,
+) -> Run:
+    """Train and evaluate every method of a configuration, as ``nufed run`` does.
+
+    Args:
+        config: a preset's name, a TOML file, or the same tables as a mapping.
+        overrides: ``key=value`` strings, as on the command line.
+        model: your own module, or a function that makes one, instead of ``[model]``.
+        data: your own data instead of ``[data] source``: ``(inputs, targets)`` or, for a natural
+            federation, ``(inputs, targets, owners)``; a ``Dataset``, or :class:`nufed.Samples`.
+        loss: your own ``loss(outputs, targets)``; metric: your own ``metric(outputs, targets)``,
+            higher is better.
+        methods: algorithms by name, in addition to those of the configuration; one with the same
+            name replaces it.
+        partition: your own function ``(samples, agents, samples_per_agent, rng, **partition_args)``
+            instead of ``[data] partition`` (docs/algorithms.md).
+        out: the run directory to create; by default the next free ``runs/NAME-001``.
+        figures: whether to also write the report's charts as SVG and PNG files.
+        on_start, on_progress, on_stop: called with the directory, after every round, and on Ctrl-C
+            or SIGTERM: current rounds are then finished and saved before KeyboardInterrupt is
+            raised, and :func:`resume` resumes from there.
+
+    Returns:
+        The finished run, read back from its directory (``run.path``, ``run.rows()``).
+    """
+    checked = load_config(config, overrides)
+    _check_simulated(checked)
+    with torch_threads(checked.threads):
+        given = Given(model, data, loss, metric, methods, partition)
+        setup = Setup.make(Problem.make(checked, given))
+        directory = RunDirectory.create(checked.name, None if out is None else Path(out))
+        with locked(directory.path):
+            for seed, federation in setup.problem.federations.items():
+                directory.write_split(federation.split, federation.samples, seed)
+            Provenance(directory).write(
+                setup.config,
+                setup.measure,
+                setup.engine_names,
+                setup.samples,
+                setup.samples.fingerprint,
+            )
+            return _train(setup, directory, figures, on_start, on_progress, on_stop)
+
+
+def resume(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    methods: Mapping[str, Algorithm] | None = None,
+    partition: Partition | None = None,
+    trust: bool = False,
+    figures: bool = True,
+    on_start: Callable[[Config, Path], None] | None = None,
+    on_progress: Listener | None = None,
+    on_stop: Callable[[], None] | None = None,
+) -> Run:
+    """Resume a stopped or killed run, to the same bits as an uninterrupted one.
+
+    Args:
+        path: the run directory.
+        overrides: only ``rounds=…``, larger than before, to train longer.
+        model, data, loss, metric, methods, partition: the same objects that were passed to
+            :func:`run`.
+        trust: allow importing the functions that the directory's configuration names, if any:
+            whoever wrote the directory can have changed it.
+        figures, on_start, on_progress, on_stop: as for :func:`run`.
+    """
+    directory = RunDirectory(Path(path))
+    with locked(directory.existing()):
+        provenance = Provenance(directory)
+        config = provenance.read_to_resume(overrides)
+        given = Given(model, data, loss, metric, methods, partition)
+        recorded = provenance.recorded(config)
+        recorded.check_trusted(given, trust)
+        engines = provenance.engines()
+        provenance.check_config(given.with_placeholders(config))
+        with torch_threads(config.threads):
+            problem = Problem.rebuild(recorded, given, trust=trust)
+            provenance.check_split_files({seed: f.split for seed, f in problem.federations.items()})
+            setup = Setup.make(problem, engines)
+            provenance.write_resumed(setup.config)
+            return _train(setup, directory, figures, on_start, on_progress, on_stop)
+
+
+def _check_simulated(config: Config) -> None:
+    """Refuse the tables of a real federation."""
+    for table in ("federation", "privacy"):
+        if table in config.model_dump():
+            raise InputError(
+                f"[{table}] is for a federation whose sites keep their data: start it with `nufed "
+                "federate run`, or remove the table to simulate"
+            )
+
+
+def _train(
+    setup: Setup,
+    directory: RunDirectory,
+    figures: bool,
+    on_start: Callable[[Config, Path], None] | None,
+    on_progress: Listener | None,
+    on_stop: Callable[[], None] | None,
+) -> Run:
+    """Run all unfinished parts, then read the run back and write its report."""
+    if on_start:
+        on_start(setup.config, directory.path)
+    stop = Stop(on_stop or (lambda: None))
+    listener = on_progress or (lambda event: None)
+    parts = parts_of(setup)
+    with stop.on_signals():
+        if setup.workers > 1 and len(parts) > 1:
+            _run_in_parallel(setup, parts, directory, listener, stop)
+            parts = []
+        for part in parts:
+            if not stop():
+                _run(part)(setup, part, directory, listener, setup.workers, stop)
+    if stop():
+        raise KeyboardInterrupt
+    return finish(directory, setup.objectives, setup.problem.algorithms, figures=figures)
+
+
+def _run(part: RunPart) -> Callable[[Setup, RunPart, RunDirectory, Listener, int, Stop], None]:
+    return run_baselines if part.method == BASELINE_PART else run_method
+
+
+def _run_in_parallel(
+    setup: Setup, parts: list[RunPart], directory: RunDirectory, listener: Listener, stop: Stop
+) -> None:
+    """Run several parts at the same time, in forked processes."""
+    processes = min(setup.workers, len(parts))
+
+    def work(part: RunPart, notify: Callable[[Event], None]) -> None:
+        if not stop():
+            _run(part)(setup, part, directory, notify, setup.workers // processes, stop)
+
+    def describe(part: RunPart, last: Event | None) -> str:
+        return f"{part}, after round {last.round}" if last else str(part)
+
+    def can_abandon(busy: list[RunPart]) -> bool:
+        return stop() and all(part.method == BASELINE_PART for part in busy)
+
+    workers = Workers(processes, work)
+    try:
+        longest_first = sorted(parts, key=lambda part: -part.work)
+        workers.map(longest_first, describe, listener, can_abandon)
+    finally:
+        workers.close()

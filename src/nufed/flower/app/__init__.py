@@ -1,0 +1,1 @@
+"""The ServerApp and the ClientApp, which Flower runs at the server and at every site."""

@@ -1,0 +1,177 @@
+"""The ServerApp and the ClientApp of a federation, from one configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from torch import nn
+
+from nufed.config import Config, load_config
+from nufed.config.build import build_loss, build_measure, build_module, build_objective
+from nufed.config.schema import AT_SITES, OWN, FaultsConfig, PrivacyConfig
+from nufed.data import Samples
+from nufed.errors import InputError, require
+from nufed.evaluate import Measure, Metric
+from nufed.flower.app.plan import Plan
+from nufed.flower.app.privacy import Privacy
+from nufed.flower.app.site import Load
+from nufed.flower.app.site_app import client_app
+from nufed.flower.app.training import train_federation
+from nufed.objective import Loss
+from nufed.server import Rules
+
+
+@dataclass(frozen=True)
+class App:
+    """A federation: ``server`` and ``site`` are what Flower runs.
+
+    Args:
+        config: a TOML file as ``nufed run`` takes it, with ``[federation]``.
+        load: reads a site's own data, at the site: ``load(site)`` gets the config of the site's
+            node (``site["data"]``, ``site["partition-id"]``) and returns anything that
+            ``nufed.run(data=...)`` takes.
+        model: a factory of a custom module, instead of ``[model]``.
+        loss, metric: custom functions, as for :func:`nufed.run`.
+    """
+
+    config: str | Path
+    load: Load
+    model: Callable[[], nn.Module] | None = None
+    loss: Loss | None = None
+    metric: Metric | None = None
+
+    @cached_property
+    def server(self) -> ServerApp:
+        """Trains, and writes the run directory ``out`` of Flower's run config."""
+        return self.serving(None)
+
+    def serving(self, out: Path | None) -> ServerApp:
+        """The same, with a given run directory."""
+        app = ServerApp()
+
+        def main(grid: Grid, context: Context) -> None:
+            configured = str(context.run_config.get("out", ""))
+            place = out or (Path(configured) if configured else None)
+            train_federation(self.plan(), self.checked, grid, place)
+
+        app.main()(main)
+        return app
+
+    @cached_property
+    def site(self) -> ClientApp:
+        """Trains and tests on a site's own data."""
+        return client_app(self.plan, self.load)
+
+    @cached_property
+    def checked(self) -> Config:
+        """The configuration, validated for a federation."""
+        config = load_config(self.config)
+        _check(config)
+        own = {"loss": self.loss, "metric": self.metric}
+        data = config.data.model_copy(update={"source": AT_SITES, "args": {}, "partition": "given"})
+        update = {key: OWN for key, value in own.items() if value is not None}
+        model = {"name": OWN, "args": {}} if self.model else {}
+        return config.model_copy(
+            update={
+                **update,
+                "data": data,
+                "model": config.model.model_copy(update=model),
+                "baselines": ["majority"] if config.federation.classes else [],
+            }
+        )
+
+    def plan(self) -> Plan:
+        """The plan that server and sites share."""
+        config = self.checked
+        like, seed = _like(config), config.seeds[0]
+        ((method, algorithm),) = config.algorithms().items()
+        module = build_module(config, like, seed, self.model)
+        loss = self.loss or build_loss(config, like)
+        measure = build_measure(config, like) if self.metric is None else _named(self.metric)
+        return Plan(
+            algorithm,
+            build_objective(config, module, loss),
+            agents=config.data.agents,
+            rounds=config.rounds,
+            participation=config.participation,
+            seed=seed,
+            unseen_agents=config.data.unseen_agents,
+            validation=config.data.validation,
+            test=config.data.test,
+            scored_on=config.eval_on,
+            small_agents=config.data.small_agents,
+            eval_steps=config.steps_evaluated,
+            personal_steps=config.steps_of(method)[0],
+            eval_lr=config.eval_lr,
+            measure=measure,
+            rules=Rules(config.min_updates, max_update_norm=config.max_update_norm),
+            threads=config.threads,
+            deadline=config.federation.deadline,
+            wait=config.federation.wait,
+            like=like,
+            privacy=_privacy(config.privacy),
+        )
+
+
+def _check(config: Config) -> None:
+    """Refuse settings that a federation can't use."""
+    require(
+        config.federation.input_shape is not None,
+        "federation.input_shape",
+        None,
+        "must be the shape of one sample's input, the same at all sites, for example [64]",
+    )
+    for key, number, what in (
+        ("seeds", len(config.seeds), "one seed"),
+        ("methods", len(config.algorithms()), "one method"),
+    ):
+        if number != 1:
+            raise InputError(
+                f"{key} has {number} entries: a federation trains {what} per run; start one run "
+                "for each and compare them with `nufed report RUN RUN`"
+            )
+    if config.faults != FaultsConfig():
+        raise InputError("[faults] is for simulation: remove it from a federation's configuration")
+    if config.data.shift != "none":
+        raise InputError(
+            f'data.shift = "{config.data.shift}" is for simulation: remove it, sites hold their '
+            "own data"
+        )
+    if config.eval_agents is not None:
+        raise InputError(
+            "eval_agents is for simulation: remove it, a federation evaluates all sites"
+        )
+    if config.eval_on == "validation" and not config.data.validation:
+        raise InputError(
+            'eval_on = "validation": sites have no validation part; set data.validation, for '
+            "example to 0.1"
+        )
+    if config.privacy.clip is None and config.privacy != PrivacyConfig():
+        raise InputError(
+            "privacy.clip is not set, so there would be no privacy: set it to the clipping norm of "
+            "updates, or remove [privacy]"
+        )
+
+
+def _like(config: Config) -> Samples:
+    """An example sample, for which the model is built."""
+    federation = config.federation
+    assert federation.input_shape is not None
+    inputs = torch.zeros(1, *federation.input_shape, dtype=getattr(torch, config.dtype))
+    targets = torch.zeros(1).long() if federation.classes else torch.zeros(1, federation.outputs)
+    return Samples(inputs, targets, tuple(federation.classes))
+
+
+def _privacy(config: PrivacyConfig) -> Privacy | None:
+    return None if config.clip is None else Privacy(**dict(config))
+
+
+def _named(metric: Metric) -> Measure:
+    return Measure(getattr(metric, "__name__", "metric"), metric)

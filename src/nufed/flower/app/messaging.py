@@ -1,0 +1,219 @@
+"""Sends requests to sites over a Flower Grid, matches replies to them and enforces deadlines."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from threading import Thread
+
+import httpx
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from nufed.errors import TrainingError, shown, visible
+from nufed.flower.app.payload import PayloadError, read_identity
+from nufed.flower.app.plan import Plan
+from nufed.server import TOO_LATE
+
+LOG = logging.getLogger("nufed")
+NOT_SENT = "the request could not be sent to it"
+MAX_REASON = 500  # characters kept of a site's error message
+POLL_INTERVAL = 0.5  # seconds
+QUERY_TTL = 24 * 3600.0  # seconds
+TTL_MARGIN = 60.0  # seconds that Flower keeps a message beyond the deadline: clocks differ
+
+
+def request(
+    grid: Grid, kind: str, contents: Mapping[int, RecordDict], seconds: float
+) -> dict[int, RecordDict | str]:
+    """Every node's reply within the deadline, or the reason why there is none."""
+    requests = Requests(grid)
+    replies: dict[int, RecordDict | str] = dict.fromkeys(contents, TOO_LATE)
+    replies |= dict.fromkeys(requests.send(kind, contents, seconds + TTL_MARGIN), NOT_SENT)
+    return replies | requests.replies(seconds)
+
+
+class Requests:
+    """Messages sent to nodes and still awaiting a reply.
+
+    A reply is matched by the id of the message it replies to: the sender that Flower reports is
+    wrong once a node is gone. Replies are pulled one by one, since an unreadable one would lose the
+    others, and an incompletely transferred one would block them for hours.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._pending: dict[str, int] = {}  # message id -> node
+        self._polls: dict[str, _Poll] = {}
+
+    @property
+    def nodes(self) -> set[int]:
+        """The nodes that have not replied yet."""
+        return set(self._pending.values())
+
+    def send(self, kind: str, contents: Mapping[int, RecordDict], ttl: float) -> set[int]:
+        """Send a message to each node; returns the nodes to which sending failed."""
+        messages = [Message(content, node, kind, ttl=ttl) for node, content in contents.items()]
+        ids = list(self._grid.push_messages(messages)) if messages else []
+        sent = {id: node for id, node in zip(ids, contents, strict=False) if id is not None}
+        self._pending |= sent
+        return contents.keys() - set(sent.values())
+
+    def replies(self, seconds: float) -> dict[int, RecordDict | str]:
+        """The replies received so far or within the timeout."""
+        found: dict[int, RecordDict | str] = {}
+        end = time.monotonic() + seconds
+        while self._pending:
+            for message_id, node in list(self._pending.items()):
+                poll = self._polls.pop(message_id, None) or _Poll(self._grid, message_id)
+                if not poll.done():
+                    self._polls[message_id] = poll
+                elif poll.found is not None:
+                    found[node] = poll.found
+                    del self._pending[message_id]
+            if not self._pending or time.monotonic() > end:
+                break
+            time.sleep(POLL_INTERVAL)
+        return found
+
+    def keep(self, nodes: set[int]) -> None:
+        """Stop waiting for all other nodes."""
+        self._pending = {id: node for id, node in self._pending.items() if node in nodes}
+
+
+class _Poll(Thread):
+    """Polls once for the reply to a message; a slow poll continues in the background."""
+
+    def __init__(self, grid: Grid, message_id: str) -> None:
+        super().__init__(daemon=True)
+        self._grid, self._message_id = grid, message_id
+        self._raised: BaseException | None = None
+        self.found: RecordDict | str | None = None
+        self.start()
+        self.join(POLL_INTERVAL)
+
+    def run(self) -> None:
+        try:
+            self.found = _pull(self._grid, self._message_id)
+        except BaseException as error:
+            self._raised = error
+
+    def done(self) -> bool:
+        """Whether it has finished; re-raises its exception."""
+        done = not self.is_alive()
+        if self._raised is not None:
+            raise self._raised
+        return done
+
+
+def _pull(grid: Grid, message_id: str) -> RecordDict | str | None:
+    """The reply to a message, the reason why it can't be used, or None if there is none yet."""
+    try:
+        replies = list(grid.pull_messages([message_id]))
+    except (httpx.HTTPError, OSError):  # the SuperLink is unreachable
+        raise
+    except Exception as error:
+        return f"its reply can't be read ({type(error).__name__})"
+    for reply in replies:
+        if reply.metadata.reply_to_message_id != message_id:
+            LOG.warning("discarded a reply that matches no request of this run")
+        elif reply.has_error():
+            return f"it failed: {_reason(str(reply.error.reason))}"
+        else:
+            return reply.content
+    return None
+
+
+def _reason(text: str) -> str:
+    """The message of the exception inside Flower's error text.
+
+    A line break would forge a log line, and control characters may steer a terminal.
+    """
+    raised = re.fullmatch(r"<class '[\w.]+'>:<'(.*)'>", text, re.DOTALL)
+    if not raised:
+        return shown(text)
+    return visible(raised[1][:MAX_REASON])
+
+
+class Roster:
+    """Maps agents to nodes.
+
+    Flower's node ids are random, so a site reports its own agent number. If several nodes claim
+    one, its current holder keeps it while online; without a holder all of them are excluded.
+    """
+
+    def __init__(self, grid: Grid, plan: Plan) -> None:
+        self._grid, self._plan = grid, plan
+        self._claims: dict[int, tuple[int, str] | None] = {}  # None: no usable reply
+        self._queries = Requests(grid)
+        self._queried_at: dict[int, float] = {}
+        self.nodes: dict[int, int] = {}
+        self.names: dict[int, str] = {}
+
+    def refresh(self) -> None:
+        """Query new nodes and re-query those that timed out; late replies are accepted."""
+        online = set(self._grid.get_node_ids())
+        self._claims = {node: claim for node, claim in self._claims.items() if node in online}
+        self._queries.keep(online - self._claims.keys())
+        new = online - self._claims.keys() - self._queries.nodes
+        now = time.monotonic()
+        overdue = {n for n in self._queries.nodes if now - self._queried_at[n] > self._plan.wait}
+        self._queried_at |= dict.fromkeys(new | overdue, now)
+        queries = {node: RecordDict() for node in sorted(new | overdue)}
+        self._queries.send(MessageType.QUERY, queries, QUERY_TTL)
+        replies = self._queries.replies(self._plan.wait if new else 0)
+        for node, reply in replies.items():
+            self._claims[node] = self._claim(node, reply)
+        self._assign(replies)
+
+    def _claim(self, node: int, reply: RecordDict | str) -> tuple[int, str] | None:
+        try:
+            if isinstance(reply, str):
+                raise PayloadError(reply)
+            return read_identity(reply, self._plan.agents)
+        except PayloadError as error:
+            LOG.warning("node %d is excluded: %s", node, error)
+            return None
+
+    def _assign(self, new: Collection[int]) -> None:
+        claims = {node: claim[0] for node, claim in self._claims.items() if claim is not None}
+        held = {agent: node for agent, node in self.nodes.items() if node in claims}
+        claimants = Counter(claims.values())
+        for node, agent in claims.items():
+            if claimants[agent] == 1:
+                held[agent] = node
+            elif node in new:
+                LOG.warning(
+                    "node %d is excluded: another node also claims to be agent %d", node, agent
+                )
+        self.nodes = dict(sorted(held.items()))
+        for agent, node in self.nodes.items():
+            claim = self._claims[node]
+            assert claim is not None
+            self.names[agent] = claim[1]
+
+    def wait_for(self, agents: Collection[int], least: int) -> None:
+        """Wait until at least ``least`` of these agents are online, up to the plan's timeout."""
+        end = time.monotonic() + self._plan.wait
+        self.refresh()
+        while len(self.nodes.keys() & set(agents)) < least and time.monotonic() < end:
+            time.sleep(POLL_INTERVAL)
+            self.refresh()
+
+    def gather(self) -> None:
+        """Wait for all agents; raise if fewer than a quorum are online."""
+        plan = self._plan
+        self.wait_for(range(plan.agents), plan.agents)
+        missing = [agent for agent in range(plan.agents) if agent not in self.nodes]
+        training = [agent for agent in plan.seen if agent in self.nodes]
+        if len(training) < max(1, plan.rules.min_updates):
+            raise TrainingError(
+                f"only agents {list(self.nodes)} of {plan.agents} are online after {plan.wait:g} "
+                f"s, and a round needs {max(1, plan.rules.min_updates)} that train: start the "
+                "sites, each with its own number, or raise federation.wait"
+            )
+        if missing:
+            LOG.warning("training starts without agents %s", missing)

@@ -1,0 +1,192 @@
+"""Message payloads: vectors as arrays, and plain numbers, all validated before use.
+
+An array is read only if its dtype, shape and header bytes are exactly those of numpy's file format
+for the expected array, so that nothing untrusted is parsed or unpickled. (Flower has the whole
+message in memory by then: the size of a registered site's message is not bounded.)
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any, cast
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor
+
+from nufed.algorithms.protocol import AgentUpdate, Cost, State
+from nufed.errors import InputError, shown
+from nufed.server.checks import Unreadable
+
+ARRAYS, ABOUT, SCORES, RELEASE = "arrays", "about", "scores", "release"
+KEEP = "keep"  # the action of a message on which a site writes its personal model
+VERSION = version("nufed")
+STORED_AS = "numpy.ndarray"
+DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
+MAX_GRADIENTS = 10**15  # gradients that a site may report
+MAX_NAME_LENGTH = 100
+MAX_RELEASES = 10**6  # noisy updates that a site may report
+
+
+class PayloadError(Exception):
+    """A message can't be used; says why."""
+
+
+def content(vectors: State | None = None, **about: int | str | list[float]) -> RecordDict:
+    """The content of a message: vectors and metadata."""
+    records = RecordDict({ABOUT: ConfigRecord(cast(Any, dict(about)))})
+    if vectors is not None:
+        records[ARRAYS] = to_arrays(vectors)
+    return records
+
+
+def to_arrays(vectors: State) -> ArrayRecord:
+    """Vectors as Flower arrays."""
+    for name, vector in vectors.items():
+        if vector.dtype not in DTYPES:
+            raise InputError(
+                f"{name!r} has dtype {vector.dtype}, which can't be sent: use a model of dtype "
+                f"{', '.join(DTYPES.values())}"
+            )
+    return ArrayRecord({n: Array(v.detach().cpu().numpy()) for n, v in vectors.items()})
+
+
+def read_array(array: object, like: Tensor) -> Tensor | Unreadable:
+    """The vector of an array with the dtype and shape of ``like``, or why it can't be read."""
+    if not isinstance(array, Array):
+        return Unreadable("is not an array")
+    if array.stype != STORED_AS:
+        return Unreadable(f"is stored as {shown(array.stype)}; must be {STORED_AS!r}")
+    for what, wanted in (("dtype", DTYPES[like.dtype]), ("shape", tuple(like.shape))):
+        if getattr(array, what) != wanted:
+            return Unreadable(f"has {what} {shown(getattr(array, what))} instead of {wanted}")
+    dtype = np.dtype(DTYPES[like.dtype])
+    header = _npy_header(dtype, tuple(like.shape))
+    if len(array.data) != len(header) + like.numel() * dtype.itemsize:
+        return Unreadable(f"has {len(array.data)} bytes, which does not fit its shape")
+    if not array.data.startswith(header):
+        return Unreadable("has a header that does not match its dtype and shape")
+    numbers = np.frombuffer(array.data, dtype, offset=len(header)).reshape(tuple(like.shape))
+    return torch.from_numpy(numbers.copy()).to(like.device)
+
+
+def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """The header of numpy's file format for such an array."""
+    file = io.BytesIO()
+    header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, cast(Any, header))
+    return file.getvalue()
+
+
+def read_vectors(records: Mapping[str, object], like: State, key: str = ARRAYS) -> State:
+    """Vectors with exactly the names, dtypes and shapes of ``like``."""
+    arrays = get_record(records, key, ArrayRecord)
+    if arrays.keys() != like.keys():
+        raise PayloadError(f"it has vectors {shown(sorted(arrays))} instead of {sorted(like)}")
+    vectors = {}
+    for name, example in like.items():
+        vector = read_array(arrays[name], example)
+        if isinstance(vector, Unreadable):
+            raise PayloadError(f"{name!r} {vector.reason}")
+        vectors[name] = vector
+    return vectors
+
+
+def read_about(records: Mapping[str, object], *keys: str) -> list[Any]:
+    """A message's metadata: the values of exactly ``keys``, of any type."""
+    about = get_record(records, ABOUT, ConfigRecord)
+    if about.keys() != set(keys):
+        raise PayloadError(
+            f"its metadata has keys {shown(sorted(about))} instead of {sorted(keys)}"
+        )
+    return [about[key] for key in keys]
+
+
+def read_run(run: object) -> str:
+    """The id of a run, also used as a folder name."""
+    return _read_id(run, "run")
+
+
+def release_record(store: str, count: int) -> ConfigRecord:
+    """Identifies the noisy update in a reply: the ``count``-th from a site's ``store``."""
+    return ConfigRecord({"store": store, "count": count})
+
+
+def read_release(records: Mapping[str, object]) -> tuple[str, int]:
+    """The store and the count of a noisy update."""
+    release = get_record(records, RELEASE, ConfigRecord)
+    if release.keys() != {"store", "count"}:
+        raise PayloadError(f"its release record has keys {shown(sorted(release))}")
+    count = read_int(release["count"], "its number of noisy updates", MAX_RELEASES)
+    if count == 0:
+        raise PayloadError("its number of noisy updates is 0, but it sent one")
+    return _read_id(release["store"], "store"), count
+
+
+def _read_id(value: object, what: str) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{32}", value):
+        raise PayloadError(f"{what} = {shown(value)}: must be an id of 32 hexadecimal digits")
+    return value
+
+
+def read_update(
+    records: Mapping[str, object], agent: int, expected: State
+) -> tuple[AgentUpdate, Cost, int]:
+    """An agent's update (yet to pass :func:`nufed.server.checks.screen`), its cost, and the round
+    of the state that the agent started from."""
+    check_keys(records, ARRAYS, ABOUT)
+    claimed, round, samples, gradients, hvps, began = read_about(
+        records, "agent", "round", "samples", "gradients", "hvps", "began"
+    )
+    check_agent(claimed, agent)
+    arrays = get_record(records, ARRAYS, ArrayRecord)
+    vectors = {
+        name: read_array(array, expected[name]) if name in expected else Unreadable("is unexpected")
+        for name, array in arrays.items()
+    }
+    cost = Cost(*(read_int(value, "gradients", MAX_GRADIENTS) for value in (gradients, hvps)))
+    update = AgentUpdate(agent, round, samples, cast(State, vectors))
+    return update, cost, read_int(began, "began", 10**9)
+
+
+def read_identity(records: Mapping[str, object], agents: int) -> tuple[int, str]:
+    """A site's number and name; its version of nufed must be the server's."""
+    check_keys(records, ABOUT)
+    agent, name, installed = read_about(records, "agent", "name", "version")
+    if installed != VERSION:
+        raise PayloadError(
+            f"it has nufed {shown(installed)} and the server {VERSION!r}: install the same version"
+        )
+    if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME_LENGTH:
+        raise PayloadError(
+            f"its name {shown(name)} is not one line of up to {MAX_NAME_LENGTH} characters"
+        )
+    return read_int(agent, "its number", agents - 1), name
+
+
+def read_int(value: object, name: str, most: int, least: int = 0) -> int:
+    """``value``, if it is a whole number from ``least`` to ``most``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise PayloadError(f"{name} is {shown(value)}, not a whole number in {least} … {most}")
+    return value
+
+
+def check_agent(claimed: object, agent: int) -> None:
+    if claimed != agent or isinstance(claimed, bool):
+        raise PayloadError(f"it claims to be agent {shown(claimed)}")
+
+
+def check_keys(records: Mapping[str, object], *keys: str) -> None:
+    if records.keys() != set(keys):
+        raise PayloadError(f"it sent the records {shown(sorted(records))} instead of {keys}")
+
+
+def get_record(records: Mapping[str, object], key: str, kind: type[Any]) -> Any:
+    record = records.get(key)
+    if not isinstance(record, kind):
+        raise PayloadError(f"it sent no {kind.__name__} called {key!r}")
+    return record

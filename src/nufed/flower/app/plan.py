@@ -1,0 +1,165 @@
+"""The training plan, identical at the server and at every site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nufed.algorithms.protocol import Algorithm, Context, State
+from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
+from nufed.errors import InputError, require
+from nufed.evaluate import EvalLr, Measure, accuracy
+from nufed.flower.app.privacy import Privacy
+from nufed.objective import Objective
+from nufed.server import Rules, cohort_size, to_send
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training plan, made from the same configuration at the server and at every site.
+
+    Args:
+        algorithm: what is trained.
+        objective: the model and its loss; training starts from the server's initial weights.
+        agents: number of sites; each has its own number, from 0.
+        rounds: communication rounds.
+        participation: fraction of agents picked per round.
+        seed: seed of cohorts, splits and batches.
+        unseen_agents: number of agents held out from training, and only evaluated.
+        validation, test: fractions of a site's samples held out from training.
+        scored_on: the part that it is scored on.
+        small_agents: how to treat a site with fewer training samples than a batch.
+        eval_steps: fine-tuning steps at evaluation.
+        personal_steps: fine-tuning steps of the personal model that a site keeps at the end.
+        eval_lr: whether their step size is also chosen on validation samples, as configured.
+        measure: what sites are scored by.
+        rules: quorum, retries and checks of updates.
+        threads: torch's threads at server and sites; bits depend on it.
+        deadline: seconds until a site's complete reply must have arrived.
+        wait: quorum timeout, in seconds: at the start for all sites, later for as many as a round
+            needs; also the timeout of a new site's identification.
+        like: an example sample that all sites' data must match; None: not checked.
+        privacy: clipping and noise applied at the sites; None: none.
+    """
+
+    algorithm: Algorithm
+    objective: Objective
+    agents: int
+    rounds: int
+    participation: float = 1.0
+    seed: int = 0
+    unseen_agents: int = 0
+    validation: float = 0.0
+    test: float = 0.2
+    scored_on: ScoredOn = "test"
+    small_agents: SmallAgents = "refuse"
+    eval_steps: int = 1
+    personal_steps: int = 1
+    eval_lr: EvalLr = "as_trained"
+    measure: Measure = Measure("accuracy")
+    rules: Rules = Rules()
+    threads: int = 1
+    deadline: float = 600.0
+    wait: float = 60.0
+    like: Samples | None = None
+    privacy: Privacy | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("agents", 1), ("rounds", 0), ("eval_steps", 0), ("threads", 1)):
+            value = getattr(self, name)
+            ok = isinstance(value, int) and value >= least
+            require(ok, name, value, f"must be a whole number, {least} or more")
+        for name in ("deadline", "wait"):
+            value = getattr(self, name)
+            require(0 < value < float("inf"), name, value, "must be a number of seconds above 0")
+        require(0 < self.test < 1, "test", self.test, "must be above 0 and below 1")
+        choose_unseen(self.agents, self.unseen_agents, self.seed)
+        if self.privacy is not None:
+            self._check_private()
+
+    def _check_private(self) -> None:
+        """Refuse settings for which the stated epsilon does not hold."""
+        unknown = set(self.algorithm.sends) - set(self.algorithm.receives)
+        for wrong, what in (
+            (not self.algorithm.averages_uniformly, "an aggregation other than the uniform mean"),
+            (self.rules.max_update_norm is not None, "max_update_norm"),
+            (self.keeps_state, "an algorithm with agent states"),
+            (unknown, "an algorithm that sends vectors it does not receive"),
+        ):
+            if wrong:
+                raise InputError(
+                    f"[privacy]: epsilon does not hold with {what}; remove that, or [privacy]"
+                )
+
+    @cached_property
+    def seen(self) -> Sequence[int]:
+        """The agents that take part in training."""
+        unseen = choose_unseen(self.agents, self.unseen_agents, self.seed)
+        return [agent for agent in range(self.agents) if agent not in unseen]
+
+    @property
+    def cohort(self) -> int:
+        """The number of agents picked per round."""
+        return cohort_size(len(self.seen), self.participation)
+
+    def context(self, round: int) -> Context:
+        """The context of a round, known to server and sites."""
+        return Context(round, len(self.seen), self.cohort if round else 0)
+
+    @property
+    def sends_scores(self) -> bool:
+        """Whether sites send their scores."""
+        return self.privacy is None or self.privacy.scores
+
+    @property
+    def scores_by_class(self) -> bool:
+        """Whether scores are also sent per class."""
+        return self.measure.metric is accuracy and (self.like is None or bool(self.like.classes))
+
+    def start(self) -> State:
+        """The server's state before the first round."""
+        return self.algorithm.initial_server(self.objective, self.objective.initial())
+
+    @cached_property
+    def keeps_state(self) -> bool:
+        """Whether sites keep a state between rounds."""
+        return bool(self.algorithm.agent_init(self.objective, self.received_like()))
+
+    def received_like(self) -> State:
+        """Vectors with the names and shapes of those that a site receives."""
+        return to_send(self.algorithm, self.start())
+
+    def check_data(self, samples: Samples) -> None:
+        """Refuse a site's data that does not match the federation's."""
+        if self.like is None:
+            return
+        if samples.input_shape != self.like.input_shape:
+            raise InputError(
+                f"this site's inputs have shape {samples.input_shape}: federation.input_shape is "
+                f"{list(self.like.input_shape)}"
+            )
+        if isinstance(samples.inputs, Tensor) and samples.inputs.dtype == torch.uint8:
+            raise InputError(
+                "this site's inputs are uint8: convert them to floating point, for example "
+                "inputs / 255"
+            )
+        if bool(samples.classes) != bool(self.like.classes):
+            raise InputError(
+                "this site's targets are "
+                + (
+                    "class numbers, but federation.classes is empty"
+                    if samples.classes
+                    else "not class numbers, but federation.classes is set"
+                )
+            )
+        if samples.outputs > self.like.outputs or (
+            not samples.classes and samples.outputs != self.like.outputs
+        ):
+            raise InputError(
+                f"this site's targets need {samples.outputs} outputs: the federation has "
+                f"{self.like.outputs}"
+            )

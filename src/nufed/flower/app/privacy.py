@@ -1,0 +1,262 @@
+"""Client-level (ε, δ)-differential privacy of what a site sends.
+
+A site clips its change to norm C, adds Gaussian noise of standard deviation z·C per coordinate, and
+sends that; the server takes the uniform mean. With any one site's data replaced by other data, no
+observation becomes more than e^ε times as likely, except with probability δ. Two values of ε are
+tracked, for two adversaries:
+
+* ``released``: sees the models of all rounds, of a trusted server. The sum of ``a`` updates has
+  noise √a·z·C, and cohorts are secret. Assumes that all ``a`` sites add their noise, and that
+  cohorts are not drawn from a public seed.
+* ``server``: the server, or whoever reads its traffic, sees every update and its sender. Each of a
+  site's n updates has noise z·C, without amplification by sampling.
+
+Both cover vectors alone, and hold if dropping out does not depend on data. ``released`` does not
+hold for weights by samples, other aggregations, or updates rejected for their norm.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nufed.algorithms.protocol import State
+from nufed.errors import InputError, RunError, TrainingError, require
+from nufed.flower.app.epsilon import (
+    Round,
+    is_count,
+    is_positive,
+    max_releases,
+    released_epsilon,
+    server_epsilon,
+)
+
+DRAWS_PER_NORMAL = 4  # Gaussian draws summed into one noise value
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Clipping and noise at the sites, and privacy budgets.
+
+    Args:
+        clip: clipping norm C of a site's change, over all its vectors jointly.
+        noise: noise multiplier z (standard deviation / clip).
+        delta: the probability δ with which epsilon may fail; below 1 / agents.
+        epsilon: the budget of the released models; None: unlimited.
+        epsilon_server: the budget of a site against the server; None: unlimited.
+        scores: whether sites still send their scores, which epsilon does not cover.
+    """
+
+    clip: float
+    noise: float
+    delta: float = 1e-5
+    epsilon: float | None = None
+    epsilon_server: float | None = None
+    scores: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("clip", "noise", "epsilon", "epsilon_server"):
+            value = getattr(self, name)
+            if value is not None or name in ("clip", "noise"):
+                require(is_positive(value), name, value, "must be a number above 0")
+        ok = is_positive(self.delta) and self.delta < 1
+        require(ok, "delta", self.delta, "must be above 0 and below 1")
+
+
+def protect(vectors: State, received: State, privacy: Privacy) -> State:
+    """The vectors with their change from those received clipped and noised.
+
+    The guarantee holds for real numbers. Floating-point numbers have gaps, and the set of possible
+    outputs depends on the change itself (Mironov 2012). Mitigations, neither of them a proof: every
+    noise value is the sum of four draws, which is hard to invert (Holohan & Braghin 2021), and the
+    double-precision result is rounded to the vector's dtype.
+
+    Raises:
+        InputError: the vectors do not match those received.
+        TrainingError: a value is non-finite, so nothing may leave the site.
+    """
+    for name, vector in vectors.items():
+        if name not in received or received[name].shape != vector.shape:
+            had = tuple(received[name].shape) if name in received else "nothing"
+            raise InputError(
+                f"{name!r} has shape {tuple(vector.shape)}, but the site received {had}: with "
+                "[privacy] an algorithm may only send vectors that it receives, in the same shapes"
+            )
+    before = {name: received[name].detach().cpu().double() for name in vectors}
+    changes = {name: v.detach().cpu().double() - before[name] for name, v in vectors.items()}
+    protected = {}
+    for name, change in clip_jointly(changes, privacy.clip).items():
+        noise = privacy.noise * privacy.clip * system_normals(change.numel()).reshape(change.shape)
+        protected[name] = (before[name] + (change + noise)).to(vectors[name])
+        if not protected[name].isfinite().all():
+            raise TrainingError(f"{name!r} with its noise is too large for {vectors[name].dtype}")
+    return protected
+
+
+def clip_jointly(changes: State, clip: float) -> State:
+    """The changes, scaled by one factor so that their joint norm is at most ``clip``."""
+    norm = math.hypot(*(float(torch.linalg.vector_norm(c)) for c in changes.values()))
+    if not math.isfinite(norm):
+        raise TrainingError(
+            "the site's change is non-finite, so nothing is sent: lower meta_lr or adapt_lr"
+        )
+    factor = min(1.0, clip / norm) if norm else 1.0
+    return {name: change * factor for name, change in changes.items()}
+
+
+def system_normals(count: int) -> Tensor:
+    """Independent standard normal draws from the system's entropy, never from a seed."""
+    total = np.zeros(count)
+    for _ in range(DRAWS_PER_NORMAL):
+        bits = np.frombuffer(os.urandom(16 * count), np.uint64) >> np.uint64(11)
+        first, second = bits.reshape(2, count) * 2.0**-53
+        total += np.sqrt(-2 * np.log(1 - first)) * np.cos(2 * np.pi * second)  # Box & Muller
+    return torch.from_numpy(total / math.sqrt(DRAWS_PER_NORMAL))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The epsilon of the released models, and the largest of any site against the server."""
+
+    released: float
+    server: float
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a run has spent so far.
+
+    ``rounds`` counts the rounds by their sizes. ``releases`` counts every agent's noisy updates by
+    the id of its site's store: a site without a store creates one with a random id, and counts in
+    it. So an update sent again costs nothing, and one recomputed because the store was lost is
+    charged.
+    """
+
+    noise: float
+    rounds: Mapping[Round, int] = field(default_factory=dict)
+    releases: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(is_positive(self.noise), "noise", self.noise, "must be a number above 0")
+        counts = [*self.rounds.values()]
+        for agent, stores in self.releases.items():
+            require(is_count(agent), "agent", agent, "must be a whole number, 0 or more")
+            for store in stores:
+                ok = isinstance(store, str) and 0 < len(store) <= 64
+                require(ok, "store", store, "must be a string of 1 to 64 characters")
+            counts += stores.values()
+        for count in counts:
+            require(is_count(count) and count > 0, "count", count, "must be 1 or more")
+
+    def with_round(self, agents: int, cohort: int, accepted: int) -> Ledger:
+        """The ledger after a model was aggregated from ``accepted`` updates."""
+        taken = Round(agents, cohort, accepted)
+        return replace(self, rounds={**self.rounds, taken: self.rounds.get(taken, 0) + 1})
+
+    def with_release(self, agent: int, store: str, count: int) -> Ledger:
+        """The ledger after an update that its site reports as the ``count``-th from this store."""
+        require(is_count(count) and count > 0, "count", count, "must be 1 or more")
+        stores = self.releases.get(agent, {})
+        stores = {**stores, store: max(count, stores.get(store, 0))}
+        return replace(self, releases={**self.releases, agent: stores})
+
+    def released_by(self, agent: int) -> int:
+        """Number of an agent's noisy updates that the server may have seen."""
+        return sum(self.releases.get(agent, {}).values())
+
+    def spent(self, privacy: Privacy) -> Spent:
+        """Both epsilons at the privacy's delta."""
+        if privacy.noise != self.noise:
+            raise InputError(
+                f"noise = {privacy.noise}, but the rounds so far had {self.noise}: set that, or "
+                "start a new run"
+            )
+        most = max(map(self.released_by, self.releases), default=0)
+        return Spent(
+            released_epsilon(self.noise, self.rounds, privacy.delta),
+            server_epsilon(self.noise, most, privacy.delta),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The record stored in a checkpoint."""
+        return {
+            "noise": self.noise,
+            "rounds": [[r.agents, r.cohort, r.accepted, n] for r, n in self.rounds.items()],
+            "releases": {str(agent): dict(stores) for agent, stores in self.releases.items()},
+        }
+
+    @classmethod
+    def from_json(cls, record: Any) -> Ledger:
+        """Restore a ledger from :meth:`as_json`; a damaged record is refused."""
+        try:
+            noise, rows, releases = (record[name] for name in ("noise", "rounds", "releases"))
+            rounds = {Round(*sizes): times for *sizes, times in rows}
+            ledger = cls(noise, rounds, {int(a): dict(s) for a, s in releases.items()})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(f"the privacy ledger is damaged: {error}") from error
+        if ledger.as_json() != record:
+            raise RunError("the privacy ledger is damaged: duplicate or unexpected entries")
+        return ledger
+
+
+def planned(privacy: Privacy, agents: int, cohort: int, rounds: int) -> Spent:
+    """What rounds without failures will spend; for ``server`` with :func:`max_releases` updates."""
+    by_sizes = {Round(agents, cohort, cohort): rounds}
+    most = max_releases(agents, cohort, rounds)
+    return Spent(
+        released_epsilon(privacy.noise, by_sizes, privacy.delta),
+        server_epsilon(privacy.noise, most, privacy.delta),
+    )
+
+
+def check_plan(privacy: Privacy, agents: int, cohort: int, rounds: int) -> Spent:
+    """The planned spending; refused if it exceeds a budget."""
+    allowed = f"must be below 1/agents = {1 / agents:.3g}, or it protects no single site"
+    require(privacy.delta * agents < 1, "delta", privacy.delta, allowed)
+    spent = planned(privacy, agents, cohort, rounds)
+    for name, epsilon, of in (
+        ("epsilon", spent.released, "of the released model"),
+        ("epsilon_server", spent.server, "of a site against the server"),
+    ):
+        budget = getattr(privacy, name)
+        if budget is not None and epsilon > budget:
+            raise InputError(
+                f"{name} = {budget:g}: {rounds} rounds with {cohort} of {agents} agents and noise "
+                f"{privacy.noise:g} come to {epsilon:.4g} {of}; plan fewer rounds, more noise, a "
+                "larger delta or a larger budget"
+            )
+    return spent
+
+
+def check_round(privacy: Privacy, ledger: Ledger, agents: int, cohort: int, accepted: int) -> None:
+    """Refuse a round whose model would exceed the budget of the released models.
+
+    ``accepted`` is the cohort size before requests are sent, and the actual number before the model
+    is aggregated.
+    """
+    epsilon = ledger.with_round(agents, cohort, accepted).spent(privacy).released
+    if privacy.epsilon is not None and epsilon > privacy.epsilon:
+        raise TrainingError(
+            f"a round with {accepted} updates would bring epsilon of the released model to "
+            f"{epsilon:.4g}, above the budget of {privacy.epsilon:g}: training stops at the "
+            "previous model"
+        )
+
+
+def check_release(privacy: Privacy, releases: int) -> None:
+    """At a site: refuse an update after ``releases`` others that would exceed its budget."""
+    if privacy.epsilon_server is None:
+        return
+    epsilon = server_epsilon(privacy.noise, releases + 1, privacy.delta)
+    if epsilon > privacy.epsilon_server:
+        raise TrainingError(
+            f"another noisy update after {releases} would bring this site's epsilon against the "
+            f"server to {epsilon:.4g}, above its budget of {privacy.epsilon_server:g}"
+        )

@@ -1,0 +1,279 @@
+"""The server's half: rounds over sites, with the simulator's cohorts, checks and aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from flwr.app import MessageType, RecordDict
+from flwr.serverapp import Grid
+from pydantic import Field, TypeAdapter, ValidationError
+
+from nufed.algorithms.protocol import AgentUpdate, Cost, State
+from nufed.data import ScoredOn
+from nufed.errors import RunError, UpdateError, shown
+from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
+from nufed.flower.app.messaging import LOG, Roster, request
+from nufed.flower.app.payload import KEEP, PayloadError, content, read_update
+from nufed.flower.app.plan import Plan
+from nufed.flower.app.privacy_account import Account
+from nufed.flower.app.score_payload import read_scores
+from nufed.server import Attempts, Progress, close_round, to_send
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Every site's scores of a model; ``missing`` are the sites without usable scores, and why.
+
+    ``majority`` are the scores of always predicting a site's most frequent class (classification).
+    """
+
+    evaluation: Evaluation
+    missing: tuple[UpdateError, ...] = ()
+    majority: tuple[AgentScores, ...] = ()
+
+    @property
+    def scores(self) -> list[AgentScores]:
+        """With the step size of fine-tuning as trained."""
+        return self.evaluation.as_trained
+
+
+class Server:
+    """Runs a plan over the sites that a Grid reaches.
+
+    Args:
+        plan: what is trained.
+        grid: reaches the sites.
+        run: the run's id, 32 hexadecimal digits; sites store their states under it.
+        notes: :attr:`notes` from the checkpoint that training resumes from.
+        cohort_seed: the seed of cohorts, if it must differ from the plan's, which is public.
+        on_doubt: called with a round and why its numbers may be wrong.
+
+    ``account`` is the privacy account, if the plan has privacy.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        grid: Grid,
+        run: str,
+        notes: Mapping[str, Any] | None = None,
+        cohort_seed: int | None = None,
+        on_doubt: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self._on_doubt = on_doubt
+        self._plan, self._grid, self._run = plan, grid, run
+        self._cohort_seed = plan.seed if cohort_seed is None else cohort_seed
+        self._roster = Roster(grid, plan)
+        ledger = None if notes is None else notes.get("ledger", "missing")
+        self.account = (
+            Account(plan.privacy, len(plan.seen), plan.cohort, ledger) if plan.privacy else None
+        )
+        # the last round in which an agent's update was accepted
+        self._taken = _read_taken((notes or {}).get("taken", {}))
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the progress, as plain JSON."""
+        taken = {str(agent): round for agent, round in sorted(self._taken.items())}
+        return {"taken": taken, **({"ledger": self.account.as_json()} if self.account else {})}
+
+    def train(self, start: Progress | None = None) -> Iterator[Progress]:
+        """The training state at the start and after every round."""
+        plan = self._plan
+        self._roster.gather()
+        progress = start or Progress(0, plan.start())
+        yield progress
+        while progress.round < plan.rounds:
+            attempts = Attempts(
+                progress.round + 1,
+                plan.seen,
+                participation=plan.participation,
+                seed=self._cohort_seed,
+                rules=plan.rules,
+            )
+            for cohort, _ in attempts:
+                with attempts.quorum():
+                    progress = attempts.accepted(self._attempt(progress, cohort))
+                    break
+            yield progress
+
+    def _attempt(self, before: Progress, cohort: list[int]) -> Progress:
+        plan, k = self._plan, before.round + 1
+        if self.account:
+            self.account.check_next()
+        self._roster.wait_for(cohort, plan.rules.min_updates)
+        replies, dropped = self._request(MessageType.TRAIN, before.server, k, cohort)
+        expected = {name: before.server[name] for name in plan.algorithm.sent_in(k)}
+        updates: list[AgentUpdate] = []
+        failed: list[UpdateError] = []
+        restarted: list[int] = []
+        cost = Cost()
+        for agent, reply in replies.items():
+            try:
+                records: Mapping[str, object] = _usable(reply)
+                if self.account:
+                    records = self.account.charge(agent, records)
+                update, spent, began = read_update(records, agent, expected)
+                if plan.keeps_state and began != self._taken.get(agent, 0):
+                    restarted.append(agent)
+                updates.append(update)
+                cost += spent
+            except PayloadError as error:
+                failed.append(UpdateError(agent, k, str(error)))
+        server, rejected = close_round(
+            plan.algorithm,
+            before.server,
+            updates,
+            plan.context(k),
+            cohort=cohort,
+            failed=failed,
+            rules=plan.rules,
+        )
+        left_out = {error.agent for error in rejected}
+        taken = [update.agent for update in updates if update.agent not in left_out]
+        if self.account:
+            self.account.close(len(taken))
+        for agent in sorted(set(restarted) - left_out):
+            lost = plan.algorithm.lost_state
+            message = f"agent {agent} lost its state and restarted from the initial one: {lost}"
+            LOG.warning("round %d: %s", k, message)
+            if self._on_doubt:
+                self._on_doubt(k, message)
+        if plan.keeps_state:
+            self._taken |= dict.fromkeys(taken, k)
+        return Progress(
+            round=k,
+            server=server,
+            cohort=tuple(cohort),
+            rejected=tuple(rejected),
+            dropped=tuple(dropped),
+            cost=cost,
+        )
+
+    def evaluate(self, progress: Progress, choose: bool = False) -> Outcome:
+        """Every site's scores after personalising the server's model, each on its own data.
+
+        With ``choose`` also with the fine-tuning step sizes chosen on the validation samples of
+        seen agents. No requests are sent if the plan keeps scores at the sites.
+        """
+        plan = self._plan
+        if not plan.sends_scores:
+            return Outcome(Evaluation([]))
+        missing: list[UpdateError] = []
+        majority: list[AgentScores] = []
+
+        def score(scales: Sequence[float]) -> list[list[AgentScores]]:
+            scores, unscored, nulls = self._scores(
+                progress, range(plan.agents), scales, plan.scored_on, diverged=False
+            )
+            missing.extend(unscored)
+            majority.extend(nulls)
+            return scores
+
+        def validate(scales: Sequence[float]) -> list[list[AgentScores]]:
+            # candidates include step sizes that diverge
+            return self._scores(progress, plan.seen, scales, "validation", diverged=True)[0]
+
+        possible = choose and plan.validation > 0
+        evaluation = evaluate_with_choice(
+            score, validate if possible else None, plan.eval_steps, plan.measure
+        )
+        return Outcome(evaluation, tuple(missing), tuple(majority))
+
+    def keep_personal_models(self, progress: Progress, scale: float = 1.0) -> None:
+        """Have every site write its personal model, as results show it; sites send nothing back.
+
+        ``scale`` multiplies the step size of fine-tuning.
+        """
+        kind, agents = f"{MessageType.EVALUATE}.{KEEP}", range(self._plan.agents)
+        replies, _ = self._request(kind, progress.server, progress.round, agents, scales=[scale])
+        for agent, reply in replies.items():
+            if isinstance(reply, str):
+                LOG.warning("agent %d did not confirm its personal model: %s", agent, reply)
+
+    def _scores(
+        self,
+        progress: Progress,
+        agents: Iterable[int],
+        scales: Sequence[float],
+        part: ScoredOn,
+        diverged: bool,
+    ) -> tuple[list[list[AgentScores]], list[UpdateError], list[AgentScores]]:
+        """These agents' scores by scale, agents without any and why, and majority-class scores."""
+        plan, k = self._plan, progress.round
+        sent = to_send(plan.algorithm, progress.server)
+        has_global = plan.algorithm.global_model(plan.objective, sent) is not None
+        options: dict[str, Any] = {"scales": list(scales), "part": part}
+        replies, offline = self._request(
+            MessageType.EVALUATE, progress.server, k, agents, **options
+        )
+        missing = [UpdateError(agent, k, "its site is offline") for agent in offline]
+        scores: list[list[AgentScores]] = [[] for _ in scales]
+        majority: list[AgentScores] = []
+        for agent, reply in replies.items():
+            try:
+                own, null = read_scores(
+                    _usable(reply),
+                    agent,
+                    k,
+                    name=self._roster.names[agent],
+                    seen=agent in plan.seen,
+                    steps=plan.eval_steps,
+                    scales=len(scales),
+                    by_class=plan.scores_by_class,
+                    has_global=has_global,
+                    diverged=diverged,
+                )
+            except PayloadError as reason:
+                missing.append(UpdateError(agent, k, str(reason)))
+                continue
+            for by_scale, each in zip(scores, own, strict=True):
+                by_scale.append(each)
+            majority += [null] if null else []
+        for error in missing:
+            LOG.warning("scores left out: %s", error)
+        return scores, missing, majority
+
+    def _request(
+        self, kind: str, server: State, round: int, agents: Iterable[int], **more: Any
+    ) -> tuple[dict[int, RecordDict | str], list[int]]:
+        """The replies of these agents, in their order, and the agents whose site is offline."""
+        self._roster.refresh()
+        nodes = {agent: self._roster.nodes.get(agent) for agent in agents}
+        offline = [agent for agent, node in nodes.items() if node is None]
+        if offline:
+            LOG.warning("round %d: the sites of agents %s are offline", round, offline)
+        sent = to_send(self._plan.algorithm, server)
+        online = {agent: node for agent, node in nodes.items() if node is not None}
+        contents = {
+            node: content(
+                sent,
+                run=self._run,
+                agent=agent,
+                round=round,
+                taken=self._taken.get(agent, 0),
+                released=self.account.released_by(agent) if self.account else 0,
+                **more,
+            )
+            for agent, node in online.items()
+        }
+        replies = request(self._grid, kind, contents, self._plan.deadline)
+        return {agent: replies[node] for agent, node in online.items()}, offline
+
+
+def _usable(reply: RecordDict | str) -> RecordDict:
+    if isinstance(reply, str):
+        raise PayloadError(reply)
+    return reply
+
+
+def _read_taken(record: object) -> dict[int, int]:
+    """Each agent's last accepted round, from the notes of a checkpoint."""
+    try:
+        return TypeAdapter(dict[int, Annotated[int, Field(strict=True, ge=0)]]).validate_python(
+            record
+        )
+    except ValidationError:
+        raise RunError(f"the checkpoint's notes are invalid: taken = {shown(record)}") from None

@@ -1,0 +1,231 @@
+"""Starts or resumes the training of a federation in a run directory, as in simulation.
+
+A checkpoint is written after every round. Flower itself loses a run whose ServerApp or SuperLink
+was killed: started again with the same directory, it resumes from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from nufed.config import Config
+from nufed.errors import NufedError, RunError, TrainingError
+from nufed.evaluate import Evaluation, chooses, summarise
+from nufed.files import cannot_write, locked, read_sealed, write_sealed
+from nufed.flower.app.messaging import LOG
+from nufed.flower.app.plan import Plan
+from nufed.flower.app.privacy import check_plan
+from nufed.flower.app.server_app import Outcome, Server
+from nufed.objective.threads import torch_threads
+from nufed.runs import RunDirectory
+from nufed.runs.directory import PRIVACY
+from nufed.runs.federation_records import FederationRecord
+from nufed.runs.metric_lines import evaluation_line
+from nufed.runs.part_files import PartFiles
+from nufed.runs.provenance import Provenance
+from nufed.runs.recorder import Recorder
+from nufed.runs.records import checked
+from nufed.server import Progress
+
+FEDERATION = "federation.json"  # the run's id, and the seed of secret cohorts
+
+
+def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -> Path:
+    """Train and evaluate over the sites that a grid reaches; returns the run directory.
+
+    Args:
+        plan: what is trained.
+        config: the configuration that the plan was made from.
+        grid: reaches the sites.
+        out: the run directory; a run that exists there is resumed. By default the next free
+            ``runs/NAME-001``.
+    """
+    if plan.privacy:
+        check_plan(plan.privacy, len(plan.seen), plan.cohort, plan.rounds)
+    resuming = out is not None and (out / "run.json").exists()
+    directory = RunDirectory(out) if resuming and out else RunDirectory.create(config.name, out)
+    if resuming:
+        directory.existing()
+    (method,) = config.algorithms()
+    with torch_threads(plan.threads), locked(directory.path), _log_to(directory.path / "log.txt"):
+        try:
+            identity = (
+                _resume(directory, config, plan) if resuming else _begin(directory, config, plan)
+            )
+            folder = directory.part("methods", method, plan.seed)
+            files = PartFiles(folder, {"configuration": config.fingerprint})
+            files.check_rounds(plan.rounds)
+            if resuming:
+                Provenance(directory).write_resumed(config)
+            if not files.is_done(plan.rounds):
+                began = time.perf_counter()
+                _train(plan, config, grid, identity, directory, files)
+                seconds = time.perf_counter() - began
+                directory.write_timing(method=method, seed=plan.seed, seconds=seconds)
+            from nufed.report.finish import finish  # it takes a moment to import
+
+            finish(directory, {plan.seed: plan.objective}, {method: plan.algorithm})
+        except NufedError as error:
+            LOG.error("%s", error)
+            if isinstance(error, TrainingError):
+                directory.write_failure(method, plan.seed, str(error))
+            raise
+        LOG.info("done: %s", directory.path / "report.html")
+    return directory.path
+
+
+def _begin(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any]:
+    """Write the run's initial records; returns its id and the seed of secret cohorts."""
+    identity: dict[str, Any] = {"run": secrets.token_hex(16)}
+    if plan.privacy:  # epsilon assumes secret cohorts, and files here name them
+        identity["cohort_seed"] = secrets.randbits(128)
+        try:
+            directory.path.chmod(0o700)
+        except OSError as error:
+            raise cannot_write(directory.path, error) from error
+    assert plan.like is not None
+    write_sealed(directory.path / FEDERATION, identity)
+    engines = dict.fromkeys(config.algorithms(), "flower")
+    Provenance(directory).write(config, plan.measure, engines, plan.like, data_sha256="")
+    LOG.info("%s starts: %d sites, %d rounds", config.name, plan.agents, plan.rounds)
+    return identity
+
+
+def _resume(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any]:
+    Provenance(directory).check_config(config)
+    path = directory.path / FEDERATION
+    identity = checked(FederationRecord, read_sealed(path).about, path)
+    if plan.privacy and identity.cohort_seed is None:
+        raise RunError(f"{path} has no cohort_seed, which a private run needs: start a new one")
+    return identity.model_dump()
+
+
+def _train(
+    plan: Plan,
+    config: Config,
+    grid: Grid,
+    identity: dict[str, Any],
+    directory: RunDirectory,
+    files: PartFiles,
+) -> None:
+    """Train the remaining rounds, each recorded and checkpointed before the next starts."""
+    if plan.privacy:
+        files.check_newest()
+    (method,) = config.algorithms()
+    last, outcome = False, None
+    with Recorder(directory, files, config, method, plan.algorithm, plan.seed) as recorder:
+        # a private run resumes from its last round only, since its model may have been seen
+        start = recorder.resume(plan.start, 1 if plan.privacy else None)
+        cohort_seed = identity["cohort_seed"] if plan.privacy else None
+
+        def doubt(round: int, message: str) -> None:
+            files.warnings.append({"round": round, "message": message})
+
+        server = Server(plan, grid, identity["run"], recorder.notes, cohort_seed, doubt)
+        if start:
+            LOG.info("training resumes after round %d", start.round)
+        try:
+            for progress in server.train(start):
+                if recorder.is_done(progress):
+                    continue
+                line, last = dict[str, Any](), recorder.is_last(progress)
+                if server.account:
+                    line["epsilon"] = server.account.spent()
+                outcome = None
+                if recorder.is_evaluated(progress):
+                    outcome = server.evaluate(progress, chooses(plan.eval_lr, last))
+                    line |= _evaluation(outcome, plan)
+                recorder.record(progress, line, checkpoint=True, notes=server.notes)
+                _log_round(plan, config, progress, outcome, line.get("epsilon"))
+        finally:  # also record what a training that failed has spent
+            if server.account:
+                write_sealed(directory.path / PRIVACY, server.account.summary())
+        if last and outcome:
+            _finish(plan, server, outcome, progress, directory, recorder)
+
+
+def _evaluation(outcome: Outcome, plan: Plan) -> dict[str, Any]:
+    """The fields of a metrics line for an evaluation."""
+    line = evaluation_line(outcome.evaluation, plan.eval_steps, plan.measure)
+    unscored = [{"agent": m.agent, "reason": m.reason} for m in outcome.missing]
+    return {
+        **(line if "seen" in line["evaluation"] else {}),
+        **({"unscored": unscored} if unscored else {}),
+    }
+
+
+def _log_round(
+    plan: Plan,
+    config: Config,
+    progress: Progress,
+    outcome: Outcome | None,
+    epsilon: dict[str, float] | None,
+) -> None:
+    """Log one line about a round."""
+    size = len(progress.cohort)
+    accepted = size - len(progress.dropped) - len({r.agent for r in progress.rejected})
+    parts = [f"round {progress.round} of {plan.rounds}"]
+    if size:
+        parts.append(f"{accepted} of {size} sites")
+    if outcome and outcome.scores:
+        (method,) = config.algorithms()
+        steps = config.steps_of(method)[0]
+        final = outcome.evaluation.chosen or outcome.scores
+        found = summarise(final, steps, plan.measure)
+        shared = "" if final[0].global_score is None else f"global {found.global_mean:.3f}, "
+        parts.append(f"{plan.measure.name} {shared}personal {found.mean:.3f} after {steps} steps")
+    if epsilon:
+        parts.append(
+            f"epsilon {epsilon['released']:.4g} of the released model and "
+            f"{epsilon['server']:.4g} against the server"
+        )
+    LOG.info(", ".join(parts))
+
+
+def _finish(
+    plan: Plan,
+    server: Server,
+    outcome: Outcome,
+    progress: Progress,
+    directory: RunDirectory,
+    recorder: Recorder,
+) -> None:
+    """Have sites keep their personal models; write final scores and state, and the sites."""
+    if plan.sends_scores and not any(scores.seen for scores in outcome.scores):
+        reasons = "; ".join(str(error) for error in outcome.missing)
+        raise TrainingError(f"no site sent usable scores: {reasons}")
+    server.keep_personal_models(progress, outcome.evaluation.scale(plan.personal_steps))
+    directory.write_sites(plan.agents, plan.seen, outcome.scores, plan.seed)
+    if outcome.majority and len(outcome.majority) == len(outcome.scores):
+        folder = directory.part("baselines", "majority", plan.seed)
+        PartFiles(folder, recorder.files.belongs_to).finish_baseline(
+            plan.rounds, Evaluation(list(outcome.majority))
+        )
+    recorder.finish(outcome.evaluation, progress.server)
+
+
+@contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    """Also write the log to a file."""
+    try:
+        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = LOG.level
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOG.setLevel(before)
+        LOG.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,146 @@
+"""Starts Flower's commands, and always terminates them and their descendants."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from nufed.errors import InputError, RunError
+
+BIN = Path(sys.executable).parent
+GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+# prctl(PR_SET_PDEATHSIG): the kernel terminates the command if this process dies, even by SIGKILL.
+LAUNCH = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+class Flower:
+    """Flower's commands with their own FLWR_HOME, which identifies all their descendants."""
+
+    def __init__(self, home: Path) -> None:
+        from nufed.flower import SETTINGS
+
+        self.home = home
+        self._environment = {
+            **os.environ,
+            **SETTINGS,
+            "FLWR_HOME": str(home),
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            "PATH": os.pathsep.join(
+                (str(BIN), os.environ.get("PATH", ""))
+            ),  # for Flower's subprocesses
+        }
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *command: str, log: Path | None = None) -> subprocess.Popen[bytes]:
+        """Start a command; its output is shown, or appended to ``log``."""
+        launcher = [sys.executable, "-I", "-S", "-c", LAUNCH]
+        with (log or Path(os.devnull)).open("ab") as file:
+            process = subprocess.Popen(
+                [*launcher, str(BIN / command[0]), *command[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=file if log else None,
+                stderr=subprocess.STDOUT if log else None,
+                env=self._environment,
+                start_new_session=True,  # only this process gets Ctrl-C; it ends the others
+            )
+        self._started.append(process)
+        return process
+
+    def call(self, *command: str, seconds: float = 300) -> tuple[int, str]:
+        """Run a command to completion or timeout; returns its exit code and output."""
+        with tempfile.NamedTemporaryFile(dir=self.home, suffix=".log") as log:
+            process = self.start(*command, log=Path(log.name))
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
+            return code, Path(log.name).read_text("utf-8", "replace")
+
+    def end(self) -> None:
+        """Terminate what was started, then kill every remaining process with this home."""
+        for process in self._started:
+            with suppress(ProcessLookupError):
+                process.terminate()
+        wait(lambda: all(each.poll() is not None for each in self._started), GRACE)
+        if not wait(lambda: not self._kill(), GRACE):
+            raise RunError(f"processes {self.alive()} can't be killed: inspect them with `ps`")
+        for process in self._started:
+            process.wait()
+
+    def alive(self) -> list[int]:
+        """PIDs of the processes with this home; some of Flower's detach from their parents."""
+        entry, found = f"FLWR_HOME={self.home}".encode(), []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is not ours
+                if entry in file.read_bytes().split(b"\0"):
+                    found.append(int(file.parent.name))
+        return found
+
+    def _kill(self) -> list[int]:
+        found = self.alive()
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return found
+
+
+@contextmanager
+def flower() -> Iterator[Flower]:
+    """Flower's commands within a context; SIGTERM and SIGHUP act as Ctrl-C."""
+    if not Path("/proc/self/environ").exists():
+        raise InputError(
+            "`nufed federate` needs Linux's /proc, which this system lacks: start "
+            "flower-superlink, flower-supernode and flwr as in docs/deployment.md"
+        )
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # not those ignored under nohup or &
+    handled = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, _interrupt) for each in handled}
+    try:
+        with tempfile.TemporaryDirectory(prefix="nufed-", ignore_cleanup_errors=True) as home:
+            commands = Flower(Path(home))
+            try:
+                yield commands
+            finally:
+                for each in handled:  # a second Ctrl-C must not leave processes behind
+                    signal.signal(each, signal.SIG_IGN)
+                commands.end()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def wait(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition became true before the timeout."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def free_ports(number: int) -> list[int]:
+    """Free TCP ports of this machine."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

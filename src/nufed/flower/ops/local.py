@@ -1,0 +1,82 @@
+"""Runs a server and all sites on this machine, with one command."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from nufed.errors import InputError
+from nufed.flower.ops.flower_processes import flower, free_ports
+from nufed.flower.ops.keys import make_authority, make_site_key
+from nufed.flower.ops.link import register
+from nufed.flower.ops.submit import Say, check_app, follow
+from nufed.flower.ops.superlink import start_superlink
+from nufed.flower.ops.supernode import SiteOptions, make_folder, supernode_command
+
+
+def run_locally(
+    app: Path, sites: int, out: Path, *, insecure: bool, say: Say, data: str | None = None
+) -> Path:
+    """Run an app with a SuperLink and sites as local processes; returns the path of the report.
+
+    Keys are temporary. Logs and the sites' folders stay beside ``out``.
+    """
+    files = [data_of(data, number) for number in range(sites)]
+    beside = out.with_name(f"{out.name}-federation")
+    with flower() as commands:
+        keys = None if insecure else commands.home / "keys"
+        if keys is not None:
+            make_authority(keys)
+        folders = [beside / f"site-{number}" for number in range(sites)]
+        for folder in (beside, *folders):
+            make_folder(folder)
+        port, *ports = free_ports(1 + sites)
+        _, link = start_superlink(commands, "127.0.0.1", port, keys, log=beside / "superlink.log")
+        link.connect(commands)
+        members = [
+            SiteOptions(number, keys and keys / folder.name, folder.name, files[number], folder)
+            for number, folder in enumerate(folders)
+        ]
+        register(commands, [make_site_key(site.key) for site in members if site.key])
+        nodes = {
+            site.name: commands.start(
+                *supernode_command(site, link, own), log=beside / f"{site.name}.log"
+            )
+            for site, own in zip(members, ports, strict=True)
+        }
+        say(f"started a server at {link.address} and {sites} sites; logs: {beside}")
+
+        def on_poll() -> None:
+            for name, node in list(nodes.items()):
+                if node.poll() is not None:
+                    say(f"{name} exited (exit code {nodes.pop(name).returncode})")
+
+        resume = f"nufed federate local {app} --resume {out}" + (
+            f" --data '{data}'" if data else ""
+        )
+        return follow(commands, app, out, say, resume, on_poll)
+
+
+def data_of(data: str | None, number: int) -> Path | None:
+    """The path of a site's data: ``data`` with ``{number}`` replaced by its number."""
+    if data is None:
+        return None
+    path = Path(data.replace("{number}", str(number)))
+    if not path.exists():
+        raise InputError(f"--data {data}: {path} of site {number} does not exist")
+    return path
+
+
+def sites_of(app: Path) -> int:
+    """The number of sites in an app's configuration."""
+    check_app(app)
+    path = app / "federation.toml"
+    try:
+        agents = tomllib.loads(path.read_text("utf-8"))["data"]["agents"]
+    except (OSError, ValueError, KeyError, TypeError):
+        agents = None
+    if not isinstance(agents, int) or agents < 1:
+        raise InputError(
+            f"{path} has no valid data.agents: set it to the number of sites, or give --sites N"
+        )
+    return agents

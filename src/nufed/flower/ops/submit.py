@@ -1,0 +1,147 @@
+"""Submits an app, follows its log and reports its outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nufed.errors import InputError, RunError, TrainingError
+from nufed.flower.ops.flower_processes import Flower, flower
+from nufed.flower.ops.link import NAME, Link, flwr_json
+from nufed.flower.ops.supernode import quoted
+from nufed.runs.directory import RunDirectory
+from nufed.runs.json_files import check_entries, read_record
+from nufed.runs.records import Failure
+
+Say = Callable[[str], None]
+
+
+class Stopped(KeyboardInterrupt):
+    """The run was stopped by Ctrl-C or SIGTERM; the message says how to resume."""
+
+
+def run_app(app: Path, out: Path, link: Link, say: Say) -> Path:
+    """Run an app on a federation; returns the path of the report, or raises with the reason."""
+    with flower() as commands:
+        link.connect(commands)
+        resume_command = f"nufed federate run {app} --resume {out} {link.options}"
+        return follow(commands, app, out, say, resume_command)
+
+
+def run_directory(app: Path, out: Path | None, resume: Path | None) -> Path:
+    """The validated run directory: a new one, or that of a run to resume."""
+    check_app(app)
+    if out is not None and resume is not None:
+        raise InputError("--out and --resume exclude each other: give one of them")
+    if resume is not None:
+        if not (resume / "run.json").is_file():
+            raise InputError(
+                f"--resume {resume}: not a run directory, it has no run.json; give another, or "
+                "start a new run with --out"
+            )
+        check_entries(resume)
+        return resume
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(
+            f"--out {out}: exists and is not empty; give another, or --resume {out} to resume it"
+        )
+    return RunDirectory.create(app.resolve().name, out).path
+
+
+def check_app(app: Path) -> None:
+    if not (app / "pyproject.toml").is_file():
+        raise InputError(f"{app} is not an app directory: it has no pyproject.toml")
+
+
+def follow(
+    commands: Flower,
+    app: Path,
+    out: Path,
+    say: Say,
+    resume_command: str,
+    on_poll: Callable[[], None] = lambda: None,
+) -> Path:
+    """Run an app on the connected SuperLink, following its log.
+
+    ``resume_command`` is the command that resumes it; ``on_poll`` is called while it runs.
+    """
+    log, place = Tail(out / "log.txt"), f"out={quoted(str(out.resolve()), '--out')}"
+    old = failures(out)
+    try:
+        run = flwr_json(commands, "run", str(app), NAME, "--run-config", place)["run-id"]
+    except RunError as error:
+        raise RunError(f"the run could not be submitted: {error}") from None
+    say(f"submitted run {run}; run directory: {out}")
+    try:
+        status, details = "running", ""
+        while not status.startswith("finished"):  # a log stream may end before its run
+            stream = commands.start("flwr", "log", run, NAME, "--stream", log=commands.home / "log")
+            while stream.poll() is None:
+                log.show(say)
+                on_poll()
+                time.sleep(0.5)
+            status, details = status_of(commands, run)
+    except KeyboardInterrupt:
+        say("stopping the run …")
+        commands.call("flwr", "stop", run, NAME, seconds=60)
+        raise Stopped(f"stopped. {_how_to_resume(out, resume_command)}") from None
+    log.show(say)
+    reasons = [reason for reason in failures(out) if reason not in old]
+    if status == "finished:completed" and not reasons:
+        return report_of(out)
+    why = "; ".join(reason for _, _, reason in reasons) or details or f"it is {status}"
+    raise TrainingError(f"the run failed: {why.rstrip('.')}. {_how_to_resume(out, resume_command)}")
+
+
+def _how_to_resume(out: Path, resume_command: str) -> str:
+    if (out / "run.json").is_file():
+        return f"Resume with: {resume_command}"
+    return "Nothing was saved yet: start it again"
+
+
+def status_of(commands: Flower, run: str) -> tuple[str, str]:
+    """A run's status, and Flower's details of it."""
+    try:
+        (found,) = flwr_json(commands, "list", NAME, "--run-id", run)["runs"]
+    except RunError as error:
+        return "finished:lost", f"the server lost the run, or is unreachable: {error}"
+    return found["status"], found["status-details"]
+
+
+def failures(out: Path) -> list[tuple[Path, int, str]]:
+    """Recorded failures of methods: file, modification time, reason."""
+    return [
+        (path, path.stat().st_mtime_ns, read_record(path, Failure).reason)
+        for path in sorted(out.glob("methods/*/seed-*/failure.json"))
+    ]
+
+
+def report_of(out: Path) -> Path:
+    """The path of a finished run's report."""
+    if (out / "report.html").is_file():
+        return out / "report.html"
+    if any(out.glob("methods/*/seed-*/done.json")):
+        return out
+    raise RunError(
+        f"the run completed, but {out} is empty: its files are on the server's machine; start "
+        "`nufed federate run` there"
+    )
+
+
+class Tail:
+    """Shows lines appended to a file from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = path.stat().st_size if path.exists() else 0
+
+    def show(self, say: Say) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._seen)
+            whole, end, _ = file.read().rpartition(b"\n")  # keep an incomplete line for later
+        self._seen += len(whole + end)
+        for line in whole.decode("utf-8", "replace").splitlines():
+            say(line)

@@ -1,0 +1,85 @@
+"""Runs a SuperLink in the foreground."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nufed.errors import InputError, RunError
+from nufed.flower.ops.flower_processes import Flower, flower, wait
+from nufed.flower.ops.keys import CA, CERTIFICATE, KEY, check_certificate
+from nufed.flower.ops.link import Link, check_loopback, existing_file, register
+
+START_TIMEOUT = 120.0  # seconds
+# listening on all addresses -> the address to connect to from here
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+
+
+def serve(
+    host: str,
+    port: int,
+    keys: Path | None,
+    site_keys: Sequence[Path] = (),
+    *,
+    insecure: bool = False,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Run a SuperLink until interrupted; only sites with these public keys are admitted."""
+    if insecure:
+        check_loopback(host, "--host")
+        if keys is not None or site_keys:
+            raise InputError("--keys and --site-key need encryption: omit --insecure")
+    elif keys is None:
+        raise InputError(
+            "give --keys FOLDER with the server's certificate, which `nufed federate keys FOLDER` "
+            "makes (or, on this machine only, --insecure)"
+        )
+    public = [existing_file(path, "--site-key") for path in site_keys]
+    with flower() as commands:
+        superlink, link = start_superlink(commands, host, port, keys)
+        if public:
+            link.connect(commands)
+            register(commands, public)
+        say(f"the server is ready at {host}:{port}; stop it with Ctrl-C")
+        code = superlink.wait()
+        raise RunError(f"the SuperLink exited (exit code {code}); see its output")
+
+
+def start_superlink(
+    commands: Flower, host: str, port: int, keys: Path | None, log: Path | None = None
+) -> tuple[subprocess.Popen[bytes], Link]:
+    """Start a SuperLink and wait until it listens; without keys it admits everyone."""
+    here = WILDCARDS.get(host, host)
+    if keys is not None:
+        keys = keys.resolve()
+        check_certificate(keys, here.strip("[]"))
+    if is_listening(here, port):
+        raise InputError(f"--port {port}: already in use, give another port")
+    superlink = commands.start(*superlink_command(host, port, keys), log=log)
+    wait(lambda: is_listening(here, port) or superlink.poll() is not None, START_TIMEOUT)
+    if superlink.poll() is not None or not is_listening(here, port):
+        raise RunError(f"the SuperLink did not start at {host}:{port}; see {log or 'its output'}")
+    return superlink, Link(f"{here}:{port}", keys / CA if keys else None)
+
+
+def superlink_command(host: str, port: int, keys: Path | None) -> list[str]:
+    """The command; with ``keys`` only sites with a registered key are admitted."""
+    command = ["flower-superlink", "--disable-runtime-dependency-installation"]
+    command += ["--host", host, "--port", str(port)]
+    if keys is None:
+        return [*command, "--insecure"]
+    files = {"--ssl-ca-certfile": CA, "--ssl-certfile": CERTIFICATE, "--ssl-keyfile": KEY}
+    for option, name in files.items():
+        command += [option, str(keys / name)]
+    return [*command, "--enable-supernode-auth"]
+
+
+def is_listening(host: str, port: int) -> bool:
+    """Whether a process accepts connections there."""
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=1):
+            return True
+    except OSError:
+        return False

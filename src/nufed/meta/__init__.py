@@ -1,0 +1,1 @@
+"""Fine-tuning, the meta-gradient recursion, and finite differences."""

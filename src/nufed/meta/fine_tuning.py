@@ -1,0 +1,101 @@
+"""Fine-tuning: plain gradient steps on an agent's own batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from nufed.errors import require
+from nufed.objective import AnyBatch, AnyObjective
+
+Rate: TypeAlias = float | Tensor
+"""A step size: one number, or one per coordinate of w."""
+
+
+def trajectory(
+    objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
+) -> Iterator[Tensor]:
+    """The models w₀ = w, w₁, …, w_ν of fine-tuning, one after another.
+
+    w_{l+1} = w_l − α∇f(w_l, 𝒟_l)   (the paper's w̃_l, Remark 2)
+
+    Running statistics that the objective tracks are moved along.
+
+    >>> from nufed import Objective
+    >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
+    >>> batch = (torch.ones(1, 1), torch.zeros(1, 1))
+    >>> list(trajectory(objective, torch.tensor([8.0]), [batch, batch], lr=0.25))
+    [tensor([8.]), tensor([4.]), tensor([2.])]
+    """
+    check_rate(lr, w)
+    yield w
+    for batch in batches:
+        w = objective.base.track(descend(w, lr, objective.grad(w, batch)), batch, at=w)
+        yield w
+
+
+def descent(
+    objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same step by step: the gradient ∇f(w_l, 𝒟_l), and w_{l+1} to which it led."""
+    check_rate(lr, w)
+    for batch in batches:
+        gradient = objective.grad(w, batch)
+        w = descend(w, lr, gradient)
+        yield gradient, w
+
+
+def adapt(objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate) -> Tensor:
+    """The model after one fine-tuning step on each of ``batches``; w itself is not changed.
+
+    >>> from nufed import Objective
+    >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
+    >>> batch = (torch.ones(1, 1), torch.zeros(1, 1))
+    >>> adapt(objective, torch.tensor([8.0]), [batch, batch], lr=0.25)
+    tensor([2.])
+    """
+    *_, adapted = trajectory(objective, w, batches, lr)
+    return adapted
+
+
+def descend(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
+    """w − lr·direction, in one pass over memory where lr is one number."""
+    if isinstance(w, Tensor) and not isinstance(lr, Tensor):
+        return torch.sub(w, direction, alpha=lr)
+    return w + direction * -lr
+
+
+def check_rate(lr: Rate, w: Tensor) -> None:
+    """Refuse a step size that is neither one number nor one number per coordinate of w.
+
+    Of a stack, every row may have its own.
+    """
+    if isinstance(lr, Tensor):
+        require(
+            lr.ndim == 0 or (lr.shape in (w.shape[-1:], w.shape) and lr.dtype == w.dtype),
+            "lr",
+            f"{tuple(lr.shape)} of {lr.dtype}",
+            f"step sizes must be one number or a tensor like w, {tuple(w.shape[-1:])} of {w.dtype}",
+        )
+
+
+def per_coordinate(numbers: Tensor, sizes: Sequence[int]) -> Tensor:
+    """E·numbers: one number per parameter tensor as a vector like w; of a stack, row by row.
+
+    >>> per_coordinate(torch.tensor([0.1, 0.2]), sizes=[2, 1])
+    tensor([0.1000, 0.1000, 0.2000])
+    """
+    return numbers.repeat_interleave(torch.tensor(sizes, device=numbers.device), dim=-1)
+
+
+def per_tensor(vector: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Eᵀ·vector: the sum over every parameter tensor.
+
+    >>> per_tensor(torch.tensor([1.0, 2.0, 3.0]), sizes=[2, 1])
+    tensor([3., 3.])
+    """
+    parts = torch.split(vector, list(sizes), dim=-1)
+    return torch.stack([part.sum(dim=-1) for part in parts], dim=-1)

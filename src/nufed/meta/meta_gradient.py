@@ -1,0 +1,292 @@
+"""The meta-gradient: one backward recursion, and the three ways curvature enters it.
+
+F(w) = f(w_ν) is the loss after ν fine-tuning steps from w. Its gradient is the product (eq. for
+∇F_i and its stochastic form, Remark 2)
+
+    ∇F(w) = (I − α∇²f(w₀)) (I − α∇²f(w₁)) ⋯ (I − α∇²f(w_{ν−1})) ∇f(w_ν)
+
+which is applied to the last gradient from right to left, one Hessian-vector product at a time.
+Algorithm 2 (exact), 3 (first-order) and 4 (Hessian-free) differ only in that product.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import ClassVar, Literal, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from nufed.errors import NumericalWarning, require
+from nufed.meta.differences import (
+    difference,
+    double_difference,
+    trouble_with_product,
+    trouble_with_step,
+)
+from nufed.meta.fine_tuning import Rate, descend, descent, trajectory
+from nufed.objective import AnyBatch, AnyObjective, Objective
+from nufed.settings import check_settings, setting
+
+
+class MetaBatch(NamedTuple):
+    """The independent batches of one meta-gradient.
+
+    ``adapt`` holds 𝒟₀ … 𝒟_{ν−1} (so ν is its length), ``outer`` is 𝒟_ν, ``curvature`` holds
+    𝒟′₀ … 𝒟′_{ν−1} (empty for first-order). Passing the adaptation batches as ``curvature``
+    gives the gradient of the sampled loop itself, as MAML implementations compute it.
+    """
+
+    adapt: Sequence[AnyBatch]
+    outer: AnyBatch
+    curvature: Sequence[AnyBatch] = ()
+
+
+class Curvature(Protocol):
+    """How the product ∇²f(w, batch)·v is computed, and what it takes."""
+
+    batches_per_product: ClassVar[int]
+    gradients_per_product: ClassVar[int]
+    hvps_per_product: ClassVar[int]
+
+    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        """∇²f(w, batch)·v, or what stands for it."""
+        ...
+
+    def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
+        """What is wrong with the product here, as a sentence; None if it is good."""
+        ...
+
+
+_checked: WeakSet[Objective] = WeakSet()
+
+
+@dataclass(frozen=True)
+class Exact:
+    """∇²f(w)·v by automatic differentiation (Algorithm 2).
+
+    The first product of every objective is compared with a difference, and warned about if off;
+    not with ``check=False``.
+    """
+
+    check: bool = field(default=True, compare=False, repr=False)
+
+    batches_per_product: ClassVar[int] = 1
+    gradients_per_product: ClassVar[int] = 0
+    hvps_per_product: ClassVar[int] = 1
+
+    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        if self.check and objective.base not in _checked:
+            _checked.add(objective.base)
+            trouble = self.trouble(objective, w, batch, v)
+            if trouble:
+                warnings.warn(trouble, NumericalWarning, stacklevel=2)
+        return objective.hvp(w, batch, v)
+
+    def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
+        """Some operations have wrong second derivatives, and some cut the graph."""
+        return trouble_with_product(objective, w, batch, v)
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """∇²f(w)·v taken as zero, which leaves the last gradient as it is (Algorithm 3)."""
+
+    batches_per_product: ClassVar[int] = 0
+    gradients_per_product: ClassVar[int] = 0
+    hvps_per_product: ClassVar[int] = 0
+
+    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        return 0 * v
+
+    def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class HessianFree:
+    """∇²f(w)·v by a central difference of gradients (Algorithm 4).
+
+    Args:
+        fd_step: the paper's δ as a number, used as it is in w ± δv; or ``"auto"``, which picks δ
+            per product from the norms of w and v and takes the difference in float64
+            (:mod:`nufed.meta.differences` says why and what it costs). A fixed step is compared
+            with the automatic one at products 1, 10, 100, …, and warned about, once, where it is
+            poor; not with ``check=False``.
+    """
+
+    fd_step: float | Literal["auto"] = setting("auto", "δ, finite-difference step", above=0)
+    check: bool = field(default=True, compare=False, repr=False)
+    batches_per_product: ClassVar[int] = 1
+    gradients_per_product: ClassVar[int] = 2
+    hvps_per_product: ClassVar[int] = 0
+    _watch: _Watch = field(default_factory=lambda: _Watch(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        if self.fd_step == "auto":
+            return double_difference(objective, w, batch, v)
+        if self.check and self._watch.due():
+            trouble = self.trouble(objective, w, batch, v)
+            if trouble:
+                self._watch.stop()
+                warnings.warn(trouble, NumericalWarning, stacklevel=2)
+        return difference(objective, w, batch, v, self.fd_step)
+
+    def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
+        if self.fd_step == "auto":
+            return None
+        return trouble_with_step(self.fd_step, objective, w, batch, v)
+
+
+CURVATURES: dict[str, type] = {
+    "exact": Exact,
+    "first_order": FirstOrder,
+    "hessian_free": HessianFree,
+}
+
+
+def unchecked(curvature: Curvature) -> Curvature:
+    """The same without checks of its own, for those who call :func:`trouble_with_curvature`."""
+    if isinstance(curvature, Exact | HessianFree):
+        return replace(curvature, check=False)
+    return curvature
+
+
+def meta_gradient(
+    objective: AnyObjective, w: Tensor, batch: MetaBatch, *, lr: Rate, curvature: Curvature
+) -> Tensor:
+    """The stochastic gradient of f(w_ν) with respect to w, for any ν (lines 1-8 of Algorithm 2).
+
+        w₀ = w;  w_{l+1} = w_l − α∇f(w_l, 𝒟_l)
+        d ← ∇f(w_ν, 𝒟_ν);  for l = ν−1 … 0:  d ← d − α∇²f(w_l, 𝒟′_l)·d
+
+    It keeps ν iterates (first-order: none) and no graph. With step sizes per coordinate, diag(a) in
+    place of α, the transposed Jacobian is I − ∇²f·diag(a), so that the product is taken of a⊙d.
+
+    Args:
+        objective, w: the loss and the model.
+        batch: the 2ν+1 batches (ν+1 for first-order); ν is ``len(batch.adapt)``, 0 is allowed.
+        lr: the step size α of fine-tuning, a number or a vector like w.
+        curvature: :class:`Exact`, :class:`FirstOrder` or :class:`HessianFree`.
+
+    >>> import torch
+    >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
+    >>> x = (torch.ones(1, 1), torch.zeros(1, 1))          # f(w) = w², ∇²f = 2
+    >>> batch = MetaBatch(adapt=[x, x], outer=x, curvature=[x, x])
+    >>> meta_gradient(objective, torch.tensor([8.0]), batch, lr=0.25, curvature=Exact())
+    tensor([1.])
+    """
+    steps = trajectory(objective, w, batch.adapt, lr)
+    iterates = list(steps) if batch.curvature else list(deque(steps, maxlen=1))
+    (d,) = deque(_backwards(objective, iterates, batch, lr, curvature), maxlen=1)  # the last
+    return d
+
+
+def meta_gradient_with_rates(
+    objective: AnyObjective, w: Tensor, batch: MetaBatch, *, lr: Rate, curvature: Curvature
+) -> tuple[Tensor, Tensor]:
+    """The meta-gradient, and the gradient of f(w_ν) with respect to step sizes per coordinate.
+
+    With w_{l+1} = w_l − a⊙∇f(w_l, 𝒟_l), and d_l what :func:`meta_gradient` has come to at step l,
+    d_ν = ∇f(w_ν, 𝒟_ν) first and d₀ last,
+
+        ∂f(w_ν)/∂a = −Σ_l ∇f(w_l, 𝒟_l) ⊙ d_{l+1}.
+
+    Coordinates that share a step size have the sum of theirs as its derivative. It takes no further
+    evaluations, and keeps the ν gradients beside the ν iterates. Arguments are those of
+    :func:`meta_gradient`.
+
+    >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
+    >>> x = (torch.ones(1, 1), torch.zeros(1, 1))          # f(w_1) = (w − 2αw)²
+    >>> batch = MetaBatch(adapt=[x], outer=x, curvature=[x])
+    >>> meta_gradient_with_rates(
+    ...     objective, torch.tensor([8.0]), batch, lr=0.25, curvature=Exact()
+    ... )
+    (tensor([4.]), tensor([-128.]))
+    """
+    steps = list(descent(objective, w, batch.adapt, lr))
+    every = _backwards(objective, [w, *(after for _, after in steps)], batch, lr, curvature)
+    d, by_rates = next(every), torch.zeros_like(w)
+    for gradient, _ in reversed(steps):
+        by_rates = by_rates - gradient * d
+        d = next(every)
+    return d, by_rates
+
+
+def trouble_with_curvature(
+    objective: AnyObjective, w: Tensor, batch: MetaBatch, *, lr: Rate, curvature: Curvature
+) -> str | None:
+    """What is wrong with the first product of a meta-gradient, as a sentence; None if it is good.
+
+    Arguments are those of :func:`meta_gradient`.
+    """
+    if not batch.curvature:
+        return None
+    before, last = deque(trajectory(objective, w, batch.adapt, lr), maxlen=2)
+    d = objective.grad(last, batch.outer)
+    del last
+    _, shape = _scale_and_shape(lr)
+    v = d if shape is None else shape * d
+    return curvature.trouble(objective, before, batch.curvature[-1], v)
+
+
+def _backwards(
+    objective: AnyObjective,
+    iterates: list[Tensor],
+    batch: MetaBatch,
+    lr: Rate,
+    curvature: Curvature,
+) -> Iterator[Tensor]:
+    """d_ν, d_{ν−1}, …, d₀, from the iterates w₀ … w_ν, each of which is dropped after its use."""
+    steps = len(batch.adapt)
+    require(
+        len(batch.curvature) in (steps, steps * curvature.batches_per_product),
+        "len(batch.curvature)",
+        len(batch.curvature),
+        f"{type(curvature).__name__} needs one curvature batch per adaptation step, {steps}",
+    )
+    d = objective.grad(iterates.pop(), batch.outer)
+    yield d
+    scale, shape = _scale_and_shape(lr)
+    for step in reversed(range(steps)):
+        if batch.curvature:  # first-order needs none
+            w, own = iterates.pop(), batch.curvature[step]
+            v = d if shape is None else shape * d
+            d = descend(d, scale, curvature.product(objective, w, own, v))
+        yield d
+
+
+def _scale_and_shape(lr: Rate) -> tuple[Rate, Tensor | None]:
+    """lr as scale·shape, so that a vector of equal rates gives what the single number gives.
+
+    Of a stack, every row has its own scale; a single number has no shape.
+    """
+    if not isinstance(lr, Tensor) or lr.ndim == 0:
+        return lr, None
+    scale = lr.abs().amax(dim=-1, keepdim=True)
+    return scale, lr / torch.where(scale > 0, scale, 1)
+
+
+class _Watch:
+    """Says at which products a fixed step is checked: 1, 10, 100, …, until stopped."""
+
+    def __init__(self) -> None:
+        self._products = count(1)
+        self._next: float = 1
+
+    def due(self) -> bool:
+        if next(self._products) < self._next:
+            return False
+        self._next *= 10
+        return True
+
+    def stop(self) -> None:
+        self._next = float("inf")

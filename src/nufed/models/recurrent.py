@@ -1,0 +1,107 @@
+"""Recurrent models, for sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from nufed.errors import InputError, require
+
+
+def lstm(
+    input_shape: Sequence[int],
+    outputs: int,
+    hidden: Sequence[int] = (256, 256),
+    vocabulary: int | None = None,
+    embedding: int = 8,
+) -> nn.Module:
+    """LSTM for sequences of tokens or of vectors; the last step's state gives the outputs.
+
+    With ``vocabulary``, inputs are token identifiers 0 … vocabulary − 1 (whole numbers) of shape
+    (length,), which are embedded first; the defaults are then the layers of McMahan et al. (2017)
+    for characters. Without, they are floating-point: (length, features), or (length,) with one
+    feature. An image (height, width) is a sequence of its rows.
+
+    Args:
+        input_shape: of one input.
+        outputs: of the last, linear layer.
+        hidden: units of every layer.
+        vocabulary: the number of tokens.
+        embedding: numbers per token.
+
+    >>> lstm((80,), 90, vocabulary=90)(torch.zeros(2, 80, dtype=torch.long)).shape
+    torch.Size([2, 90])
+    """
+    shape = tuple(input_shape)
+    require(len(hidden) > 0, "hidden", hidden, "must list the units of at least one layer")
+    if len(shape) not in (1, 2) or (vocabulary is not None and len(shape) != 1):
+        raise InputError(
+            f"model lstm needs sequences, and the data has shape {shape}: give (length,) or "
+            "(length, features) of floating-point numbers or, with model.args.vocabulary, "
+            "(length,) of token identifiers"
+        )
+    if vocabulary is None:
+        return _Sequences(None, shape[1] if len(shape) == 2 else 1, hidden, outputs)
+    whole = isinstance(vocabulary, int) and vocabulary >= 1
+    require(whole, "vocabulary", vocabulary, "must be a whole number, at least 1")
+    return _Sequences(vocabulary, embedding, hidden, outputs)
+
+
+class _Sequences(nn.Module):
+    """An embedding if there are tokens, LSTM layers, a linear layer on the last state."""
+
+    def __init__(
+        self, vocabulary: int | None, features: int, hidden: Sequence[int], outputs: int
+    ) -> None:
+        super().__init__()
+        self.embed = None if vocabulary is None else nn.Embedding(vocabulary, features)
+        self.layers = nn.ModuleList(_LSTMLayer(i, o) for i, o in pairwise([features, *hidden]))
+        self.head = nn.Linear(hidden[-1], outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            if x.is_floating_point():
+                raise InputError(
+                    f"model lstm with a vocabulary needs token identifiers (whole numbers), and "
+                    f"the inputs are {x.dtype}: give int64 inputs, or leave vocabulary out"
+                )
+            x = self.embed(x.long())
+        elif x.ndim == 2:
+            x = x.unsqueeze(-1)
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.head(x[:, -1])
+        return y
+
+
+class _LSTMLayer(nn.Module):
+    """An LSTM over (samples, length, features), from plain operations.
+
+    ``nn.LSTM`` has no second derivatives where it is fused, which the exact meta-gradient needs.
+    The bias of the forget gate starts at 1, other weights as in ``nn.LSTM``.
+    """
+
+    def __init__(self, features: int, units: int) -> None:
+        super().__init__()
+        self.units = units
+        self.input = nn.Linear(features, 4 * units)
+        self.state = nn.Linear(units, 4 * units, bias=False)
+        bound = 1 / sqrt(units)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+        nn.init.ones_(self.input.bias.data[units : 2 * units])
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs, states = self.input(x), []
+        hidden = cell = x.new_zeros(len(x), self.units)
+        for step in range(x.shape[1]):
+            gates = inputs[:, step] + self.state(hidden)
+            admit, forget, change, show = gates.chunk(4, dim=1)
+            cell = forget.sigmoid() * cell + admit.sigmoid() * change.tanh()
+            hidden = show.sigmoid() * cell.tanh()
+            states.append(hidden)
+        return torch.stack(states, dim=1)

@@ -1,0 +1,82 @@
+"""Batches of samples, and what algorithms may ask of an objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nufed.objective.objective import Objective
+
+Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+class Batch(NamedTuple):
+    """Samples, and the seed of their dropout masks.
+
+    ``inputs`` is a tensor, a tuple of tensors (``module(*inputs)``) or a mapping
+    (``module(**inputs)``). With a ``seed`` the module runs in training mode and its random layers
+    draw from that seed: the same batch always meets the same masks. Without one it runs in
+    evaluation mode: no seed, no noise.
+    """
+
+    inputs: Inputs
+    targets: Tensor
+    seed: int | None = None
+
+    def rows(self, index: Tensor, seed: int | None = None) -> Batch:
+        """The samples at these places as a batch, with this seed.
+
+        >>> import torch
+        >>> batch = Batch({"x": torch.tensor([4, 5, 6])}, torch.tensor([0, 1, 2]))
+        >>> batch.rows(torch.tensor([2, 0]))
+        Batch(inputs={'x': tensor([6, 4])}, targets=tensor([2, 0]), seed=None)
+        """
+        inputs = self.inputs
+        if isinstance(inputs, Tensor):
+            return Batch(inputs[index], self.targets[index], seed)
+        if isinstance(inputs, Mapping):
+            return Batch({n: x[index] for n, x in inputs.items()}, self.targets[index], seed)
+        return Batch(tuple(x[index] for x in inputs), self.targets[index], seed)
+
+
+AnyBatch: TypeAlias = Batch | tuple[Inputs, Tensor]
+
+
+class AnyObjective(Protocol):
+    """What fine-tuning, meta-gradients and algorithms need of an objective."""
+
+    @property
+    def base(self) -> Objective:
+        """The objective on the module's own parameters."""
+        ...
+
+    @property
+    def double(self) -> AnyObjective:
+        """The same in float64."""
+        ...
+
+    def grad(self, w: Tensor, batch: AnyBatch) -> Tensor:
+        """∇f(w, batch)."""
+        ...
+
+    def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+        """∇²f(w, batch)·v."""
+        ...
+
+    def beside(
+        self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """∇f(w+δv) and ∇f(w−δv) with δ = ``step``."""
+        ...
+
+    def predict(self, w: Tensor, inputs: Inputs) -> Tensor:
+        """The module's outputs for ``inputs`` in evaluation mode."""
+        ...
+
+    def norm(self, w: Tensor) -> Tensor:
+        """‖w‖, shaped so that it multiplies w; for steps, a bound will do."""
+        ...

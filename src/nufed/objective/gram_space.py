@@ -1,0 +1,229 @@
+"""Local training in Gram space: the same algorithm without the wide first layer.
+
+Let the first layer be linear, Z = XWᵀ, with X an agent's samples (and a column of ones for the
+bias) and W the layer's weight (and bias). Its gradient on a batch b is (∂ℓ/∂Z)ᵀX[b], so every
+vector that gradient steps with plain step sizes can reach from W₀ is
+
+    W = s·W₀ + CᵀX     with one row of C per sample,
+
+and the layer's outputs are Z = s·Z₀ + KC with Z₀ = XW₀ᵀ and K = XXᵀ. A gradient is ∂ℓ/∂Z placed at
+the rows b of C (not autograd's derivative by C, which would be K∂ℓ/∂Z), and curvature sees a
+direction through the same map. Points have s = 1, gradients s = 0.
+
+So an agent's work in a round takes the products Z₀ at its beginning and CᵀX at its end, whatever
+the number of steps; the many products in between have the size of a batch. Most rows of C are zero
+most of the time, so a vector holds only those that are not, one for each use of a sample until
+there are many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nufed.objective import AnyBatch, Batch, Objective
+from nufed.objective.first_layer import FirstLayer
+
+Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+MOST_ROWS = 2048  # that a vector holds before those of one sample are added up
+
+
+@dataclass(frozen=True)
+class GramVector:
+    """A vector of every agent of a chunk: s, the rows of C that are not zero, and the rest.
+
+    It takes the place of a tensor in the arithmetic of algorithms: sums, and multiples by numbers
+    or by one number per agent, (agents, 1).
+
+    Args:
+        scale: s, a number, or one per agent.
+        places: the samples that the rows belong to, (agents, rows); rows of one place add up.
+        rows: (agents, rows, outputs of the layer).
+        others: the other parameters, (agents, their number).
+    """
+
+    scale: float | Tensor
+    places: Tensor
+    rows: Tensor
+    others: Tensor
+
+    def __add__(self, other: GramVector) -> GramVector:
+        scale, others = self.scale + other.scale, self.others + other.others
+        if self.places is other.places:  # of one batch: so that differences are taken as such
+            return GramVector(scale, self.places, self.rows + other.rows, others)
+        places = torch.cat([self.places, other.places], dim=1)
+        rows = torch.cat([self.rows, other.rows], dim=1)
+        if places.shape[1] > MOST_ROWS:
+            places, rows = _one_row_per_place(places, rows)
+        return GramVector(scale, places, rows, others)
+
+    def __mul__(self, factor: float | Tensor) -> GramVector:
+        by_row = factor.unsqueeze(2) if isinstance(factor, Tensor) else factor
+        scale = 0.0 if self.is_direction else self.scale * factor
+        return GramVector(scale, self.places, self.rows * by_row, self.others * factor)
+
+    __rmul__ = __mul__
+
+    def __sub__(self, other: GramVector) -> GramVector:
+        return self + other * -1.0
+
+    def __truediv__(self, divisor: float | Tensor) -> GramVector:
+        return self * (1 / divisor)
+
+    def of(self, agent: int) -> tuple[float, Rows, Tensor, Tensor]:
+        """One agent's s, places, the row of C of each of them, and other parameters."""
+        places, inverse = np.unique(self.places[agent].numpy(), return_inverse=True)
+        rows = self.rows.new_zeros(len(places), self.rows.shape[2])
+        rows.index_add_(0, torch.from_numpy(inverse), self.rows[agent])
+        scale = float(self.scale[agent]) if isinstance(self.scale, Tensor) else self.scale
+        return scale, places, rows, self.others[agent]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.others.dtype
+
+    def to(self, dtype: torch.dtype) -> GramVector:
+        return replace(self, rows=self.rows.to(dtype), others=self.others.to(dtype))
+
+    @property
+    def is_direction(self) -> bool:
+        """Whether s = 0."""
+        return not isinstance(self.scale, Tensor) and self.scale == 0
+
+
+@dataclass(frozen=True)
+class GramObjective:
+    """The objective of a chunk of agents in Gram space (a :class:`nufed.objective.AnyObjective`).
+
+    Its vectors are :class:`GramVector`; the inputs of a batch are the places of samples.
+
+    Args:
+        base: the objective on the module's own parameters.
+        layer: its first layer.
+        gram: tables of K, (tables, places, places); only samples that get rows in C need a column.
+        tables: which of them is each agent's.
+        start: Z₀, (agents, places, outputs of the layer).
+        start_norm: ‖W₀‖.
+    """
+
+    base: Objective
+    layer: FirstLayer
+    gram: Tensor
+    tables: Tensor
+    start: Tensor
+    start_norm: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.rest.dtype
+
+    @cached_property
+    def double(self) -> GramObjective:
+        """The same with vectors in float64; K and Z₀ are cast where they are used."""
+        return replace(self, layer=replace(self.layer, rest=self.layer.rest.double))
+
+    def initial(self, others: Tensor) -> GramVector:
+        """The vector of every agent at W₀ with these other parameters: s = 1 and C = 0."""
+        agents = len(self.tables)
+        places = torch.empty(agents, 0, dtype=torch.int64)
+        rows = others.new_empty(agents, 0, self.layer.outputs)
+        return GramVector(1.0, places, rows, others.repeat(agents, 1))
+
+    def grad(self, w: GramVector, batch: AnyBatch) -> GramVector:
+        """∇f(w, batch), one per agent."""
+        places = _places(batch)
+        return self._grad(places, self._through(w, places), w.others, batch)
+
+    def hvp(self, w: GramVector, batch: AnyBatch, v: GramVector) -> GramVector:
+        """∇²f(w, batch)·v, one per agent."""
+        places = _places(batch)
+        hidden, change = self._through(w, places), self._through(v, places)
+        others, rows = self.layer.rest.stacked_hvp(
+            w.others, Batch(hidden, *batch[1:]), v.others, change
+        )
+        assert rows is not None
+        return GramVector(0.0, places, rows, others)
+
+    def beside(
+        self, w: GramVector, batch: AnyBatch, v: GramVector, step: float | Tensor
+    ) -> tuple[GramVector, GramVector]:
+        """∇f(w+δv) and ∇f(w−δv); the layer is linear, so its outputs are Z(w) ± δZ(v)."""
+        places = _places(batch)
+        hidden, change = self._through(w, places), self._through(v, places)
+        change = change * (step.unsqueeze(2) if isinstance(step, Tensor) else step)
+        others, beside = w.others.to(self.dtype), v.others.to(self.dtype) * step
+        ahead = self._grad(places, hidden + change, others + beside, batch)
+        behind = self._grad(places, hidden - change, others - beside, batch)
+        return ahead, behind
+
+    def norm(self, w: GramVector) -> Tensor:
+        """A bound of the norm of the weights that w stands for, (agents, 1).
+
+        ‖W‖ ≤ |s|·‖W₀‖ + Σ_i ‖C_i‖·‖x_i‖ with ‖x_i‖² = K_ii: a step of a difference needs no more.
+        """
+        lengths = self.gram[self.tables.unsqueeze(1), w.places, w.places].sqrt()
+        rows = torch.linalg.vector_norm(w.rows, dim=2)
+        start = torch.as_tensor(w.scale, dtype=w.dtype).abs() * self.start_norm
+        weights = start + (rows * lengths).sum(dim=1, keepdim=True)
+        return torch.hypot(weights, self.layer.rest.norm(w.others))
+
+    def predict(self, w: GramVector, places: Tensor) -> Tensor:
+        """The module's outputs for the samples at these places, in evaluation mode."""
+        return self.layer.rest.predict(w.others, self._through(w, places))
+
+    def _grad(self, places: Tensor, hidden: Tensor, others: Tensor, batch: AnyBatch) -> GramVector:
+        """The gradient where the layer's outputs are ``hidden``."""
+        by_others, rows = self.layer.rest.stacked_grad(
+            others, Batch(hidden, *batch[1:]), by_inputs=True
+        )
+        assert rows is not None
+        return GramVector(0.0, places, rows, by_others)
+
+    def _through(self, w: GramVector, places: Tensor) -> Tensor:
+        """The layer's outputs for the samples at these places: s·Z₀[b] + K[b]C.
+
+        Computed in the precision of K, whose rounding is that of the layer itself.
+        """
+        first_start, first_gram = self._first_rows
+        columns = w.places.unsqueeze(1).expand(-1, places.shape[1], -1)
+        gram = torch.gather(_rows(self.gram, places + first_gram), 2, columns)
+        rows = w.rows.to(gram.dtype)
+        if w.is_direction:
+            return torch.bmm(gram, rows).to(self.dtype)
+        scale = w.scale.unsqueeze(2) if isinstance(w.scale, Tensor) else w.scale
+        start = _rows(self.start, places + first_start)
+        return torch.baddbmm(start * scale, gram, rows).to(self.dtype)
+
+    @cached_property
+    def _first_rows(self) -> tuple[Tensor, Tensor]:
+        """Where each agent's rows begin in ``start`` and in ``gram``."""
+        agents = torch.arange(len(self.tables))
+        return (
+            (agents * self.start.shape[1]).unsqueeze(1),
+            (self.tables * self.gram.shape[1]).unsqueeze(1),
+        )
+
+
+def _one_row_per_place(places: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same vector with the rows of each place added up."""
+    agents, size = len(places), int(places.max()) + 1
+    added = rows.new_zeros(agents, size, rows.shape[2])
+    added.scatter_add_(1, places.unsqueeze(2).expand_as(rows), rows)
+    return torch.arange(size).repeat(agents, 1), added
+
+
+def _places(batch: AnyBatch) -> Tensor:
+    places = batch[0]
+    assert isinstance(places, Tensor)
+    return places
+
+
+def _rows(tables: Tensor, index: Tensor) -> Tensor:
+    """Rows of a stack of tables, which ``index`` counts through."""
+    return tables.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, -1)

@@ -1,0 +1,106 @@
+"""Named parts of a model: its head, its body, its layers, as places in the flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from nufed.errors import InputError
+
+HEAD, BODY, NORM, ALL, NONE = PARTS = "head", "body", "norm", "all", "none"
+LAST = "last:"  # followed by a number of layers
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some coordinates of the flat vector: a slice where they are contiguous, else their places.
+
+    >>> part = Part("bias", slice(1, 3), size=2)
+    >>> part.take(torch.arange(4.0)), part.put(torch.arange(4.0), torch.zeros(2))
+    (tensor([1., 2.]), tensor([0., 0., 0., 3.]))
+    """
+
+    name: str
+    index: slice | Tensor
+    size: int
+
+    def take(self, w: Tensor) -> Tensor:
+        """The numbers of this part; of a stack, row by row."""
+        return w[..., self.index]
+
+    def put(self, w: Tensor, values: Tensor) -> Tensor:
+        """A copy of w with other numbers in this part."""
+        changed = w.clone()
+        changed[..., self.index] = values
+        return changed
+
+    def only(self, w: Tensor) -> Tensor:
+        """A copy of w with zeros outside of this part."""
+        return self.put(torch.zeros_like(w), self.take(w))
+
+    def rest(self, size: int) -> Part:
+        """All other coordinates of a vector of ``size`` numbers.
+
+        >>> Part("bias", slice(1, 3), size=2).rest(4).take(torch.arange(4.0))
+        tensor([0., 3.])
+        """
+        others = torch.ones(size, dtype=torch.bool)
+        others[self.index] = False
+        places = others.nonzero().flatten()
+        return Part(f"all but {self.name}", _compact(places), len(places))
+
+
+def find_part(
+    name: str, places: Mapping[str, slice], layers: Sequence[str], norms: Collection[str]
+) -> Part:
+    """The part that a name or a pattern of parameter names stands for.
+
+    Args:
+        name: one of ``PARTS``, ``"last:2"`` for the last two layers with parameters, a pattern of
+            parameter names with ``*`` and ``?``, such as ``"layers.0.*"``, or several of these,
+            separated by commas.
+        places: the place of every tensor in the vector, by name, in order; tied parameters have one
+            place under several names.
+        layers: the layers with parameters, in order; the last is the head.
+        norms: the layers that normalise.
+    """
+    chosen = {n for each in name.split(",") for n in _names(each.strip(), places, layers, norms)}
+    spans = sorted({(places[n].start, places[n].stop) for n in chosen})
+    every = [torch.arange(start, stop) for start, stop in spans]
+    index = _compact(torch.cat(every)) if every else slice(0, 0)
+    return Part(name, index, sum(map(len, every)))
+
+
+def _names(
+    name: str, places: Mapping[str, slice], layers: Sequence[str], norms: Collection[str]
+) -> list[str]:
+    """The tensors of one name or pattern."""
+    layer_of = {n: n.rpartition(".")[0] for n in places}
+    if name in (HEAD, BODY) or (name.startswith(LAST) and name.removeprefix(LAST).isdecimal()):
+        number = int(name.removeprefix(LAST)) if name.startswith(LAST) else 1
+        last = layers[max(0, len(layers) - number) :]
+        held = {places[n].start for n in places if layer_of[n] in last}
+        return [n for n in places if (places[n].start in held) != (name == BODY)]
+    if name == NORM:
+        return [n for n in places if layer_of[n] in norms]
+    if name in (ALL, NONE):
+        return list(places) if name == ALL else []
+    found = [n for n in places if fnmatchcase(n, name)]
+    if not found:
+        raise InputError(
+            f"part = {name!r}: no parameter of the model is in it; there are "
+            f"{', '.join(places)}, and the parts {', '.join(PARTS)} and {LAST}2"
+        )
+    return found
+
+
+def _compact(places: Tensor) -> slice | Tensor:
+    """Places in ascending order, as a slice where they are contiguous."""
+    if not len(places):
+        return slice(0, 0)
+    start, stop = int(places[0]), int(places[-1]) + 1
+    return slice(start, stop) if stop - start == len(places) else places

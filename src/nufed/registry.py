@@ -1,0 +1,143 @@
+"""Resolves names in a configuration: built-in, entry points, and ``package.module:Name``.
+
+An installed package adds a name through an entry point of the registry's group, for example in its
+``pyproject.toml``::
+
+    [project.entry-points."nufed.algorithms"]
+    mine = "my_package.mine:Mine"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nufed.errors import InputError, in_short, shown
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T]):
+    """Objects by name: built-in ones and entry points, which are loaded on access.
+
+    Args:
+        built_in: nufed's own, by name.
+        group: the group of entry points.
+        kind: the kind of object, for messages: ``"Class"`` or ``"function"``.
+        refuse: returns why an object can't be used, as the end of a sentence; None if it can.
+    """
+
+    def __init__(
+        self,
+        built_in: Mapping[str, T],
+        group: str,
+        kind: str,
+        refuse: Callable[[Any], str | None],
+    ) -> None:
+        self._built_in, self.group, self._kind, self._refuse = built_in, group, kind, refuse
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._built_in:
+            return self._built_in[name]
+        entry = installed(self.group)[name]
+        try:
+            found = entry.load()
+        except Exception as error:  # importing the package may raise anything
+            raise InputError(
+                f"{name} is an entry point of {self.group} ({entry.value}) that can't be "
+                f"imported: {in_short(error)}; repair or uninstall its package"
+            ) from error
+        return self._checked(found, f"{name}, an entry point of {self.group} ({entry.value}),")
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._built_in
+        yield from (name for name in installed(self.group) if name not in self._built_in)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def working(self) -> dict[str, T]:
+        """All objects by name, without entry points that can't be imported."""
+        found = {}
+        for name in self:
+            with contextlib.suppress(InputError):
+                found[name] = self[name]
+        return found
+
+    def find(self, key: str, name: str) -> T:
+        """The object of a name; the module of a ``package.module:Name`` must be imported already.
+
+        ``key`` is the configuration key of the name, for messages.
+        """
+        if name in self:
+            return self[name]
+        if not is_code(name):
+            raise InputError(
+                f"{key} = {shown(name)}: must be one of {self.listed()}" + suggest(name, self)
+            )
+        module, _, attribute = name.partition(":")
+        if module not in sys.modules:
+            raise InputError(
+                f"{key} = {shown(name)} is not part of nufed and its module is not imported: "
+                "import it first if you trust it"
+            )
+        found = vars(sys.modules[module]).get(attribute)
+        if found is None:
+            raise InputError(f"{key} = {shown(name)}: {module} has no {attribute}")
+        return self._checked(found, f"{key} = {shown(name)}")
+
+    def _checked(self, found: Any, what: str) -> T:
+        reason = self._refuse(found)
+        if reason:
+            raise InputError(f"{what} {reason}")
+        typed: T = found
+        return typed
+
+    def listed(self) -> str:
+        """All names, and the form of a user's own, for messages."""
+        return f"{', '.join(self)}, or your own as package.module:{self._kind}"
+
+
+@cache  # scanning all packages takes tens of milliseconds
+def installed(group: str) -> dict[str, EntryPoint]:
+    """The entry points of a group by name."""
+    return {entry.name: entry for entry in sorted(entry_points(group=group))}
+
+
+def is_code(name: object) -> bool:
+    """Whether a name has the form ``package.module:Name``.
+
+    >>> is_code("my.code:Mine"), is_code("gmeta"), is_code("a:../b")
+    (True, False, False)
+    """
+    if not isinstance(name, str):
+        return False
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and all(map(str.isidentifier, [*module.split("."), attribute]))
+
+
+def import_named(key: str, name: str) -> Any:
+    """Import ``package.module:Name``, with the working directory first on the path."""
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:  # as `python -m` does
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # importing the user's module may raise anything
+        raise InputError(
+            f"{key} = {shown(name)} can't be imported ({in_short(error)}); modules are searched in "
+            "the working directory, then in installed packages"
+        ) from error
+
+
+def suggest(given: str, known: Collection[str]) -> str:
+    """The closest known name, as the end of a sentence; empty if none is close."""
+    matches = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

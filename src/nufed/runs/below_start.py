@@ -1,0 +1,45 @@
+"""Finds trainings that end below their own start, and says the likely cause."""
+
+from __future__ import annotations
+
+import math
+
+from nufed.evaluate import Measure
+from nufed.runs.results import Line, Trained
+
+CAUSES = {
+    "diverged": "it diverged: lower meta_lr or adapt_lr, or set clip_norm",
+    "rose": "the loss rose from {before:.3g} to {after:.3g}, so step sizes are too large for it: "
+    "lower meta_lr or adapt_lr, or set clip_norm",
+    "fell": "the loss fell from {before:.3g} to {after:.3g}, so it learns but is not yet better "
+    "than its start: train for more rounds, or raise meta_lr",
+}
+
+
+def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
+    """Why a method's training is suspect: its agents score lower at the end than at the start.
+
+    Both are the means over agents seen in training of the personal model after the shown steps,
+    with the step size of its settings, before round 1 and after the last round.
+    """
+    found = [m.evaluation["seen"] for m in trained.metrics if "seen" in m.evaluation]
+    if len(found) < 2 or line.steps >= len(found[0].score):
+        return None
+    ends = (found[0], found[-1])
+    before, after = (_number(end.score[line.steps]) for end in ends)
+    worse = after < before if measure.higher_is_better else after > before
+    if not (worse or math.isnan(after)):
+        return None
+    loss_before, loss_after = (_number(end.loss[line.steps]) for end in ends)
+    diverged = math.isnan(after) or not math.isfinite(loss_after)
+    cause = "diverged" if diverged else "rose" if loss_after > loss_before else "fell"
+    shown = line.label.removeprefix(line.name).lstrip()
+    return (
+        f"{shown + ' ' if shown else ''}ends below its untrained start on the agents it was "
+        f"trained on ({measure.name} {before:.3g} before, {after:.3g} after training); "
+        + CAUSES[cause].format(before=loss_before, after=loss_after)
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

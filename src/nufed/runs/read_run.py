@@ -1,0 +1,197 @@
+"""Reads a run directory: checks every file's schema and digest, and that the files agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nufed.config.schema import Config
+from nufed.errors import RunError
+from nufed.evaluate import AgentScores, Measure, ScaleChoice, StepSizes
+from nufed.runs.directory import RunDirectory
+from nufed.runs.finished_run import BASELINES, Run
+from nufed.runs.json_files import check_entries, read_lines, read_record
+from nufed.runs.part_files import (
+    BASELINE_FILES,
+    CHOSEN,
+    DONE,
+    FILES,
+    OPTIONAL,
+    STEP_SIZES,
+    WARNINGS,
+    check_done,
+)
+from nufed.runs.provenance import Provenance
+from nufed.runs.records import (
+    Failure,
+    Group,
+    Inputs,
+    MetricsLine,
+    ScoresLine,
+    SplitRecord,
+    StepSizesRecord,
+    WarningLine,
+    checked,
+)
+from nufed.runs.results import Trained
+
+
+def load_run(path: Path, *, trust: bool = False) -> Run:
+    """Read a run directory back.
+
+    A file that violates its schema or digest or contradicts other files is refused and named.
+    ``trust`` allows importing the algorithms that it names as ``package.module:Class``, if any.
+    """
+    check_entries(path)
+    directory = RunDirectory(path)
+    provenance = Provenance(directory)
+    try:
+        about, config = provenance.about(), provenance.read(trust)
+        splits = {seed: directory.read_split(seed) for seed in config.seeds}
+    except RunError as error:
+        raise RunError(f"{path} can't be read as a run directory: {error}") from error
+    reader = _Reader(path, config, splits)
+    methods = {name: reader.parts("methods", name) for name in config.algorithms()}
+    kept = {name: part for name, part in methods.items() if part}
+    baselines = {
+        name: reader.parts("baselines", name)
+        for name in BASELINES
+        if (path / "baselines" / name).is_dir()
+    }
+    measure = about.measure
+    return Run(
+        path=path,
+        config=config,
+        # only the metric's name and direction are used from here on
+        measure=Measure(measure.name, _never_called if measure.higher_is_better else None),
+        software=provenance.software(),
+        engines=dict(about.engines),
+        data_sha256=about.data_sha256,
+        inputs=about.inputs if isinstance(about.inputs, Inputs) else None,
+        splits=splits,
+        methods=kept,
+        baselines=baselines,
+        timing=directory.timing(),
+        failures=list(_failures(path, config)),
+    )
+
+
+def _never_called(outputs: Any, targets: Any) -> float:
+    raise AssertionError("scores of a finished run are read, not computed")
+
+
+def _failures(path: Path, config: Config) -> Iterator[str]:
+    """Every method and seed that could not be trained, and why, as text."""
+    for name in config.algorithms():
+        for seed in config.seeds:
+            file = path / "methods" / name / f"seed-{seed}" / "failure.json"
+            if file.exists():
+                failure = read_record(file, Failure)
+                warned = [f"; warned in round {w.round}: {w.message}" for w in failure.warnings]
+                yield f"{name}, seed {seed}: {failure.reason}{''.join(warned)}"
+
+
+class _Reader:
+    """Reads the parts of a run and checks that they are consistent."""
+
+    def __init__(self, path: Path, config: Config, splits: Mapping[int, SplitRecord]) -> None:
+        self._path, self._config, self._splits = path, config, splits
+        # taken from the part that is read first; all others must agree
+        self._agents: dict[int, list[int]] = {}  # agents with scores, by seed
+        self._groups: set[bool] | None = None  # values of ``seen`` among them
+        self._evaluated: list[list[Group]] | None = None  # evaluated groups by round
+
+    def parts(self, kind: str, name: str) -> dict[int, Trained]:
+        """A method or baseline by seed, without seeds that failed."""
+        folders = {s: self._path / kind / name / f"seed-{s}" for s in self._config.seeds}
+        if kind == "baselines":
+            return {
+                seed: self._part(folder, seed, BASELINE_FILES) for seed, folder in folders.items()
+            }
+        return {
+            seed: self._part(folder, seed, FILES)
+            for seed, folder in folders.items()
+            if not (folder / "failure.json").exists()
+        }
+
+    def _part(self, folder: Path, seed: int, files: Sequence[str]) -> Trained:
+        how = f"resume it with `nufed run --resume {self._path}`"
+        if not (folder / DONE).exists():
+            raise RunError(f"{folder} is not finished: {how}")
+        done = check_done(folder)
+        if done.files.keys() - set(OPTIONAL) != set(files):
+            raise RunError(f"{folder / DONE} is invalid: it must list {', '.join(files)}")
+        if done.rounds < self._config.rounds:
+            raise RunError(f"{folder} is not finished, {DONE} has {done.rounds} rounds: {how}")
+        if done.rounds > self._config.rounds:
+            raise RunError(
+                f"{folder / DONE} is invalid: rounds = {done.rounds}, must be at most "
+                f"{self._config.rounds}"
+            )
+        scores = self._scores(folder / "agents.jsonl", seed)
+        metrics = self._metrics(folder / "metrics.jsonl") if "metrics.jsonl" in files else []
+        chosen = self._scores(folder / CHOSEN, seed) if CHOSEN in done.files else None
+        sizes = self._step_sizes(folder, chosen is not None) if STEP_SIZES in done.files else None
+        if chosen and sizes is None:
+            raise RunError(f"{folder / DONE} is invalid: it lists {CHOSEN} without {STEP_SIZES}")
+        warned = read_lines(folder / WARNINGS, WarningLine) if WARNINGS in done.files else []
+        return Trained(metrics, scores, chosen, sizes, warned)
+
+    def _step_sizes(self, folder: Path, of_fine_tuning: bool) -> StepSizes:
+        """Step sizes of fine-tuning, for every number of steps; else that of local training."""
+        path = folder / STEP_SIZES
+        found = checked(StepSizesRecord, path.read_bytes(), path)
+        steps = range(1, self._config.steps_evaluated + 1) if of_fine_tuning else [0]
+        if [own.steps for own in found.chosen] != list(steps):
+            raise RunError(f"{path} is invalid: it must have a choice for steps {list(steps)}")
+        if {own.scale for own in found.chosen} - set(found.tried):
+            raise RunError(f"{path} is invalid: a scale was chosen that was not tried")
+        chosen = tuple(ScaleChoice(**dict(own)) for own in found.chosen)
+        return StepSizes(tuple(found.tried), chosen, found.gradients, found.hvps)
+
+    def _scores(self, path: Path, seed: int) -> list[AgentScores]:
+        lines = read_lines(path, ScoresLine)
+        split, steps = self._splits[seed], self._config.steps_evaluated + 1
+        unseen = set(split.unseen)
+        for line in lines:
+            if line.agent >= split.number or line.seen == (line.agent in unseen):
+                raise RunError(
+                    f"{path} contradicts splits/seed-{seed}.json: agent {line.agent} differs"
+                )
+            if len(line.score) != steps:
+                raise RunError(f"{path} is invalid: scores must be {steps} numbers")
+        agents = sorted(line.agent for line in lines)
+        groups = {line.seen for line in lines}
+        if agents != self._agents.setdefault(seed, sorted(set(agents))):
+            raise RunError(f"{path} is invalid: its agents differ from those of other parts")
+        if self._groups is None:
+            self._groups = groups
+        if groups != self._groups or (groups and True not in groups):
+            raise RunError(f"{path} is invalid: it lacks scores of agents seen in training")
+        return [_agent_scores(line) for line in lines]
+
+    def _metrics(self, path: Path) -> list[MetricsLine]:
+        lines = read_lines(path, MetricsLine)
+        if [line.round for line in lines] != list(range(self._config.rounds + 1)):
+            raise RunError(f"{path} is invalid: it must have a line for every round")
+        steps = self._config.steps_evaluated + 1
+        for line in lines:
+            every = [*line.evaluation.values(), *line.evaluation_chosen.values()]
+            if any(len(curves.score) != steps for curves in every):
+                raise RunError(f"{path} is invalid: evaluations must be {steps} numbers")
+            if line.evaluation_chosen and line.evaluation_chosen.keys() != line.evaluation.keys():
+                raise RunError(f"{path} is invalid: evaluations must have the same groups")
+        evaluated = [[*sorted(line.evaluation), *sorted(line.evaluation_chosen)] for line in lines]
+        if self._evaluated is None:
+            self._evaluated = evaluated
+        if evaluated != self._evaluated:
+            raise RunError(f"{path} is invalid: evaluated rounds differ from those of other parts")
+        return lines
+
+
+def _agent_scores(line: ScoresLine) -> AgentScores:
+    fields: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in dict(line).items()
+    }
+    return AgentScores(**fields)

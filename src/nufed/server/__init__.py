@@ -1,0 +1,29 @@
+"""The server's half of a round: cohort, checks, quorum."""
+
+from nufed.server.rounds import (
+    TOO_LATE,
+    Attempts,
+    Progress,
+    QuorumError,
+    Rules,
+    choose_cohort,
+    close_round,
+    cohort_size,
+    to_send,
+)
+from nufed.server.states import AgentStates, MemoryStates, StatesOf
+
+__all__ = [
+    "TOO_LATE",
+    "AgentStates",
+    "Attempts",
+    "MemoryStates",
+    "Progress",
+    "QuorumError",
+    "Rules",
+    "StatesOf",
+    "choose_cohort",
+    "close_round",
+    "cohort_size",
+    "to_send",
+]

@@ -1,0 +1,195 @@
+"""The server's half of a round, the same for every engine: cohort, update checks, quorum."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, State
+from nufed.errors import TrainingError, UpdateError, require
+from nufed.seeding import stream
+from nufed.server.checks import screen
+from nufed.server.states import AgentStates, MemoryStates
+
+LOG = logging.getLogger("nufed")
+TOO_LATE = "it answered too late"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When the server accepts a round.
+
+    Args:
+        min_updates: quorum, the valid updates that a round needs; with fewer it is retried with
+            another cohort.
+        attempts: maximum number of attempts at a round before training stops.
+        max_update_norm: upper bound on the norm of a change relative to the median over agents,
+            for each vector separately; None: no bound.
+    """
+
+    min_updates: int = 1
+    attempts: int = 3
+    max_update_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Training state after ``round`` rounds, and a record of the last one.
+
+    ``server`` and ``states`` are all that the next round needs (on Flower sites keep their own
+    states, and ``states`` is empty); the rest is for records. All rounds of a training share one
+    store of ``states``, which holds the latest ones. ``rejected`` covers all ``attempts`` at the
+    round; ``cohort``, ``dropped`` and ``cost`` are of the last attempt.
+    """
+
+    round: int
+    server: State
+    states: AgentStates = field(default_factory=MemoryStates)
+    cohort: tuple[int, ...] = ()
+    rejected: tuple[UpdateError, ...] = ()
+    dropped: tuple[int, ...] = ()
+    attempts: int = 1
+    cost: Cost = field(default_factory=Cost)
+
+
+def cohort_size(agents: int, participation: float) -> int:
+    """max(1, round(rN)): the number of agents in a round's cohort."""
+    return max(1, builtins.round(participation * agents))
+
+
+def choose_cohort(
+    agents: Sequence[int], participation: float, seed: int, round: int, attempt: int = 0
+) -> list[int]:
+    """max(1, round(rN)) of the N agents, uniformly without replacement (line 2 of Algorithm 1).
+
+    Every ``attempt`` at a round draws another cohort.
+
+    >>> choose_cohort(range(10), participation=0.3, seed=0, round=1)
+    [5, 7, 8]
+    """
+    require(0 < participation <= 1, "participation", participation, "must be above 0 and at most 1")
+    size = cohort_size(len(agents), participation)
+    picked = stream(seed, "cohort", round, step=attempt).choice(len(agents), size, replace=False)
+    return sorted(agents[i] for i in picked)
+
+
+def to_send(algorithm: Algorithm, server: State) -> State:
+    """The part of the server's state that it broadcasts to agents."""
+    return {name: server[name] for name in algorithm.receives}
+
+
+class QuorumError(TrainingError):
+    """A round has fewer valid updates than its quorum; another cohort may do better."""
+
+    def __init__(self, round: int, rejected: list[UpdateError], rules: Rules) -> None:
+        super().__init__(below_quorum(round, rejected, rules))
+        self.rejected = rejected
+
+
+def below_quorum(round: int, rejected: Sequence[UpdateError], rules: Rules) -> str:
+    """The message about a round with too few valid updates."""
+    reasons = "; ".join(str(r) for r in rejected) or "too few agents replied"
+    return (
+        f"round {round} has no usable update or fewer than min_updates = {rules.min_updates} "
+        f"({reasons}); if values are not finite, lower meta_lr or adapt_lr"
+    )
+
+
+class Attempts:
+    """The attempts at a round, each with another cohort, until one reaches the quorum::
+
+        for cohort, number in attempts:
+            with attempts.quorum():  # a QuorumError leads to the next attempt
+                return attempts.accepted(progress_after(cohort))
+
+    Args:
+        round: the number of the round.
+        agents: those that take part in training.
+        participation: fraction of them in a cohort.
+        seed: for drawing cohorts.
+        rules: when the server accepts a round.
+        explain: adds likely causes to the rejected updates when training stops.
+    """
+
+    def __init__(
+        self,
+        round: int,
+        agents: Sequence[int],
+        *,
+        participation: float,
+        seed: int,
+        rules: Rules = Rules(),
+        explain: Callable[[list[UpdateError]], list[UpdateError]] = list,
+    ) -> None:
+        self._round, self._agents, self._participation = round, agents, participation
+        self._seed, self._rules, self._explain = seed, rules, explain
+        self._rejected: list[UpdateError] = []
+        self._last: list[UpdateError] = []  # not the error, whose traceback holds vectors
+        self._number = 0
+
+    def __iter__(self) -> Iterator[tuple[list[int], int]]:
+        """Cohorts and the numbers of attempts; after the last a TrainingError."""
+        for number in range(self._rules.attempts):
+            self._number = number
+            k, seed = self._round, self._seed
+            yield choose_cohort(self._agents, self._participation, seed, k, number), number
+        tried = f", in {self._rules.attempts} attempts" if self._rules.attempts > 1 else ""
+        reasons = below_quorum(self._round, self._explain(self._last), self._rules)
+        raise TrainingError(f"{reasons}{tried}")
+
+    @contextmanager
+    def quorum(self) -> Iterator[None]:
+        """An attempt, which may raise :class:`QuorumError`."""
+        try:
+            yield
+        except QuorumError as error:
+            self._rejected += error.rejected
+            self._last = error.rejected
+
+    def accepted(self, after: Progress) -> Progress:
+        """The training state after the round, with a record of all attempts."""
+        rejected = (*self._rejected, *after.rejected)
+        return replace(after, rejected=rejected, attempts=self._number + 1)
+
+
+def close_round(
+    algorithm: Algorithm,
+    server: State,
+    updates: Iterable[AgentUpdate],
+    context: Context,
+    *,
+    cohort: Collection[int] | None = None,
+    failed: Iterable[UpdateError] = (),
+    rules: Rules = Rules(),
+    label: str = "",
+) -> tuple[State, list[UpdateError]]:
+    """The server's next state from the updates of a round, and the rejected updates.
+
+    Each rejected update is logged under ``label`` (logger "nufed", level WARNING).
+
+    Args:
+        algorithm: aggregates the updates.
+        server: the server's state before the round.
+        updates: as received.
+        context: the round, N and the size of a cohort.
+        cohort: the agents of the round; None: any agent.
+        failed: agents without an update, and why.
+        rules: when the server accepts a round.
+        label: names the training in the log.
+
+    Raises:
+        QuorumError: there are too few valid updates.
+    """
+    expected = {name: server[name] for name in algorithm.sent_in(context.round)}
+    accepted, rejected = screen(
+        updates, expected, context.round, cohort=cohort, max_norm=rules.max_update_norm
+    )
+    rejected += failed
+    for error in rejected:
+        LOG.warning("update left out: %s%s", label and f"{label}, ", error)
+    if len(accepted) < rules.min_updates:
+        raise QuorumError(context.round, rejected, rules)
+    return algorithm.next_server(context, server, accepted), rejected

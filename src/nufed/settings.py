@@ -1,0 +1,186 @@
+"""Settings: dataclass fields, each with a range and a one-line description.
+
+The fields are the only place where settings are written. The configuration's schema, error
+messages, ``nufed list NAME`` and the docs are made from them::
+
+    @dataclass(frozen=True)
+    class Ditto(Algorithm):
+        weight: float = setting(1.0, "λ, weight of the proximal term", least=0)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from inspect import get_annotations
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from torch import Tensor
+
+from nufed.errors import require
+
+KEY = "nufed setting"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Range and description of one field; type and default are the field's own.
+
+    Args:
+        about: one line, beginning with the paper's symbol where there is one.
+        least, most: inclusive bounds.
+        above, below: exclusive bounds.
+        choices: for fields that hold an object with settings of its own (an aggregation rule, a
+            curvature): its classes by name.
+    """
+
+    about: str
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    choices: Mapping[str, type] | None = None
+
+    def allowed(self, whole: bool) -> str:
+        """Text that states the allowed values."""
+        bounds = [
+            text
+            for bound, text in (
+                (self.least, f"{self.least:g} or more" if self.least is not None else ""),
+                (self.above, f"above {self.above:g}" if self.above is not None else ""),
+                (self.most, f"at most {self.most:g}" if self.most is not None else ""),
+                (self.below, f"below {self.below:g}" if self.below is not None else ""),
+            )
+            if bound is not None
+        ]
+        kind = "a whole number" if whole else "a finite number"
+        return kind + (f", {' and '.join(bounds)}" if bounds else "")
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a number lies within the bounds."""
+        return not (
+            (self.least is not None and value < self.least)
+            or (self.above is not None and value <= self.above)
+            or (self.most is not None and value > self.most)
+            or (self.below is not None and value >= self.below)
+            or not float("-inf") < value < float("inf")
+        )
+
+
+def setting(
+    default: Any,
+    about: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    choices: Mapping[str, type] | None = None,
+) -> Any:
+    """A dataclass field that is a setting; arguments are those of :class:`Setting`."""
+    found = Setting(about, least, above, most, below, choices)
+    return dataclasses.field(default=default, metadata={KEY: found})
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting of a class: its name, type, default and description."""
+
+    name: str
+    type: Any
+    default: Any
+    setting: Setting
+
+    @cached_property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that a configuration can express; a tensor or an object is none of them."""
+        union = get_origin(self.type) in (Union, UnionType)
+        members = get_args(self.type) if union else (self.type,)
+        return tuple(m for m in members if m in (bool, int, float, str) or _literals(m))
+
+    def allowed(self) -> str:
+        """Text that states the values allowed in a configuration, without "must be"."""
+        if self.setting.choices is not None:
+            return f"one of {', '.join(self.setting.choices)}"
+        words = [f'"{word}"' for kind in self.kinds for word in _literals(kind)]
+        texts = {bool: "true or false", str: "text"}
+        words += [texts[kind] for kind in self.kinds if kind in texts]
+        if int in self.kinds or float in self.kinds:
+            words.append(self.setting.allowed(whole=float not in self.kinds))
+        return " or ".join(words)
+
+    def check(self, value: Any) -> None:
+        """Raise an :class:`~nufed.errors.InputError` unless the setting may have this value.
+
+        Of values that only Python can pass (a tensor, an object) just a tensor's range is checked;
+        the rest is up to the class.
+        """
+        if isinstance(value, Tensor):
+            ends = (float(value.min()), float(value.max())) if value.numel() else ()
+            ok = all(map(self.setting.accepts, ends))
+        else:
+            ok = self.setting.choices is not None or not self.kinds or self._accepts(value)
+        if not ok:
+            require(ok, self.name, value, f"must be {self.allowed()}")
+
+    def _accepts(self, value: Any) -> bool:
+        words = [word for kind in self.kinds for word in _literals(kind)]
+        if any(type(value) is type(word) and value == word for word in words):
+            return True
+        if isinstance(value, bool):
+            return bool in self.kinds
+        if isinstance(value, int | float):
+            whole = isinstance(value, int) and int in self.kinds
+            number = float in self.kinds and abs(value) <= sys.float_info.max
+            return (whole or number) and self.setting.accepts(value)
+        return (isinstance(value, str) and str in self.kinds) or (
+            value is None and self.default is None
+        )
+
+
+def _literals(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def settings_of(cls: type) -> tuple[Field, ...]:
+    """The settings of a dataclass: its own first, then those of its bases.
+
+    Fields that the class fixes (``init=False``) are excluded.
+    """
+    return _settings_of(cls)
+
+
+@lru_cache(maxsize=256)  # resolving type hints is slow, and every new algorithm is checked
+def _settings_of(cls: Any) -> tuple[Field, ...]:
+    hints = get_type_hints(cls)
+    found = {
+        field.name: Field(field.name, hints[field.name], field.default, field.metadata[KEY])
+        for field in dataclasses.fields(cls)
+        if field.init and KEY in field.metadata
+    }
+    written = [name for base in cls.__mro__ for name in get_annotations(base)]
+    return tuple(found[name] for name in dict.fromkeys(written) if name in found)
+
+
+def check_settings(algorithm: Any) -> None:
+    """Raise an :class:`~nufed.errors.InputError` for the first setting out of its range."""
+    for field in settings_of(type(algorithm)):
+        field.check(getattr(algorithm, field.name))
+
+
+def text_of(field: Field, value: Any) -> str:
+    """A setting's value as text; an object as its name in a configuration and its settings."""
+    if isinstance(value, Tensor):
+        return f"{value.numel()} numbers"
+    if isinstance(value, float):
+        return f"{value:g}"
+    choices = field.setting.choices
+    if choices is None:
+        return str(value)
+    name = next((n for n, cls in choices.items() if cls is type(value)), type(value).__name__)
+    inner = [f"{f.name} {text_of(f, getattr(value, f.name))}" for f in settings_of(type(value))]
+    return ", ".join([name, *inner])

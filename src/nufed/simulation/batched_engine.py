@@ -1,0 +1,227 @@
+"""The batched engine: several agents of a small model at once, stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Context, State
+from nufed.data import AgentBatches, Federation, ScoredOn
+from nufed.data.partition import Rows
+from nufed.evaluate import AgentScores, Measure, evaluation_context, score_agent
+from nufed.evaluate.outputs import Apply, outputs_of
+from nufed.objective import Batch, Inputs, Objective
+from nufed.simulation.engine import EvaluatesScales, States, work_of
+
+
+@dataclass(frozen=True)
+class BatchedEngine(EvaluatesScales):
+    """Chunks of agents, stacked (an :class:`~nufed.simulation.engine.Engine`).
+
+    ``most`` is the maximum number of agents in a chunk. The algorithm must combine vectors
+    elementwise (``Algorithm.combines``), and the module must not draw random numbers.
+    """
+
+    objective: Objective
+    federation: Federation
+    seed: int
+    most: int = 32
+
+    def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
+        return even_chunks(self.federation, algorithm.batch_size, agents, self.most)
+
+    def agent_updates(
+        self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
+    ) -> dict[int, AgentResult]:
+        results: dict[int, AgentResult] = {}
+        for chunk in self.chunks(algorithm, list(states)):
+            with work_of(chunk, f"round {context.round}"):
+                results |= self._update_chunk(
+                    algorithm, received, {agent: states[agent] for agent in chunk}, context
+                )
+        return results
+
+    def _update_chunk(
+        self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
+    ) -> dict[int, AgentResult]:
+        batches = StackedBatches(
+            [self.federation.batches(a, self.seed, "train", context.round) for a in states]
+        )
+        result = algorithm.agent_update(
+            AgentContext.of(context, self.objective, batches, batches.samples),
+            stack([received] * len(states)),
+            stack(list(states.values())),
+        )
+        return {
+            agent: AgentResult(_row(result.vectors, row), _row(result.state, row), result.cost)
+            for row, agent in enumerate(states)
+        }
+
+    def evaluate_scales(
+        self,
+        algorithm: Algorithm,
+        received: State,
+        states: States,
+        *,
+        steps: int,
+        measure: Measure,
+        scales: Sequence[float],
+        part: ScoredOn,
+    ) -> list[list[AgentScores]]:
+        federation = self.federation.scoring(part)
+        agents = federation.scorable(states)
+        scores: list[dict[int, AgentScores]] = [{} for _ in scales]
+        for chunk in self.chunks(algorithm, agents):
+            for own in _with_and_without({agent: states[agent] for agent in chunk}):
+                with work_of(list(own), "evaluation"):
+                    by_scale = self._evaluate_chunk(
+                        algorithm, federation, received, own, steps, measure, scales
+                    )
+                for found, scored in zip(scores, by_scale, strict=True):
+                    found |= scored
+        return [[found[agent] for agent in agents] for found in scores]
+
+    def _evaluate_chunk(
+        self,
+        algorithm: Algorithm,
+        federation: Federation,
+        received: State,
+        states: States,
+        steps: int,
+        measure: Measure,
+        scales: Sequence[float],
+    ) -> list[dict[int, AgentScores]]:
+        """The scores by scale, of agents that all have a state or all have none."""
+        sources = [federation.batches(agent, self.seed, "evaluate") for agent in states]
+        batches = StackedBatches(sources)
+        given = [state for state in states.values() if state is not None]
+        outputs = outputs_of(
+            algorithm,
+            evaluation_context(federation, self.objective, batches, batches.samples),
+            stack([received] * len(states)),
+            stack(given) if given else None,
+            self._apply(federation, list(states)),
+            steps=steps,
+            scales=scales,
+        )
+        return [
+            {
+                agent: score_agent(
+                    self.objective,
+                    federation,
+                    agent,
+                    (each[row] for each in by_steps),
+                    measure,
+                    None if outputs.shared is None else outputs.shared[row],
+                    outputs.cost,
+                    outputs.newcomer,
+                )
+                for row, agent in enumerate(states)
+            }
+            for by_steps in outputs.personal
+        ]
+
+    def _apply(self, federation: Federation, agents: list[int]) -> Apply:
+        """Applies a stacked prediction to the samples that each agent is scored on."""
+        rows = [federation.scored_rows(agent) for agent in agents]
+        if len({len(own) for own in rows}) == 1:
+            inputs, _ = take_stacked(federation, rows)
+            return lambda predict, tensors: predict(tensors, inputs)
+        tests = [federation.scored(agent)[0] for agent in agents]
+        return lambda predict, tensors: [
+            predict(_row(tensors, row), test) for row, test in enumerate(tests)
+        ]
+
+
+class OfAStack:
+    """What a :class:`~nufed.algorithms.protocol.BatchSource` of a stack of agents does not have."""
+
+    def stream(self, purpose: str, step: int = 0) -> np.random.Generator:
+        raise TypeError("agents of a stack have random streams of their own")
+
+    def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
+        raise TypeError("agents of a stack have epochs of different lengths")
+
+    def whole(self) -> Batch:
+        raise TypeError("agents of a stack have training parts of different sizes")
+
+
+@dataclass(frozen=True)
+class StackedBatches(OfAStack):
+    """The batches of several agents, stacked (a :class:`nufed.algorithms.protocol.BatchSource`)."""
+
+    sources: Sequence[AgentBatches]
+
+    @property
+    def agent(self) -> Tensor:
+        """The number of each agent, as a column."""
+        return torch.tensor([[source.agent] for source in self.sources])
+
+    @property
+    def samples(self) -> Tensor:
+        """The number of training samples of each agent, as a column."""
+        return torch.tensor([[source.samples] for source in self.sources])
+
+    def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
+        federation = self.sources[0].federation
+        picked = [source.pick(purpose, size, number, step) for source in self.sources]
+        batches = []
+        for together in zip(*picked, strict=True):
+            rows = [
+                federation.split.train[source.agent][own.places]
+                for source, own in zip(self.sources, together, strict=True)
+            ]
+            inputs, targets = take_stacked(federation, rows)
+            # the seed only selects training mode: the module draws nothing
+            batches.append(Batch(inputs, targets, together[0].seed))
+        return batches
+
+
+def take_stacked(federation: Federation, rows: Sequence[Rows]) -> tuple[Inputs, Tensor]:
+    """The samples of several agents with equally many rows each, stacked."""
+    inputs, targets = federation.samples.take(np.concatenate(rows))
+
+    def stacked(x: Tensor) -> Tensor:
+        return x.view(len(rows), len(rows[0]), *x.shape[1:])
+
+    if isinstance(inputs, Tensor):
+        return stacked(inputs), stacked(targets)
+    if isinstance(inputs, Mapping):
+        return {name: stacked(x) for name, x in inputs.items()}, stacked(targets)
+    return tuple(map(stacked, inputs)), stacked(targets)
+
+
+def even_chunks(
+    federation: Federation, batch_size: int, agents: Sequence[int], most: int
+) -> list[list[int]]:
+    """Chunks of agents with equal batch size, as even as possible."""
+    groups: dict[int, list[int]] = {}
+    for agent in agents:
+        groups.setdefault(federation.batch_rows(agent, batch_size)[1], []).append(agent)
+    return [
+        chunk.tolist()
+        for group in groups.values()
+        for chunk in np.array_split(group, -(-len(group) // most))
+    ]
+
+
+def _with_and_without(states: States) -> list[States]:
+    """The agents with a state and the newcomers, where there are any."""
+    groups: list[States] = [
+        {agent: state for agent, state in states.items() if (state is None) == newcomers}
+        for newcomers in (False, True)
+    ]
+    return [group for group in groups if group]
+
+
+def stack(states: Sequence[State]) -> State:
+    """The states of several agents, stacked: one row per agent."""
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
+def _row(state: State, row: int) -> State:
+    return {name: vectors[row] for name, vectors in state.items()}

@@ -1,0 +1,201 @@
+"""A pool of forked worker processes.
+
+Fork, because a child then has everything the parent has: the data without a copy, and modules,
+losses and metrics that can't be serialised. A child must not use more than one thread of torch,
+whose pools do not survive a fork. Tasks and results are small; vectors go through shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeAlias
+
+from nufed.errors import NufedError, RunError, TrainingError, UpdateError
+
+Notify: TypeAlias = Callable[[Any], None]
+LOG = logging.getLogger("nufed")
+
+
+def can_fork() -> bool:
+    """Whether this system forks safely; macOS and Windows do not."""
+    return sys.platform == "linux"
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+class Workers:
+    """``count`` processes that call ``work(task, notify)``.
+
+    What a child passes to ``notify`` reaches the parent while the task is still running, and so do
+    its records of the logger "nufed". Children end with :meth:`close`, and when the parent dies.
+    """
+
+    def __init__(self, count: int, work: Callable[[Any, Notify], Any]) -> None:
+        self._links: dict[Connection, BaseProcess] = {}
+        self.close = weakref.finalize(self, _end, os.getpid(), self._links)
+        try:
+            for _ in range(count):
+                self._start(work)
+        except OSError as error:  # too many open files, or processes
+            self.close()  # or Python would wait for them at exit
+            raise RunError(
+                f"{count} worker processes can't be started ({error.strerror}): allow more open "
+                "files (`ulimit -n`) and processes (`ulimit -u`), or set workers=1"
+            ) from error
+
+    def _start(self, work: Callable[[Any, Notify], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        mine, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(theirs, [*self._links, mine], work), name="nufed worker"
+        )
+        with warnings.catch_warnings():
+            # Python warns about forking with threads: a child uses none of the parent's
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        self._links[mine] = process
+
+    def map(
+        self,
+        tasks: Sequence[Any],
+        describe: Callable[[Any, Any], str],
+        on_notify: Notify = lambda content: None,
+        stop: Callable[[list[Any]], bool] | None = None,
+    ) -> list[Any]:
+        """The results, in the order of the tasks; each task goes to the first idle process.
+
+        An exception of a child is raised here. If a process dies, the error names its task by
+        ``describe(task, last notification)``. ``stop(running tasks)`` is polled; where it is true,
+        the remaining tasks are abandoned.
+        """
+        waiting = deque(enumerate(tasks))
+        idle, busy = list(self._links), dict[Connection, int]()
+        results: list[Any] = [None] * len(waiting)
+        last: dict[int, Any] = {}
+        while waiting or busy:
+            if stop and stop([tasks[number] for number in busy.values()]):
+                break
+            while waiting and idle:
+                link = idle.pop()
+                busy[link], task = waiting.popleft()
+                try:
+                    link.send(task)
+                except (BrokenPipeError, ConnectionResetError):
+                    raise self._death(link, describe(task, None)) from None
+            for ready in wait(list(busy), timeout=0.5 if stop else None):
+                assert isinstance(ready, Connection)
+                number = busy[ready]
+                try:
+                    kind, content = ready.recv()
+                except (EOFError, OSError):  # also in the middle of a message
+                    what = describe(tasks[number], last.get(number))
+                    raise self._death(ready, what) from None
+                if kind == "notification":
+                    last[number] = content
+                    on_notify(content)
+                elif kind == "warning":
+                    warnings.warn(content, stacklevel=2)
+                elif kind == "log":
+                    LOG.handle(logging.makeLogRecord(content))
+                elif kind == "error":
+                    raise content
+                else:
+                    results[number] = content
+                    idle.append(ready)
+                    del busy[ready]
+        return results
+
+    def _death(self, link: Connection, what: str) -> TrainingError:
+        process = self._links[link]
+        process.join(5)
+        code, how = process.exitcode, f"ended with exit code {process.exitcode}"
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            how = f"was killed by {name} (the system does that when memory runs out)"
+        return TrainingError(f"a worker process {how} while working on {what}")
+
+
+def _end(owner: int, links: dict[Connection, BaseProcess]) -> None:
+    if os.getpid() != owner:  # in a child that inherited the object
+        return
+    for link in links:
+        link.close()
+    for process in links.values():
+        process.terminate()
+    for process in links.values():
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _serve(link: Connection, others: list[Connection], work: Callable[[Any, Notify], Any]) -> None:
+    """The main loop of a child."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _end_with_parent()
+    # a worker that wakes up does not preempt the parent, which has others to wake
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    for other in others:  # so that a waiting child gets EOF when the parent dies
+        other.close()
+    LOG.handlers, LOG.propagate = [_Forward(link)], False
+    try:
+        while True:
+            task = link.recv()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    kind, content = "result", work(task, lambda n: link.send(("notification", n)))
+                except NufedError as error:
+                    kind, content = "error", _sendable(error)
+                except Exception as error:
+                    kind, content = "error", TrainingError(f"{type(error).__name__}: {error}")
+            for warning in caught:
+                link.send(("warning", _sendable(warning.message)))
+            link.send((kind, content))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+class _Forward(logging.Handler):
+    """Forwards log records to the parent, which has the user's handlers."""
+
+    def __init__(self, link: Connection) -> None:
+        super().__init__()
+        self._link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # as text: the arguments of the message may not be serialisable
+        about = {"name": record.name, "levelno": record.levelno, "levelname": record.levelname}
+        self._link.send(("log", {**about, "msg": record.getMessage()}))
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies, even during long work."""
+    parent_death_signal = 1
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+
+
+def _sendable(thing: Any) -> Any:
+    """An exception or warning with its text, of the nearest class that can be serialised."""
+    known = (
+        kind
+        for kind in type(thing).__mro__
+        if kind.__module__ in ("builtins", "nufed.errors") and kind is not UpdateError
+    )
+    return next(known)(str(thing))

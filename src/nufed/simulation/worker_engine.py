@@ -1,0 +1,191 @@
+"""The worker engine: runs another engine's chunks of agents in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+from nufed.algorithms.protocol import AgentResult, Algorithm, Context, State
+from nufed.data import Federation, ScoredOn
+from nufed.evaluate import AgentScores, Measure
+from nufed.objective import Objective
+from nufed.simulation.engine import Engine, EvaluatesScales, States
+from nufed.simulation.fork_pool import Notify, Workers
+from nufed.simulation.shared_memory import Layout, SharedBuffer, aligned_bytes
+
+LOADED_BYTES = 32 * 2**20  # of states that are evaluated together
+
+
+class WorkerEngine(EvaluatesScales):
+    """Runs the chunks of an engine in processes (an :class:`~nufed.simulation.engine.Engine`).
+
+    Gives the bits of that engine alone, for any number of workers: the chunks and the computation
+    on each are the same. The processes are reused from round to round, until :meth:`close`.
+    """
+
+    def __init__(self, engine: Engine, workers: int) -> None:
+        self._engine, self._count = engine, workers
+        self._workers: Workers | None = None
+        self._buffer = SharedBuffer(0)
+        self._objects: list[object] = []  # algorithms and measures that the processes inherited
+
+    @property
+    def objective(self) -> Objective:
+        return self._engine.objective
+
+    @property
+    def federation(self) -> Federation:
+        return self._engine.federation
+
+    @property
+    def seed(self) -> int:
+        return self._engine.seed
+
+    def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
+        return self._engine.chunks(algorithm, agents)
+
+    def agent_updates(
+        self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
+    ) -> dict[int, AgentResult]:
+        sent = aligned_bytes({n: received[n] for n in algorithm.sends if n in received})
+        kept = [aligned_bytes(state) for state in states.values()]
+        # the broadcast; then for every agent its state, the vectors it sends, its next state
+        sizes = [aligned_bytes(received), *chain(*((own, sent, own) for own in kept))]
+        spans = self._prepare([algorithm], sizes)
+        layout = self._buffer.write(received, next(spans))
+        own = {
+            agent: (self._buffer.write(state, next(spans)), next(spans), next(spans))
+            for agent, state in states.items()
+        }
+        chunks = [
+            {agent: own[agent] for agent in chunk} for chunk in self.chunks(algorithm, list(states))
+        ]
+        results = self._map(
+            [("update", self._index(algorithm), layout, chunk, context) for chunk in chunks],
+            f"round {context.round}",
+        )
+        return {
+            agent: AgentResult(self._buffer.read(vectors), self._buffer.read(state), cost)
+            for result in results
+            for agent, (vectors, state, cost) in result.items()
+        }
+
+    def evaluate_scales(
+        self,
+        algorithm: Algorithm,
+        received: State,
+        states: States,
+        *,
+        steps: int,
+        measure: Measure,
+        scales: Sequence[float],
+        part: ScoredOn,
+    ) -> list[list[AgentScores]]:
+        agents = self.federation.scoring(part).scorable(states)
+        how = (list(scales), part, steps)
+        found: list[dict[int, AgentScores]] = [{} for _ in scales]
+        for chunks in self._loaded(self.chunks(algorithm, agents), states):
+            own = [state or {} for chunk in chunks for state in chunk.values()]
+            sizes = [aligned_bytes(received), *map(aligned_bytes, own)]
+            spans = self._prepare([algorithm, measure], sizes)
+            layout = self._buffer.write(received, next(spans))
+            indices = self._index(algorithm), self._index(measure)
+            written = [
+                {a: self._write_state(state, next(spans)) for a, state in chunk.items()}
+                for chunk in chunks
+            ]
+            results = self._map(
+                [("evaluate", *indices, how, layout, chunk, None) for chunk in written],
+                "evaluation",
+            )
+            for result in results:
+                for own_scale, scores in zip(found, result, strict=True):
+                    own_scale |= {score.agent: score for score in scores}
+        return [[by_agent[agent] for agent in agents] for by_agent in found]
+
+    def _loaded(self, chunks: list[list[int]], states: States) -> Iterator[list[States]]:
+        """The chunks with their states, as many at a time as fit into :data:`LOADED_BYTES`; at
+        least one per worker."""
+        loaded: list[States] = []
+        size = 0
+        for chunk in chunks:
+            loaded.append({agent: states[agent] for agent in chunk})
+            size += sum(aligned_bytes(state or {}) for state in loaded[-1].values())
+            if size >= LOADED_BYTES and len(loaded) >= self._count:
+                yield loaded
+                loaded, size = [], 0
+        if loaded:
+            yield loaded
+
+    def _write_state(self, state: State | None, span: range) -> Layout | State | None:
+        return None if state is None else self._buffer.write(state, span)
+
+    def __enter__(self) -> WorkerEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _prepare(self, objects: list[object], sizes: list[int]) -> Iterator[range]:
+        """Spans of the given sizes in the buffer, which the processes share.
+
+        Processes are forked again for a larger buffer or for objects that they have not inherited.
+        """
+        missing = [o for o in objects if not any(o is known for known in self._objects)]
+        if missing or sum(sizes) > self._buffer.size or self._workers is None:
+            self.close()
+            self._objects += missing
+            self._buffer = SharedBuffer(max(sum(sizes), self._buffer.size))
+            self._workers = Workers(self._count, self._work)
+        return (range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
+
+    def _index(self, thing: object) -> int:
+        return next(i for i, known in enumerate(self._objects) if known is thing)
+
+    def _map(self, tasks: list[Any], where: str) -> list[Any]:
+        def describe(task: Any, last: Any) -> str:
+            return f"agents {', '.join(map(str, task[-2]))} in {where}"
+
+        assert self._workers is not None
+        try:
+            return self._workers.map(tasks, describe)
+        except BaseException:
+            self.close()  # some may still be working
+            raise
+
+    def _work(self, task: Any, notify: Notify) -> Any:
+        """In a worker process: one chunk."""
+        kind, *rest = task
+        if kind == "evaluate":
+            algorithm, measure, (scales, part, steps), layout, chunk, _ = rest
+            return self._engine.evaluate_scales(
+                self._objects[algorithm],
+                self._buffer.read(layout),
+                {a: None if s is None else self._buffer.read(s) for a, s in chunk.items()},
+                steps=steps,
+                measure=self._objects[measure],
+                scales=scales,
+                part=part,
+            )
+        algorithm, layout, chunk, context = rest
+        results = self._engine.agent_updates(
+            self._objects[algorithm],
+            self._buffer.read(layout),
+            {agent: self._buffer.read(state) for agent, (state, _, _) in chunk.items()},
+            context,
+        )
+        return {
+            agent: (
+                self._buffer.write(result.vectors, chunk[agent][1]),
+                self._buffer.write(result.state, chunk[agent][2]),
+                result.cost,
+            )
+            for agent, result in results.items()
+        }

@@ -1,0 +1,310 @@
+"""The apps write the same run directory as simulation, also after they were killed."""
+
+import html
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+
+import nufed
+from flower.app.in_memory import MemoryGrid, agents_data
+from flower.ops.small_app import files_of
+from nufed.cli.commands import report
+from nufed.config.build import build_samples
+from nufed.errors import InputError, RunError, TrainingError
+from nufed.files import read_sealed
+from nufed.flower import App
+from nufed.runs import load_run
+from support import Killed, file_hashes
+
+AGENTS, COHORT, BAD = 4, 2, 3
+DATA = [(x.astype("float32"), y) for x, y in agents_data(AGENTS)]
+TEXT = """
+name = "four"
+rounds = 3
+participation = 0.75
+eval_every = 2
+eval_steps = 2
+[data]
+agents = 4
+test = 0.25
+unseen_agents = 1
+[model]
+name = "fcnn"
+args = {hidden = [6]}
+[method]
+adapt_lr = 0.2
+meta_lr = 0.3
+batch_size = 6
+local_steps = 2
+[federation]
+input_shape = [5]
+classes = ["a", "b", "c"]
+wait = 0.01
+deadline = 0.01
+"""
+
+
+def app_of(folder, text=TEXT, **own):
+    (folder / "federation.toml").write_text(text)
+    return App(folder / "federation.toml", lambda site: DATA[site["partition-id"]], **own)
+
+
+def start(
+    app, folder, out, tamper=lambda agent, message, reply: reply, sites=AGENTS, requested=None
+):
+    """As Flower does on `flwr run`."""
+    grid = MemoryGrid(app.site, range(sites), folder / "sites", tamper)
+    grid.requested = [] if requested is None else requested
+    app.server(grid, Context(1, 0, {}, RecordDict(), {"out": str(out)}))
+    return grid
+
+
+def simulate(folder, *more):
+    """The same configuration with all data in one place."""
+    settings = [line for line in TEXT.split("[federation]")[0].splitlines() if line != "agents = 4"]
+    (folder / "simulated.toml").write_text("\n".join([*settings]))
+    inputs, targets = (np.concatenate(part) for part in zip(*DATA, strict=True))
+    owners = np.repeat([f"{i}" for i in range(AGENTS)], [len(y) for _, y in DATA])
+    given = ["engine=direct", "data.partition=given", 'baselines=["majority"]', "workers=1", *more]
+    return nufed.run(
+        folder / "simulated.toml", given, data=(inputs, targets, owners), out=folder / "sim"
+    )
+
+
+def trains(requested):
+    return [kind for kind, _ in requested].count("train")
+
+
+def test_a_federation_leaves_the_files_of_the_simulation_and_its_report(tmp_path):
+    simulated = simulate(tmp_path)
+    start(app_of(tmp_path), tmp_path, tmp_path / "run")
+    assert files_of(tmp_path / "run") == files_of(tmp_path / "sim")
+    null = "baselines/majority/seed-0/agents.jsonl"
+    assert (tmp_path / "run" / null).read_bytes() == (tmp_path / "sim" / null).read_bytes()
+    run = load_run(tmp_path / "run")
+    assert [row.personal for row in run.rows()] == [row.personal for row in simulated.rows()]
+    page = html.unescape((tmp_path / "run" / "report.html").read_text())
+    for scores in run.methods["gmeta"][0].scores:
+        assert f"{100 * scores.score[0]:.1f} %" in page
+    bundle = nufed.load_bundle(tmp_path / "run" / "bundles" / "gmeta.nufed")
+    assert bundle.about.classes == ["a", "b", "c"]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    scores = run.methods["gmeta"][0].final
+    shared, own = np.mean([(s.global_score, s.score[2]) for s in scores], axis=0)
+    line = f"accuracy global {shared:.3f}, personal {own:.3f} after 2 steps"
+    assert f"round 3 of 3, 2 of 2 sites, {line}" in log
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("algorithm", ["ditto", "fedper"])
+def test_the_log_names_the_global_and_the_personal_model(algorithm, tmp_path):
+    """Ditto's global model is not its personal one after 0 steps; FedPer's server has none."""
+    text = TEXT.replace("[method]", f'[method]\nalgorithm = "{algorithm}"')
+    start(app_of(tmp_path, text), tmp_path, tmp_path / "run")
+    scores = load_run(tmp_path / "run").methods[algorithm][0].final
+    shared, own = [s.global_score for s in scores], np.mean([s.score[0] for s in scores])
+    line = f"personal {own:.3f} after 0 steps"
+    if algorithm == "ditto":
+        line = f"global {np.mean(shared):.3f}, {line}"
+    assert f"round 3 of 3, 2 of 2 sites, accuracy {line}" in (tmp_path / "run/log.txt").read_text()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_sites_keep_the_personal_models_of_the_simulation(tmp_path):
+    """As results show them: with the step size that was chosen on validation samples."""
+    text = TEXT.replace("[data]", "[data]\nvalidation = 0.25")
+    text = text.replace("[method]", '[method]\nalgorithm = "scaffold"')
+    simulate(tmp_path, "data.validation=0.25", "method.algorithm=scaffold")
+    start(app_of(tmp_path, text), tmp_path, tmp_path / "run")
+    right = {path.name: read_sealed(path) for path in (tmp_path / "sim").rglob("personal/*")}
+    kept = {path.name: read_sealed(path) for path in (tmp_path / "sites").rglob("personal/*")}
+    assert len(kept) == AGENTS > len(right) > 0  # newcomers have no state
+    for name, found in right.items():
+        assert torch.equal(kept[name].tensors["model"], found.tensors["model"])
+        assert kept[name].about["lr_scale"] == found.about["lr_scale"] != 1
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "ditto"])
+def test_the_report_says_what_a_lost_state_means(algorithm, tmp_path):
+    forgotten = []
+
+    def forget(agent, message, reply):
+        state = next((tmp_path / "sites").glob(f"*/agent-{agent}"), None)
+        if state and not forgotten:
+            forgotten.append(agent)
+            state.unlink()
+        return reply
+
+    text = TEXT.replace("[method]", f'[method]\nalgorithm = "{algorithm}"')
+    text = text.replace("participation = 0.75", "participation = 1.0")
+    start(app_of(tmp_path, text), tmp_path, tmp_path / "run", forget)
+    (found,) = [w for w in load_run(tmp_path / "run").warnings() if w.about == "numbers"]
+    assert found.first_round == 2 and found.count == 1
+    assert f"agent {forgotten[0]} lost its state and restarted" in found.message
+    means = "is no longer the mean of the agents'" if algorithm == "scaffold" else "is lost"
+    assert means in found.message
+    assert found.message in html.unescape((tmp_path / "run" / "report.html").read_text())
+
+
+@pytest.mark.usefixtures("no_report")
+def test_killed_at_any_message_it_resumes_to_the_same_bits(tmp_path):
+    app = app_of(tmp_path)
+    whole = start(app, tmp_path, tmp_path / "whole")
+    messages = len(whole.requested)
+    right = files_of(tmp_path / "whole")
+    for number in range(1, messages + 1):
+        left = [number]
+
+        def kill(agent, message, reply, left=left):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            return reply
+
+        out = tmp_path / f"killed-{number}"
+        with pytest.raises(Killed):
+            start(app, tmp_path, out, kill, requested=(killed := []))
+        grid = start(app, tmp_path, out)
+        assert files_of(out) == right
+        assert (
+            trains(killed) + trains(grid.requested) <= trains(whole.requested) + COHORT
+        )  # one round is redone
+
+
+def test_a_run_resumes_only_with_the_same_configuration(tmp_path):
+    start(app_of(tmp_path), tmp_path, tmp_path / "run")
+    with pytest.raises(RunError, match=r"method.meta_lr was 0.3 and is 0.2"):
+        start(app_of(tmp_path, TEXT.replace("0.3", "0.2")), tmp_path, tmp_path / "run")
+    assert load_run(tmp_path / "run").methods  # unchanged
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.timeout(120)  # opening a FIFO without a reader would block for ever
+@pytest.mark.parametrize("place", ["log.txt", "lock", "privacy.json", "federation.json"])
+def test_a_special_file_in_its_directory_is_not_opened(tmp_path, place):
+    app, path = app_of(tmp_path), tmp_path / "run" / place
+    start(app, tmp_path, tmp_path / "run")
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(RunError, match=f"{place} is a special file"):
+        start(app, tmp_path, tmp_path / "run")
+
+
+def test_a_run_can_be_resumed_for_more_rounds(tmp_path):
+    start(app_of(tmp_path), tmp_path, tmp_path / "longer")
+    longer = app_of(tmp_path, TEXT.replace("rounds = 3", "rounds = 4"))
+    start(longer, tmp_path, tmp_path / "longer")
+    start(longer, tmp_path, tmp_path / "at once")
+    assert files_of(tmp_path / "longer") == files_of(tmp_path / "at once")
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_run_is_not_reset_to_fewer_rounds_than_are_done(tmp_path):
+    start(app_of(tmp_path), tmp_path, tmp_path / "run")
+    before = file_hashes(tmp_path / "run" / "methods")
+    shorter = app_of(tmp_path, TEXT.replace("rounds = 3", "rounds = 2"))
+    with pytest.raises(RunError, match="rounds = 2, but 3 are done"):
+        start(shorter, tmp_path, tmp_path / "run")
+    assert file_hashes(tmp_path / "run" / "methods") == before
+    assert load_run(tmp_path / "run").config.rounds == 3
+
+
+@pytest.mark.usefixtures("no_report")
+def test_models_are_saved_at_the_same_rounds_as_in_simulation(tmp_path):
+    simulate(tmp_path, "save_every=2")
+    start(app_of(tmp_path, "save_every = 2" + TEXT), tmp_path, tmp_path / "run")
+    (right,) = (tmp_path / "sim").glob("methods/*/*/model-round-*")
+    (saved,) = (tmp_path / "run").glob("methods/*/*/model-round-*")
+    assert saved.name == right.name and saved.read_bytes() == right.read_bytes()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_run_whose_sites_sent_no_scores_requests_them_when_resumed(tmp_path):
+
+    def silent(agent, message, reply):
+        last = message.content.get("about", {}).get("round") == 3
+        return None if last and message.metadata.message_type == "evaluate" else reply
+
+    with pytest.raises(TrainingError, match="no site sent usable scores"):
+        start(app_of(tmp_path), tmp_path, tmp_path / "run", silent)
+    grid = start(app_of(tmp_path), tmp_path, tmp_path / "run")
+    assert not trains(grid.requested)
+    start(app_of(tmp_path), tmp_path, tmp_path / "whole")
+    one, other = (load_run(tmp_path / name) for name in ("run", "whole"))
+    assert one.unscored() == []
+    assert [row.personal for row in one.rows()] == [row.personal for row in other.rows()]
+    assert files_of(one.path)["model.safetensors"] == files_of(other.path)["model.safetensors"]
+
+
+def test_a_failed_run_says_why_and_can_be_resumed(tmp_path):
+    app = app_of(tmp_path, TEXT + "\n")
+    with pytest.raises(TrainingError, match="start the sites"):
+        start(app, tmp_path, tmp_path / "run", sites=0)
+    failure = tmp_path / "run" / "methods" / "gmeta" / "seed-0" / "failure.json"
+    assert "start the sites" in failure.read_text()
+    assert "start the sites" in (tmp_path / "run" / "log.txt").read_text()
+    start(app, tmp_path, tmp_path / "run")
+    assert not failure.exists() and (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_site_whose_data_does_not_match_is_excluded(tmp_path):
+    (tmp_path / "federation.toml").write_text(TEXT)
+    odd = {0: (DATA[0][0][:, :4], DATA[0][1]), 1: (DATA[1][0], DATA[1][1] + 1)}
+    app = App(
+        tmp_path / "federation.toml",
+        lambda site: odd.get(site["partition-id"], DATA[site["partition-id"]]),
+    )
+    start(app, tmp_path, tmp_path / "run")
+    page = html.unescape((tmp_path / "run" / "report.html").read_text())
+    assert "agent 0: it failed: this site's inputs have shape (4,)" in page
+    assert "agent 1: it failed: this site's targets need 4 outputs" in page
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_sites_error_message_is_printed_literally(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("nufed.cli.commands.build_report", lambda runs, out, **_: out)
+
+    def fail(agent, message, reply):
+        if message.metadata.message_type != "train" or agent != BAD:
+            return reply
+        return Message(Error(2, "<class 'app.Mine'>:<'[/red] [bold]words'>"), reply_to=message)
+
+    start(app_of(tmp_path), tmp_path, tmp_path / "run", fail)
+    report([tmp_path / "run"])
+    assert "it failed: [/red] [bold]words" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (TEXT.replace("input_shape = [5]", ""), "must be the shape of one sample's input"),
+        ("seeds = [0, 1]" + TEXT, "seeds has 2 entries: a federation trains one seed per run"),
+        (TEXT + "[methods.a]\n[methods.b]\n", "methods has 2 entries: a federation trains one"),
+        ("eval_agents = 2" + TEXT, "eval_agents is for simulation"),
+        ('eval_on = "validation"' + TEXT, "sites have no validation part; set data.validation"),
+        (TEXT + "[faults]\ndropout = 0.1\n", "[faults] is for simulation"),
+        (TEXT.replace("wait = 0.01", "wait = -1"), "federation.wait"),
+        (TEXT.replace("wait = 0.01", "wiat = 1"), "did you mean"),
+    ],
+    ids=str,
+)
+def test_a_configuration_unsuitable_for_a_federation_is_refused(text, sentence, tmp_path):
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        app_of(tmp_path, text).plan()
+    assert [path.name for path in Path(tmp_path).iterdir()] == ["federation.toml"]
+
+
+def test_commands_that_need_a_federations_data_say_that_it_is_at_the_sites(tmp_path):
+    start(app_of(tmp_path), tmp_path, tmp_path / "run")
+    with pytest.raises(InputError, match="start it with `nufed federate run`"):
+        nufed.run(tmp_path / "federation.toml", out=tmp_path / "simulated")
+    with pytest.raises(RunError, match="resume it with `nufed federate run`"):
+        nufed.resume(tmp_path / "run")
+    with pytest.raises(InputError, match="at the sites of its federation"):
+        build_samples(load_run(tmp_path / "run").config.data)
+    assert not (tmp_path / "simulated").exists()

@@ -1,0 +1,19 @@
+"""One real federation on this machine: a SuperLink and two SuperNodes, over loopback only."""
+
+import pytest
+
+from flower.ops.small_app import files_of, simulate, write_app
+from nufed.flower.ops.local import run_locally
+
+
+@pytest.mark.timeout(900)  # every message is a process that imports torch
+def test_a_real_federation_leaves_the_simulators_files(tmp_path):
+    app = write_app(tmp_path / "app", sites=2, rounds=2, deadline=120.0)
+    for attempt in ("first", "second"):
+        out, said = tmp_path / attempt, []
+        report = run_locally(app, 2, out, insecure=True, say=said.append)
+        assert report.name == "report.html", said
+        if "too late" not in (out / "log.txt").read_text():
+            break  # Flower's start timeout of 30 s may expire on a busy machine
+    simulate(app, tmp_path / "simulated")
+    assert files_of(out) == files_of(tmp_path / "simulated"), said

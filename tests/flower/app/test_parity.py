@@ -1,0 +1,82 @@
+"""On Flower the same seed is bit-identical to the simulator's direct engine."""
+
+import pytest
+import torch
+
+from flower.app.in_memory import agents_data, federate, federation_of, plan_of
+from nufed import Exact, FirstOrder, GMeta, HessianFree
+from nufed.algorithms import Ditto, Scaffold
+from nufed.evaluate import evaluate_with_choice
+from nufed.server import to_send
+from nufed.simulation import DirectEngine, train
+from support import same, states_of
+
+STEPS = {"adapt_lr": 0.2, "meta_lr": 0.3, "local_steps": 2, "batch_size": 6}
+METHODS = {
+    "FedAvg": GMeta(0, FirstOrder(), **STEPS),
+    "first-order": GMeta(2, FirstOrder(), **STEPS),
+    "Hessian-free": GMeta(2, HessianFree(), **STEPS),
+    "exact": GMeta(2, Exact(), **STEPS),
+    "learned rates": GMeta(1, Exact(), rates_lr=0.1, **STEPS),
+    "SCAFFOLD": Scaffold(meta_lr=0.1, local_steps=2, batch_size=6),
+    "Ditto": Ditto(0.5, 0.3, 2, **STEPS),
+}
+
+
+def simulated(plan, data):
+    federation = federation_of(data, plan.seed, plan.unseen_agents, plan.validation)
+    engine = DirectEngine(plan.objective, federation, plan.seed)
+    rounds = list(
+        train(
+            plan.algorithm,
+            engine,
+            plan.objective.initial(),
+            rounds=plan.rounds,
+            participation=plan.participation,
+            rules=plan.rules,
+        )
+    )
+    states = states_of(engine, rounds[-1])
+
+    def on(part, agents):
+        return lambda scales: engine.evaluate_scales(
+            plan.algorithm,
+            to_send(plan.algorithm, rounds[-1].server),
+            {agent: states[agent] for agent in agents},
+            steps=plan.eval_steps,
+            measure=plan.measure,
+            scales=scales,
+            part=part,
+        )
+
+    validate = on("validation", plan.seen) if plan.validation else None
+    score = on("test", range(plan.agents))
+    return rounds, evaluate_with_choice(score, validate, plan.eval_steps, plan.measure)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models_costs_and_scores_are_the_simulators(method):
+    data = agents_data(5)
+    plan = plan_of(METHODS[method], agents=5, rounds=4, participation=0.5, unseen_agents=1)
+    right, evaluation = simulated(plan, data)
+    rounds, outcome, _ = federate(plan, data)
+    for one, other in zip(rounds, right, strict=True):
+        assert same(one.server, other.server)
+        assert (one.cohort, one.cost, one.rejected) == (other.cohort, other.cost, ())
+    assert not torch.equal(rounds[0].server["model"], rounds[-1].server["model"])
+    assert outcome.evaluation == evaluation and not outcome.missing
+    assert [s.seen for s in outcome.scores].count(False) == 1
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "learned rates", "SCAFFOLD", "Ditto"])
+def test_step_sizes_are_chosen_as_by_the_simulator(method):
+    data = agents_data(5, samples=40)
+    plan = plan_of(METHODS[method], agents=5, rounds=3, unseen_agents=1, validation=0.25)
+    _, evaluation = simulated(plan, data)
+    _, outcome, grid = federate(plan, data, choose=True)
+    assert outcome.evaluation == evaluation
+    assert outcome.evaluation.chosen is not None and not outcome.missing
+    requested = [agent for kind, agent in grid.requested if kind == "evaluate"]
+    (unseen,) = set(range(5)) - set(plan.seen)
+    assert requested.count(unseen) == 1  # it is scored, but not used for the choice
+    assert all(requested.count(agent) > 1 for agent in plan.seen)

@@ -1,0 +1,63 @@
+"""Killed repeatedly, a federation's training resumes to the bits of the simulation."""
+
+import os
+import random
+import signal
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from flower.ops.commands import TIMEOUT, Federation, find, home_of, rounds_done
+from flower.ops.small_app import files_of, simulate, write_app
+from nufed.flower.ops.flower_processes import wait
+from processes import descendants
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+KILLS, SITES = 5, 2
+
+
+def under_way(process, out, kill):
+    """Waits until the round to be killed is next."""
+
+    def there():
+        begun = (out / "run.json").exists() and rounds_done(out) >= kill - 1
+        return begun or process.poll() is not None
+
+    assert wait(there, TIMEOUT) and process.poll() is None, process.printed()
+
+
+@pytest.mark.parametrize("what", ["flwr-serverapp", "flower-superlink"])
+def test_kills_at_random_moments_leave_the_simulators_bits(tmp_path, what):
+    seed = random.randrange(10**6)
+    print(f"moments drawn with seed {seed}")
+    moments = random.Random(seed)
+    write_app(tmp_path / "app", SITES, rounds=KILLS + 1, wait=180.0)
+    out = tmp_path / "run"
+    with ExitStack() as stack:
+        federation = Federation(tmp_path, stack, SITES)
+        place = ("--out", "run")
+        for kill in range(KILLS):
+            process = federation.run(*place)
+            under_way(process, out, kill)
+            time.sleep(moments.uniform(0, 8))
+            before = rounds_done(out)
+            os.kill(find(home_of(child_of(federation)), what), signal.SIGKILL)
+            assert process.wait(TIMEOUT) == 2, process.printed()
+            assert "--resume run" in process.printed()
+            if what == "flower-superlink":
+                assert federation.server.wait(TIMEOUT) == 2
+                federation.start_server()
+            assert rounds_done(out) >= before
+            place = ("--resume", "run")
+        process = federation.run(*place)
+        assert process.wait(2 * TIMEOUT) == 0, process.printed()
+    log = (out / "log.txt").read_text()
+    assert log.count("training resumes after round") >= KILLS - 1  # one may hit before round 0
+    simulate(tmp_path / "app", tmp_path / "simulated")
+    assert files_of(out) == files_of(tmp_path / "simulated")
+
+
+def child_of(federation):
+    """A process of the server; all of them share one home."""
+    return min(descendants(federation.server.pid))

@@ -1,0 +1,204 @@
+"""Charts plot exactly the numbers in the run's files."""
+
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import nufed as library
+from nufed.files import read_sealed
+from nufed.report import figures, page
+from support import json_lines
+
+CONFIG = {
+    "name": "charts",
+    "rounds": 3,
+    "workers": 1,
+    "seeds": [0, 1],
+    "eval_every": 1,
+    "data": {"agents": 5, "samples_per_agent": 40, "unseen_agents": 2, "validation": 0.2},
+    "model": {"args": {"hidden": [4], "activation": "tanh"}},
+    "method": {"adapt_steps": 2, "batch_size": 5},
+    "methods": {
+        "fedavg": {"algorithm": "fedavg"},
+        "fo": {"curvature": "first_order", "eval_steps": [1, 2]},
+    },
+}
+SHOWN = {  # what is shown: method and fine-tuning steps
+    "fedavg": ("fedavg", 2),
+    "fo after 1 step": ("fo", 1),
+    "fo after 2 steps": ("fo", 2),
+}
+NULLS = {"majority": 2, "local": 0, "untrained": 2}  # baselines and the steps they are shown after
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Collects the specifications of all charts instead of drawing them."""
+    specs = {}
+
+    def draw(given, *, javascript=False):
+        specs.update(json.loads(json.dumps(given)))
+        return figures.Drawn(javascript="//" if javascript else None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "draw", draw)
+        patch.setattr(page, "draw", draw)
+        yield specs
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, drawn):
+    """The directory of a run with its report."""
+    return library.run(CONFIG, out=tmp_path_factory.mktemp("runs") / "run").path
+
+
+def points(spec, mark, *channels):
+    """The values that all marks of a kind plot, by channel."""
+    found = []
+    for layer in spec.get("layer", [spec]):
+        dash = {(): "", (5, 4): "dashed ", (2, 3): "dotted "}
+        kind = dash[tuple(layer["mark"].get("strokeDash", ()))] + layer["mark"]["type"]
+        if kind == mark:
+            rows = spec["datasets"][layer.get("data", spec.get("data"))["name"]]
+            fields = [layer["encoding"][channel]["field"] for channel in channels]
+            found += [tuple(row[field] for field in fields) for row in rows]
+    return found
+
+
+def agents_of(part, seed):
+    """The final scores of every agent, with the step size that results show."""
+    chosen = part / f"seed-{seed}" / "agents-chosen.jsonl"
+    return json_lines(chosen if chosen.exists() else part / f"seed-{seed}" / "agents.jsonl")
+
+
+def scores(part, seed, steps, seen=True):
+    return [agent["score"][steps] for agent in agents_of(part, seed) if agent["seen"] == seen]
+
+
+def results(run, group):
+    rows = json.loads((run / "results.json").read_text())["rows"]
+    return {row["name"]: row for row in rows if row["group"] == group}
+
+
+def close(found, wanted):
+    """The same points: equal keys, and numbers equal to rounding."""
+    found, wanted = sorted(found), sorted(wanted)
+    assert [p[:2] for p in found] == [p[:2] for p in wanted]
+    assert np.allclose([p[2:] for p in found], [p[2:] for p in wanted], rtol=1e-12, atol=1e-12)
+
+
+def test_the_page_embeds_what_is_drawn(run, drawn):
+    text = (run / "report.html").read_text("utf-8")
+    embedded = json.loads(re.search(r"^const specs = (.*);$", text, re.MULTILINE)[1])
+    assert embedded.keys() == {"rounds-seen", "rounds-unseen", "steps", "agents", "split"}
+    assert embedded == {name: drawn[name] for name in embedded}
+
+
+@pytest.mark.parametrize("group", ["seen", "unseen"])
+def test_scores_by_round(run, drawn, group):
+    wanted = []
+    for label, (method, steps) in SHOWN.items():
+        seeds = [json_lines(run / f"methods/{method}/seed-{s}/metrics.jsonl") for s in (0, 1)]
+        for round, lines in enumerate(zip(*seeds, strict=True)):
+            values = [line["evaluation"][group]["score"][steps] for line in lines]
+            wanted.append((label, round, np.mean(values), min(values), max(values)))
+    spec = drawn[f"rounds-{group}"]
+    assert len(wanted) == 3 * (CONFIG["rounds"] + 1)
+    close(points(spec, "line", "color", "x", "y"), [point[:3] for point in wanted])
+    close(points(spec, "point", "color", "x", "y"), [point[:3] for point in wanted])
+    close(points(spec, "area", "color", "x", "y", "y2"), [(*p[:2], *p[3:]) for p in wanted])
+    table = results(run, group)
+    last = {name: y for name, x, y in points(spec, "line", "color", "x", "y") if x == 3}
+    assert last == pytest.approx({name: table[name]["as_trained"]["mean"] for name in SHOWN})
+    dotted = points(spec, "dotted line", "color", "x", "y")
+    wanted = []  # one for each method, whatever the number of its lines
+    for method, label in {"fedavg": "fedavg", "fo": "fo after 1 step"}.items():
+        seeds = [json_lines(run / f"methods/{method}/seed-{s}/metrics.jsonl") for s in (0, 1)]
+        for round, lines in enumerate(zip(*seeds, strict=True)):
+            own = [line["evaluation"][group]["global_score"] for line in lines]
+            wanted.append((label, round, np.mean(own)))
+        assert wanted[-1][2] == pytest.approx(table[label]["global"]["mean"])
+    close(dotted, wanted)
+    level = [(name, x, table[name]["personal"]["mean"]) for name in NULLS for x in (0, 3)]
+    close(points(spec, "dashed line", "detail", "x", "y"), level)
+    assert {name for (name,) in points(spec, "text", "text")} == set(NULLS)
+
+
+def test_scores_by_steps(run, drawn):
+    wanted = []
+    for method in CONFIG["methods"]:
+        for steps in range(3):
+            values = [np.mean(scores(run / "methods" / method, s, steps)) for s in (0, 1)]
+            wanted.append((method, steps, np.mean(values), min(values), max(values)))
+    spec = drawn["steps"]
+    close(points(spec, "line", "color", "x", "y"), [point[:3] for point in wanted])
+    close(points(spec, "area", "color", "x", "y", "y2"), [(*p[:2], *p[3:]) for p in wanted])
+    table = results(run, "seen")
+    at = {(name, x): y for name, x, y in points(spec, "line", "color", "x", "y")}
+    for label, (method, steps) in SHOWN.items():
+        assert at[method, steps] == pytest.approx(table[label]["personal"]["mean"])
+        assert at[method, 0] == pytest.approx(table[label]["global"]["mean"])
+    nulls = [
+        (name, k, np.mean([scores(run / "baselines" / name, s, k) for s in (0, 1)]))
+        for name in NULLS
+        for k in range(3)
+    ]
+    close(points(spec, "dashed line", "detail", "x", "y"), nulls)
+
+
+def test_scores_of_single_agents(run, drawn):
+    parts = {label: (run / "methods" / method, k) for label, (method, k) in SHOWN.items()}
+    parts |= {name: (run / "baselines" / name, k) for name, k in NULLS.items()}
+    wanted = [(n, x) for n, (part, k) in parts.items() for s in (0, 1) for x in scores(part, s, k)]
+    found = points(drawn["agents"], "boxplot", "y", "x")
+    assert Counter(found) == Counter(wanted) and len(found) == 6 * 2 * 3
+    for name, row in results(run, "seen").items():
+        assert np.mean([x for n, x in found if n == name]) == pytest.approx(row["personal"]["mean"])
+
+
+def test_samples_per_agent_and_class(run, drawn):
+    split = read_sealed(run / "splits/seed-0.json").about
+    wanted = {
+        (agent["name"], name, count)
+        for agent in split["agents"]
+        for name, count in zip(split["classes"], agent["counts"], strict=True)
+    }
+    found = points(drawn["split"], "rect", "x", "y", "color")
+    assert set(found) == wanted and len(found) == len(wanted) == 5 * 10
+    assert sum(count for *_, count in found) == 5 * 40
+
+
+def test_bounds(run, drawn, nufed):
+    printed = json.loads(nufed("bounds", run, "--report", "--json", cwd=run).stdout)
+    promised = [row["promised"] for row in printed["methods"]]
+    terms = [list(own["terms"].values()) for own in promised]
+    found = points(drawn["bounds-terms"], "bar", "y", "color", "x")
+    assert len({term for _, term, _ in found}) == 6
+    by_method = [[x for name, _, x in found if name == m] for m in CONFIG["methods"]]
+    assert by_method == terms
+    assert [sum(own) for own in by_method] == pytest.approx([own["total"] for own in promised])
+    measured = [(r["method"], r["round"], r["value"]) for r in printed["stationarity"]]
+    found = points(drawn["bounds-stationarity"], "line", "color", "x", "y")
+    assert sorted(found) == sorted(measured) and {x for _, x, _ in found} == {0, 3}
+
+
+def test_advice(run, drawn, nufed):
+    assert nufed("advise", run, "--max-steps", 2, cwd=run).returncode == 0
+    advice = json.loads((run / "advice.json").read_text())
+    best = advice["recommended"]
+    trained = [curve for curve in advice["curves"] if curve["times"] == 1]
+    wanted = [(c["method"], p["steps"], p["mean"]) for c in trained for p in c["points"]]
+    spec = drawn["advice"]
+    assert points(spec, "line", "color", "x", "y") == wanted and len(wanted) == 6
+    (curve,) = [
+        c for c in advice["curves"] if (c["method"], c["times"]) == (best["method"], best["times"])
+    ]
+    spread = [(p["steps"], p["low"], p["high"]) for p in curve["points"]]
+    assert points(spec, "area", "x", "y", "y2") == spread
+    chosen = (best["steps"], curve["points"][best["steps"]]["mean"])
+    assert points(spec, "point", "x", "y") == [*(p[1:] for p in wanted), chosen]
+    level = [(steps, advice["majority"]) for steps in (0, 2)]
+    assert points(spec, "dashed line", "x", "y") == level

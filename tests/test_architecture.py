@@ -1,0 +1,239 @@
+"""docs/architecture.md agrees with the code, and violations of import contracts are detected."""
+
+import ast
+import copy
+import json
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+from pydoc import locate
+
+import grimp
+import pytest
+from importlinter.application.use_cases import read_user_options
+from importlinter.configuration import configure
+from importlinter.contracts.forbidden import ForbiddenContract
+from importlinter.contracts.layers import LayersContract
+from importlinter.contracts.protected import ProtectedContract
+
+import nufed
+from flower.app.test_apps import app_of, start
+from nufed import GMeta, Objective
+from nufed.algorithms import ALGORITHMS
+from nufed.cli import main
+from nufed.settings import setting, settings_of
+
+ROOT = Path(__file__).parent.parent
+SOURCE = Path(nufed.__file__).parent
+PAGE = (ROOT / "docs/architecture.md").read_text("utf-8")
+ROOMS = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or path.is_dir()}
+ROOMS -= {"__init__", "__pycache__"}
+
+
+class Reached(BaseException):
+    """Stops a run at the traced call."""
+
+
+def stack_at(monkeypatch, target, name, through, work):
+    """The call stack of nufed when ``target.name`` is first reached through these files."""
+
+    def stop(*_, **__):
+        calls, frame = [], sys._getframe(1)
+        while frame is not None:
+            path, call = Path(frame.f_code.co_filename), frame.f_code.co_qualname
+            if path.is_relative_to(SOURCE) and not call.endswith(">"):  # no <lambda>, no <listcomp>
+                calls.append((call.rpartition("<locals>.")[2], str(path.relative_to(SOURCE))))
+            frame = frame.f_back
+        if through <= {file for _, file in calls}:
+            raise Reached(calls[::-1])
+        return original(*_, **__)
+
+    original = getattr(target, name)
+    with monkeypatch.context() as patch, pytest.raises(Reached) as reached:
+        patch.setattr(target, name, stop)
+        work()
+    place = Path(sys.modules[target.__module__].__file__).relative_to(SOURCE)
+    return [*reached.value.args[0], (f"{target.__name__}.{name}", str(place))]
+
+
+def check_walk(heading, calls):
+    """The table under a heading of the page lists these calls."""
+    rows = [f"| {n} | `{call}` | `{file}` |" for n, (call, file) in enumerate(calls, 1)]
+    table = "\n".join(["| | call | file |", "|---|---|---|", *rows])
+    section = PAGE.split(f"\n### {heading}\n")[1].split("\n#")[0]
+    assert f"{table}\n\n" in section, (
+        f"docs/architecture.md, {heading}: put this table there\n{table}"
+    )
+
+
+@pytest.fixture
+def down_and_back(monkeypatch, tmp_path):
+    """The call stacks of a site's local training and of the server's aggregation."""
+
+    def federate():
+        start(app_of(tmp_path), tmp_path, tmp_path / "run")
+
+    through = {"flower/app/server_app.py"}
+    return [
+        stack_at(monkeypatch, GMeta, name, through, federate)
+        for name in ("agent_update", "server_update")
+    ]
+
+
+def test_nufed_run_to_a_gradient(monkeypatch, tmp_path):
+    small = ["rounds=1", "seeds=[0]", "data.agents=4", "data.unseen_agents=0", "workers=1"]
+    method = ["methods={gmeta={}}", "engine=direct", "baselines=[]"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["nufed", "run", "quickstart", *small, *method])
+    through = {"simulation/loop.py", "simulation/direct_engine.py"}
+    calls = stack_at(monkeypatch, Objective, "grad", through, main)
+    check_walk("From `nufed run` to a gradient", calls)
+
+
+def test_a_flower_round_down_and_back(down_and_back):
+    down, back = down_and_back
+    parts_at = next(i for i, call in enumerate(back) if call not in down)
+    check_walk("A Flower round: down to a site", down)
+    check_walk("A Flower round: back at the server", back[parts_at - 1 :])
+
+
+def test_the_random_streams_are_those_of_the_code():
+    section = PAGE.split("\n## Random streams\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    listed = {purpose for cell in cells for purpose in re.findall(r"`(.*?)`", cell)}
+    assert listed == set(purposes())
+
+
+def purposes():
+    """The literal purposes of streams; for batches the part before the slash."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            match node:
+                case ast.Call(ast.Name("stream"), [_, ast.Constant(str(purpose)), *_]):
+                    yield purpose
+                case ast.Call(ast.Attribute(attr="batches"), [_, _, ast.Constant(str(use)), *_]):
+                    yield f"{use}/…"
+
+
+def test_one_name_is_one_thing():
+    """No two files share a name, and no two classes."""
+    files = [path for path in SOURCE.rglob("*.py") if not path.stem.startswith("__")]
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in files}
+    classes = [
+        node.name for t in trees.values() for node in t.body if isinstance(node, ast.ClassDef)
+    ]
+    for names in ([path.name for path in files], classes):
+        assert [name for name, times in Counter(names).items() if times > 1] == []
+
+
+def test_files_are_short():
+    lengths = {p.name: len(p.read_text("utf-8").splitlines()) for p in SOURCE.rglob("*.py")}
+    assert {name: lines for name, lines in lengths.items() if lines > 350} == {}
+
+
+def asks_for_settings(tree, settings):
+    """Lookups of an algorithm's setting by name, and comparisons with the protocol's functions."""
+    for node in ast.walk(tree):
+        call = isinstance(node, ast.Call) and getattr(node.func, "id", "")
+        if call in ("getattr", "hasattr") and getattr(node.args[1], "value", None) in settings:
+            yield node.lineno
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "Algorithm":
+            yield node.lineno
+
+
+def test_only_algorithms_know_their_settings():
+    classes = ALGORITHMS.working().values()
+    settings = {field.name for cls in classes for field in settings_of(cls)}
+    seen = ast.parse("getattr(a, 'adapt_lr')\nown.predict is Algorithm.predict\nhasattr(a, 'x')")
+    assert list(asks_for_settings(seen, settings)) == [1, 2]
+    found = [
+        (str(path.relative_to(SOURCE)), line)
+        for path in SOURCE.rglob("*.py")
+        if path.parent.name != "algorithms"
+        for line in asks_for_settings(ast.parse(path.read_text("utf-8")), settings)
+    ]
+    assert found == []
+
+
+def test_every_room_has_one_sentence():
+    listed = re.findall(r"^\| `(\w+)(?:/|\.py)` \| .+\. \|$", PAGE, re.MULTILINE)
+    assert sorted(listed) == sorted(ROOMS)
+
+
+def test_the_picture_is_drawn_from_the_code():
+    script = runpy.run_path(str(ROOT / "docs/draw_rooms.py"))
+    drawn = script["draw"](script["imports"]())
+    same = script["PICTURE"].read_text("utf-8") == drawn
+    assert same, "imports have changed: run `python docs/draw_rooms.py` and look at docs/rooms.svg"
+    assert all(f">{room}</text>" in drawn for room in ROOMS)
+
+
+@pytest.fixture(scope="module")
+def imports():
+    return grimp.build_graph("nufed", include_external_packages=True, cache_dir=None)
+
+
+def broken(graph):
+    """The types of the contracts in pyproject.toml that a graph of imports breaks."""
+    configure()
+    options = read_user_options(str(ROOT / "pyproject.toml"))
+    types = {
+        each.type_name: each for each in (LayersContract, ForbiddenContract, ProtectedContract)
+    }
+    for contract in options.contracts_options:
+        made = types[contract["type"]](contract["name"], options.session_options, contract)
+        if not made.check(copy.deepcopy(graph), verbose=False).kept:
+            yield contract["type"]
+
+
+def test_the_contracts_hold(imports):
+    assert not list(broken(imports))
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "contract"),
+    [
+        ("nufed.simulation.loop", "nufed.flower.app.plan", "layers"),
+        ("nufed.flower.app.plan", "nufed.simulation.loop", "layers"),
+        ("nufed.meta.differences", "nufed.algorithms.gmeta", "layers"),
+        ("nufed.runs.results", "nufed.report.tables", "layers"),
+        ("nufed.data.split", "nufed.models", "layers"),
+        ("nufed.errors", "nufed.files", "layers"),
+        ("nufed.theory.lemmas", "torch", "forbidden"),
+        ("nufed.theory.lemmas", "numpy", "forbidden"),
+        ("nufed.theory.lemmas", "nufed.errors", "forbidden"),
+        ("nufed.cli.commands", "altair", "protected"),
+        ("nufed.analysis.advise", "vl_convert", "protected"),
+        ("nufed.experiment.runner", "flwr", "protected"),
+        ("nufed.data.download", "httpx", "protected"),
+    ],
+)
+def test_a_wrong_import_breaks_a_contract(imports, importer, imported, contract):
+    assert {importer, imported} <= imports.modules
+    graph = copy.deepcopy(imports)
+    graph.add_import(importer=importer, imported=imported, line_number=1, line_contents="")
+    assert list(broken(graph)) == [contract]
+
+
+def test_a_room_without_a_place_breaks_the_layers(imports):
+    graph = copy.deepcopy(imports)
+    graph.add_module("nufed.attic")
+    assert list(broken(graph)) == ["layers"]
+
+
+def test_what_ruff_is_told_is_immutable_is_frozen_and_needed():
+    """Ruff can't see across files that a call in a default gives a frozen object."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["ruff"]["lint"]
+    listed = settings["flake8-bugbear"]["extend-immutable-calls"]
+    found = {name: locate(name) for name in listed}
+    assert all(it is setting or it.__dataclass_params__.frozen for it in found.values())
+    for name in listed:  # without it, ruff would complain
+        others = json.dumps([other for other in listed if other != name])
+        less = f"lint.flake8-bugbear.extend-immutable-calls = {others}"
+        options = ["--select", "B008,RUF009", "--config", less, "--no-cache", "--quiet"]
+        command = [sys.executable, "-m", "ruff", "check", *options, "."]
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1, name
