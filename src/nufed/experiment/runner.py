@@ -14,15 +14,8 @@ from nufed.config.problem import Given, Problem
 from nufed.data import Partition
 from nufed.errors import InputError
 from nufed.evaluate import Metric
-from nufed.experiment.run_parts import (
-    BASELINE_PART,
-    Event,
-    Listener,
-    RunPart,
-    parts_of,
-    run_baselines,
-    run_method,
-)
+from nufed.experiment.jobs import Job, run_jobs
+from nufed.experiment.run_parts import Listener, parts_of
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.files import locked
@@ -31,7 +24,6 @@ from nufed.objective.threads import torch_threads
 from nufed.report.finish import finish
 from nufed.runs import Run, RunDirectory
 from nufed.runs.provenance import Provenance
-from nufed.simulation import Workers
 
 
 def run(
@@ -159,42 +151,9 @@ def _train(
         on_start(setup.config, directory.path)
     stop = Stop(on_stop or (lambda: None))
     listener = on_progress or (lambda event: None)
-    parts = parts_of(setup)
+    jobs = [Job(setup, directory, part) for part in parts_of(setup)]
     with stop.on_signals():
-        if setup.workers > 1 and len(parts) > 1:
-            _run_in_parallel(setup, parts, directory, listener, stop)
-            parts = []
-        for part in parts:
-            if not stop():
-                _run(part)(setup, part, directory, listener, setup.workers, stop)
+        run_jobs(jobs, setup.workers, lambda job, event: listener(event), stop)
     if stop():
         raise KeyboardInterrupt
     return finish(directory, setup.objectives, setup.problem.algorithms, figures=figures)
-
-
-def _run(part: RunPart) -> Callable[[Setup, RunPart, RunDirectory, Listener, int, Stop], None]:
-    return run_baselines if part.method == BASELINE_PART else run_method
-
-
-def _run_in_parallel(
-    setup: Setup, parts: list[RunPart], directory: RunDirectory, listener: Listener, stop: Stop
-) -> None:
-    """Run several parts at the same time, in forked processes."""
-    processes = min(setup.workers, len(parts))
-
-    def work(part: RunPart, notify: Callable[[Event], None]) -> None:
-        if not stop():
-            _run(part)(setup, part, directory, notify, setup.workers // processes, stop)
-
-    def describe(part: RunPart, last: Event | None) -> str:
-        return f"{part}, after round {last.round}" if last else str(part)
-
-    def can_abandon(busy: list[RunPart]) -> bool:
-        return stop() and all(part.method == BASELINE_PART for part in busy)
-
-    workers = Workers(processes, work)
-    try:
-        longest_first = sorted(parts, key=lambda part: -part.work)
-        workers.map(longest_first, describe, listener, can_abandon)
-    finally:
-        workers.close()
