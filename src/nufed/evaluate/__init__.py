@@ -1,5 +1,6 @@
 """Scores of global and personal models, and the step size of fine-tuning chosen for each method."""
 
+from nufed.evaluate.fits import Fit, can_be_drawn, fits
 from nufed.evaluate.metrics import METRICS, Metric, accuracy, auc, balanced_accuracy, f1
 from nufed.evaluate.scores import (
     AgentScores,
@@ -28,6 +29,7 @@ __all__ = [
     "ByScale",
     "EvalLr",
     "Evaluation",
+    "Fit",
     "Measure",
     "Metric",
     "ScaleChoice",
@@ -36,12 +38,14 @@ __all__ = [
     "accuracy",
     "auc",
     "balanced_accuracy",
+    "can_be_drawn",
     "choose_step_sizes",
     "chooses",
     "evaluate_agent",
     "evaluate_with_choice",
     "evaluation_context",
     "f1",
+    "fits",
     "majority_class",
     "score_agent",
     "summarise",

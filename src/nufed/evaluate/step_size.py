@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from nufed.evaluate.fits import Fit
 from nufed.evaluate.scores import AgentScores, Measure
 
 FACTOR = 3.0  # between neighbouring step sizes of the grid
@@ -70,7 +71,8 @@ class StepSizes:
 class Evaluation:
     """Agents' scores with the step size as trained, and with the chosen one where there is one.
 
-    ``gradients`` and ``hvps`` are the cost of the evaluation, including the choice.
+    ``gradients`` and ``hvps`` are the cost of the evaluation, including the choice; ``fits`` the
+    curves of some agents' models, where models are curves.
     """
 
     as_trained: list[AgentScores]
@@ -78,6 +80,7 @@ class Evaluation:
     step_sizes: StepSizes | None = None
     gradients: int = 0
     hvps: int = 0
+    fits: tuple[Fit, ...] = ()
 
     def scale(self, steps: int) -> float:
         """The scale of the step size that results show after ``steps`` steps."""

@@ -6,13 +6,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nufed.algorithms.protocol import State
+from nufed.algorithms.protocol import Algorithm, State
 from nufed.errors import NumericalWarning, TrainingError
-from nufed.evaluate import chooses, evaluation_context
+from nufed.evaluate import Evaluation, can_be_drawn, chooses, evaluation_context, fits
 from nufed.experiment.baselines import baselines, local_training
 from nufed.experiment.evaluation import evaluate
 from nufed.experiment.setup import Setup
@@ -22,7 +22,7 @@ from nufed.runs.metric_lines import evaluation_line
 from nufed.runs.part_files import PartFiles
 from nufed.runs.personal_models import personal_after, write_personal
 from nufed.runs.recorder import Recorder, is_due
-from nufed.server import AgentStates, to_send
+from nufed.server import AgentStates, Progress, to_send
 from nufed.simulation import Engine, EngineName, WorkerEngine, train
 
 BASELINE_PART = "null baselines"
@@ -124,6 +124,7 @@ def run_method(
             save = last or stop() or is_due(config.checkpoint_every, progress.round)
             recorder.record(progress, line, checkpoint=save)
             if last:
+                evaluation = _with_fits(setup, engine, algorithm, received, progress, evaluation)
                 scale = evaluation.scale(config.steps_of(name)[0])
                 _write_personal(setup, engine, name, received, progress.states, scale, files.folder)
                 recorder.finish(evaluation, progress.server)
@@ -200,6 +201,30 @@ def _write_personal(
         own = evaluation_context(federation, engine.objective, batches, batches.samples)
         tensors = personal_after(algorithm, own, received, states.get(agent), steps, scale)
         write_personal(folder, agent, tensors, about)
+
+
+def _with_fits(
+    setup: Setup,
+    engine: Engine,
+    algorithm: Algorithm,
+    received: State,
+    progress: Progress,
+    evaluation: Evaluation,
+) -> Evaluation:
+    """The evaluation with the curves of some agents' models, where models are curves."""
+    if not can_be_drawn(setup.samples):
+        return evaluation
+    curves = fits(
+        algorithm,
+        engine.objective,
+        engine.federation,
+        received,
+        progress.states.get,
+        seed=engine.seed,
+        steps=setup.config.steps_evaluated,
+        scale=evaluation.scale,
+    )
+    return replace(evaluation, fits=curves)
 
 
 def _files(setup: Setup, directory: RunDirectory, kind: str, name: str, seed: int) -> PartFiles:

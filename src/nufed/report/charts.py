@@ -10,6 +10,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
+from nufed.report.fits_chart import fits_caption, fits_chart
 from nufed.report.tables import all_groups, label, run_name
 from nufed.runs import Run
 from nufed.runs.results import Line
@@ -29,6 +30,8 @@ MAX_TICKS = 12  # up to so many steps or rounds, each has a tick
 def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
     """Every chart of a report as (file name, caption, chart)."""
     steps = _steps(runs)
+    if len(runs) == 1 and (curves := fits_chart(runs[0])):
+        yield "fits", fits_caption(runs[0]), curves
     for group in all_groups(runs):
         agents = f"agents {group} in training"
         yield (

@@ -49,7 +49,8 @@ FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # of a method
 BASELINE_FILES = ("agents.jsonl",)
 CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"  # where step sizes were chosen
 WARNINGS = "warnings.jsonl"  # where there were any
-OPTIONAL = (CHOSEN, STEP_SIZES, WARNINGS)
+FITS = "fits.jsonl"  # where models are curves
+OPTIONAL = (CHOSEN, STEP_SIZES, WARNINGS, FITS)
 
 
 class PartFiles:
@@ -206,6 +207,8 @@ def _score_files(evaluation: Evaluation) -> dict[str, bytes]:
     if evaluation.step_sizes is not None:
         text = json.dumps(finite(evaluation.step_sizes.record()), indent=1, allow_nan=False)
         files[STEP_SIZES] = f"{text}\n".encode()
+    if evaluation.fits:
+        files[FITS] = _lines(fit.record() for fit in evaluation.fits)
     return files
 
 

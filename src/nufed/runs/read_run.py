@@ -17,6 +17,7 @@ from nufed.runs.part_files import (
     CHOSEN,
     DONE,
     FILES,
+    FITS,
     OPTIONAL,
     STEP_SIZES,
     WARNINGS,
@@ -25,6 +26,7 @@ from nufed.runs.part_files import (
 from nufed.runs.provenance import Provenance
 from nufed.runs.records import (
     Failure,
+    FitLine,
     Group,
     Inputs,
     MetricsLine,
@@ -136,7 +138,10 @@ class _Reader:
         if chosen and sizes is None:
             raise RunError(f"{folder / DONE} is invalid: it lists {CHOSEN} without {STEP_SIZES}")
         warned = read_lines(folder / WARNINGS, WarningLine) if WARNINGS in done.files else []
-        return Trained(metrics, scores, chosen, sizes, warned)
+        curves = read_lines(folder / FITS, FitLine) if FITS in done.files else []
+        if any(len(own.predicted) != self._config.steps_evaluated + 1 for own in curves):
+            raise RunError(f"{folder / FITS} is invalid: it must have a curve for every step")
+        return Trained(metrics, scores, chosen, sizes, warned, curves)
 
     def _step_sizes(self, folder: Path, of_fine_tuning: bool) -> StepSizes:
         """Step sizes of fine-tuning, for every number of steps; else that of local training."""

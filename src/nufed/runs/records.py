@@ -109,6 +109,27 @@ class WarningLine(Record):
     message: str
 
 
+class FitLine(Record):
+    """A line of ``fits.jsonl``: an agent's model on a grid of inputs, by fine-tuning steps."""
+
+    agent: Whole
+    name: str
+    seen: bool
+    grid: Numbers
+    predicted: list[Numbers]
+    train_inputs: Numbers
+    train_targets: Numbers
+    test_inputs: Numbers
+    test_targets: Numbers
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        pairs = [(self.train_inputs, self.train_targets), (self.test_inputs, self.test_targets)]
+        pairs += [(self.grid, curve) for curve in self.predicted]
+        _require(all(len(x) == len(y) for x, y in pairs), "inputs and outputs differ in number")
+        return self
+
+
 class Failure(Record):
     """``failure.json``."""
 

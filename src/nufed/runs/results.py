@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nufed.evaluate import AgentScores, Measure, StepSizes, Summary, summarise
-from nufed.runs.records import MetricsLine, WarningLine
+from nufed.runs.records import FitLine, MetricsLine, WarningLine
 
 # 97.5 % quantiles of Student's t for 1 … 30 degrees of freedom
 _T975 = (
@@ -56,6 +56,7 @@ class Trained:
     chosen: list[AgentScores] | None = None
     step_sizes: StepSizes | None = None
     warnings: list[WarningLine] = field(default_factory=list)
+    fits: list[FitLine] = field(default_factory=list)
 
     @property
     def final(self) -> list[AgentScores]:
