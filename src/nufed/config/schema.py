@@ -166,6 +166,12 @@ class Config(_Table):
     """A run: data, a model, and the methods and seeds to train."""
 
     name: Name = "run"
+    note: str = Field(
+        default="",
+        max_length=2000,
+        exclude_if=lambda value: not value,
+        description="text for the report, for example how the problem was chosen",
+    )
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
     rounds: Count = Field(default=100, description="K")
     participation: float = Field(default=0.2, gt=0, le=1, description="r")
@@ -273,7 +279,7 @@ class Config(_Table):
     @property
     def fingerprint(self) -> str:
         """The SHA-256 of everything that determines bits, except ``rounds``."""
-        return sha256(self.model_dump_json(exclude={"name", "rounds", "workers"}).encode())
+        return sha256(self.model_dump_json(exclude={"name", "note", "rounds", "workers"}).encode())
 
     def to_toml(self) -> str:
         """The configuration as TOML; loading it restores it."""
