@@ -682,12 +682,14 @@ MISUSES = [
     Misuse({"widths": ""}, "widths = '': must be numbers"),
     Misuse({"shares": "1e9, 1, 1"}, "shares = '1e9, 1, 1': must be numbers"),
     Misuse({"depths": "1, 2"}, "depths = '1, 2': must have one number for each of the 3 levels"),
-    Misuse({"widths": "0.5, 0.4, 1"}, "widths = '0.5, 0.4, 1': must be above 0, in rising order"),
-    Misuse({"widths": "0, 0.4, 1"}, "must be above 0, in rising order, and end with 1"),
-    Misuse({"widths": "0.5, 0.6, 0.9"}, "must be above 0, in rising order, and end with 1"),
+    Misuse(
+        {"widths": "0.5, 0.4, 1"}, "widths = '0.5, 0.4, 1': must be above 0, in ascending order"
+    ),
+    Misuse({"widths": "0, 0.4, 1"}, "must be above 0, in ascending order, and end with 1"),
+    Misuse({"widths": "0.5, 0.6, 0.9"}, "must be above 0, in ascending order, and end with 1"),
     Misuse({"depths": "0, 1, 3"}, "depths = '0, 1, 3': must be whole numbers, 1 or more"),
-    Misuse({"depths": "1, 1.5, 3"}, "must be whole numbers, 1 or more, in rising order"),
-    Misuse({"depths": "2, 1, 3"}, "must be whole numbers, 1 or more, in rising order"),
+    Misuse({"depths": "1, 1.5, 3"}, "must be whole numbers, 1 or more, in ascending order"),
+    Misuse({"depths": "2, 1, 3"}, "must be whole numbers, 1 or more, in ascending order"),
     Misuse({"shares": "0, 0, 0"}, "shares = '0, 0, 0': must not all be 0"),
     Misuse({"temperature": 0.0}, "temperature = 0.0: must be a finite number, above 0"),
 ]

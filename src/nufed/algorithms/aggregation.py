@@ -19,12 +19,12 @@ Averaging: TypeAlias = Literal["uniform", "samples"]
 
 
 class Aggregation(Protocol):
-    """How the server makes one vector of those that agents sent."""
+    """A rule by which the server combines the vectors that agents sent."""
 
     def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
-        """One vector of the updates' vectors called ``name``; ``before`` is what they set out from.
+        """The aggregate of the vectors ``name``; ``before`` is the one that agents received.
 
-        The updates are checked and in the order of agents, at least one.
+        There is at least one update; all have passed the checks and are sorted by agent.
         """
         ...
 
@@ -33,7 +33,7 @@ class Aggregation(Protocol):
 class Mean:
     """The mean (line 11 of Algorithm 1), uniform or by samples.
 
-    One agent can move it anywhere (breakdown point 0). Cost: one pass over the vectors.
+    A single agent can move it arbitrarily (breakdown point 0). Cost: one pass over the vectors.
     """
 
     averaging: Averaging = setting("uniform", "weights of agents: uniform, or by samples")
@@ -47,10 +47,10 @@ class Mean:
 
 @dataclass(frozen=True)
 class ClippedMean:
-    """The mean of changes, each made no longer than the median length of all.
+    """The mean of the changes, each clipped to the median of their norms.
 
-    Attackers below half of the cohort move it by at most their share of that length each round
-    (breakdown point 1/2 for the length, 0 for the direction). Cost: three passes.
+    Attackers below half of the cohort move it by at most their share of that norm in a round
+    (breakdown point 1/2 for the norm, 0 for the direction). Cost: three passes.
     """
 
     def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
@@ -63,10 +63,10 @@ class ClippedMean:
 
 @dataclass(frozen=True)
 class Median:
-    """The median of every coordinate (the mean of the middle two, if their number is even).
+    """The coordinate-wise median (the mean of the middle two of an even number).
 
-    Breakdown point 1/2. Where honest agents differ it is far from their mean: a coordinate that
-    few agents move stays where it was. Cost: n log n comparisons per coordinate.
+    Breakdown point 1/2. On heterogeneous agents it is far from their mean: a coordinate that only
+    a minority changes keeps its value. Cost: n log n comparisons per coordinate.
     """
 
     def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ class Median:
 
 @dataclass(frozen=True)
 class TrimmedMean:
-    """The mean of every coordinate without the ⌊trim·n⌋ largest and as many smallest.
+    """The coordinate-wise mean without the ⌊trim·n⌋ largest and as many smallest values.
 
-    Breakdown point ``trim``. Like the median it loses what few agents have to say. Cost: n log n
+    Breakdown point ``trim``. Like the median, it discards the changes of a minority. Cost: n log n
     comparisons per coordinate.
     """
 
-    trim: float = setting(0.2, "share left out at each end", least=0, below=0.5)
+    trim: float = setting(0.2, "share trimmed at each end", least=0, below=0.5)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -110,12 +110,12 @@ AGGREGATIONS: Registry[type] = Registry(
 
 
 def _stack(updates: Sequence[AgentUpdate], name: str) -> Tensor:
-    """The vectors as rows, in a precision that loses nothing."""
+    """The vectors as rows, in float64."""
     return torch.stack([update.vectors[name].double() for update in updates])
 
 
 def average(updates: Sequence[AgentUpdate], name: str, averaging: Averaging) -> Tensor:
-    """The mean of the updates' vectors called ``name``, summed in the given order.
+    """The mean of the updates' vectors ``name``, summed in the given order.
 
     ``"uniform"`` weighs agents equally (line 11 of Algorithm 1), ``"samples"`` by their number of
     training samples.
@@ -126,7 +126,7 @@ def average(updates: Sequence[AgentUpdate], name: str, averaging: Averaging) -> 
     (tensor([2.]), tensor([3.]))
     """
     first = updates[0].vectors[name]
-    # half precision would lose small terms of a long sum
+    # half precision would round off small terms of a long sum
     total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
     weights = [update.samples if averaging == "samples" else 1 for update in updates]
     for update, weight in zip(updates, weights, strict=True):

@@ -4,17 +4,17 @@ gMeta whose step size is 0 outside the head: with m the indicator of the head's 
 
     min_w  (1/N) Σ_i f_i(w^i_ν),   w^i_0 = w,   w^i_{l+1} = w^i_l − α·m⊙∇f_i(w^i_l).
 
-The meta-gradient and its update concern all of w: the body is trained for the heads that
-fine-tuning makes of it, and only fine-tuning leaves it alone. Everything else is as in
-:mod:`nufed.algorithms.gmeta`: the server holds w (and learned rates), agents keep nothing, the
-personal model is the global one after ν steps, now of the head, at use too; a newcomer does the
-same. The optimiser drives the steps of w, with the meta-gradient as its gradient.
+The meta-gradient is taken with respect to all of w, and the outer update changes all of w: the body
+is trained so that it is good after the head is fine-tuned, and fine-tuning leaves it fixed.
+Everything else is as in :mod:`nufed.algorithms.gmeta`: the server holds w (and learned rates),
+agents keep nothing, and the personal model, of newcomers too, is the global one after ν steps of
+the head. The optimiser drives the steps of w, with the meta-gradient as its gradient.
 
 Known mistakes elsewhere: the body frozen in the outer update as well, which trains heads on random
 features (an option of "meta-learning from scratch"). The tests also reject: the whole model
-fine-tuned at use; steps of the head in training that leave the body's second-order term out
-(∂²f/∂body∂head is not 0: I − α∇²f·diag(m) has rows of the body); the head fine-tuned in training by
-other steps than at use.
+fine-tuned at evaluation; a meta-gradient without the second-order term of the body (∂²f/∂body∂head
+is not 0: I − α∇²f·diag(m) has rows of the body); fine-tuning steps of the head that differ between
+training and evaluation.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class ANIL(GMeta):
 
     @property
     def combines(self) -> Literal["elementwise", "linearly"] | None:
-        """Elementwise: step sizes per coordinate are no plain multiples."""
+        """Elementwise, not linearly: the step size is a vector."""
         return None if self.local_epochs else "elementwise"
 
     def theory(self) -> TheorySettings | None:
-        """None: the paper's bounds are about one step size for all coordinates."""
+        """None: the paper's bounds assume one step size for all coordinates."""
         return None

@@ -1,4 +1,4 @@
-"""APFL: a personal model mixed of the agent's own and the global one (Deng et al., 2020).
+"""APFL: a personal model that mixes a local and the global one (Deng et al., 2020).
 
 The global model w is trained as by FedAvg. Every agent keeps a model v of its own, which starts
 from the initial model, and a weight α. In a round, from w_i = w, for every batch
@@ -6,27 +6,28 @@ from the initial model, and a weight α. In a round, from w_i = w, for every bat
     v̄ = αv + (1 − α)w_i
     v ← v − η·α∇f_i(v̄),   w_i ← w_i − η∇f_i(w_i)             (α∇f_i(v̄) is ∂f_i(v̄)/∂v)
 
-both from the values before the step, and once per round, with the first batch,
+with both gradients at the values before the step, and once per round, on the first batch,
 
     α ← clip(α − η_α⟨∇f_i(v̄), v − w_i⟩, 0, 1)                  (the product is ∂f_i(v̄)/∂α),
 
-which holds from the second step on. The paper learns α at every communication round, with η_α = η;
-η_α = 0 fixes it.
+which is used from the second step on. The paper learns α at every communication round, with η_α =
+η; η_α = 0 fixes it.
 
-The server holds w, an agent keeps v and α; w goes down, w_i comes up. The personal model is
-αv + (1 − α)w with the w that the agent receives at use, not its own w_i: the same mixture whose α
-the first step of a round learns. A newcomer trains a v from w for one round's steps with w fixed,
-and α as at the start. The optimiser drives the steps of w and of v; α has plain steps.
+The server holds and broadcasts w; an agent keeps v and α and sends w_i. The personal model is αv +
+(1 − α)w with the w that the agent receives then, not its own w_i: the mixture for which the first
+step of a round learns α. A newcomer trains v from w for one round's steps, with w fixed and α at
+its initial value. The optimiser drives the steps of w and of v; α takes plain steps.
 
 The authors' code differs from the paper, which is followed: it mixes the outputs of two models
-instead of their parameters, steps w_i before it takes the gradient of v, and has a further 0.02·α
-in the gradient of α.
+instead of their parameters, updates w_i before it takes the gradient of v, and adds 0.02·α to the
+gradient of α.
 
 Known mistakes elsewhere: v trained on f(v) and then overwritten by v̄, so that every round mixes
-anew, and α learned from α∇f(v) + (1 − α)∇f(w_i) with that 0.02·α (PFLlib); a second step of one
+again, and α learned from α∇f(v) + (1 − α)∇f(w_i) with that 0.02·α (PFLlib); a second step of one
 optimiser without clearing gradients, which moves w_i twice per batch, so that w is not FedAvg's
-(FL-bench). The tests also reject: no factor α in the step of v; the other sign of v − w_i; α
-without a bound, or learned in every step; ∇f at w_i or v instead of v̄; w_i instead of w at use.
+(FL-bench). The tests also reject: no factor α in the step of v; the wrong sign of v − w_i; α not
+clipped, or learned in every step; ∇f at w_i or v instead of v̄; a personal model with w_i instead
+of w.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class APFL(LocalTraining):
     """APFL: every agent mixes a model of its own with the global one (Deng et al., 2020).
 
     Args:
-        mixing: α at the start, the weight of v in the personal model.
+        mixing: the initial α, the weight of v in the personal model.
         mixing_lr: η_α, the step size of α; 0: it is fixed.
         others: as for :class:`LocalTraining`; ``meta_lr`` is η, of w and of v.
     """
 
-    mixing: float = setting(0.5, "α at the start, weight of the agent's own model", least=0, most=1)
+    mixing: float = setting(0.5, "initial α, weight of the agent's own model", least=0, most=1)
     mixing_lr: float = setting(0.1, "η_α, step size of α; 0: fixed", least=0)
 
     newcomer: ClassVar[str] = "trains v from the global model for one round's steps"

@@ -1,6 +1,6 @@
-"""Attacks: what corrupt agents of a simulation send instead of their vectors.
+"""Attacks: what corrupt agents of a simulation send in place of their honest vectors.
 
-An attack is a function ``(vector, before, rng)`` of the honest vector, the one that the agent
+An attack is a function ``(vector, before, rng)`` of the honest vector, the vector that the agent
 received, and a random stream. The first line of its docstring describes it in ``nufed list``.
 """
 
@@ -17,7 +17,7 @@ from nufed.seeding import torch_seed
 
 Attack: TypeAlias = Callable[[Tensor, Tensor, np.random.Generator], Tensor]
 
-FACTOR = 10.0  # norm of what scale and gaussian send / norm of the change
+FACTOR = 10.0  # norm of the change that scale and gaussian send / norm of the honest change
 
 
 def sign_flip(vector: Tensor, before: Tensor, rng: np.random.Generator) -> Tensor:

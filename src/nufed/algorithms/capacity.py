@@ -29,9 +29,9 @@ class CapacityLevels:
     shares: tuple[Fraction, ...]
 
     @classmethod
-    @lru_cache(maxsize=64)  # asked in each round for each agent
+    @lru_cache(maxsize=64)  # called for each agent in each round
     def read(cls, widths: str, depths: str, shares: str) -> CapacityLevels:
-        """From text: numbers, separated by commas; ``depths`` may be "auto"."""
+        """Parse numbers that are separated by commas; ``depths`` may be "auto"."""
         texts = {"widths": widths, "depths": depths, "shares": shares}
         if depths == AUTO:
             texts["depths"] = ", ".join("1" for _ in widths.split(","))
@@ -42,14 +42,14 @@ class CapacityLevels:
             require(len(numbers) == levels, name, texts[name], allowed)
         s, e, n = found.values()
         ok = s[0] > 0 and list(s) == sorted(s) and s[-1] == 1
-        require(ok, "widths", widths, "must be above 0, in rising order, and end with 1")
+        require(ok, "widths", widths, "must be above 0, in ascending order, and end with 1")
         ok = all(depth >= 1 and depth.denominator == 1 for depth in e) and list(e) == sorted(e)
-        require(ok, "depths", depths, "must be whole numbers, 1 or more, in rising order")
+        require(ok, "depths", depths, "must be whole numbers, 1 or more, in ascending order")
         require(sum(n) > 0, "shares", shares, "must not all be 0")
         return cls(s, () if depths == AUTO else tuple(map(int, e)), n)
 
     def depths_of(self, exits: int) -> tuple[int, ...]:
-        """The number of exits by level, of a model with that many.
+        """The number of exits by level, for a model with ``exits`` of them.
 
         >>> CapacityLevels.read("0.5, 1", "auto", "1, 1").depths_of(3)
         (2, 3)
@@ -60,8 +60,9 @@ class CapacityLevels:
     def of(self, agent: int) -> int:
         """The level of an agent: a fixed function of its number i = …b₂b₁b₀ (binary).
 
-        It is the part of [0, 1), divided in proportion to ``shares``, in which 0.b₀b₁b₂… lies (van
-        der Corput's sequence), so that any number of consecutive agents has about these shares.
+        [0, 1) is divided in proportion to ``shares``; the level is the index of the interval that
+        holds 0.b₀b₁b₂… (van der Corput's sequence), so that any run of consecutive agents has about
+        these shares.
 
         >>> levels = CapacityLevels.read("0.5, 0.5, 1", "1, 2, 3", "1, 1, 2")
         >>> [levels.of(agent) for agent in range(8)]

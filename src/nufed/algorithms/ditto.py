@@ -1,16 +1,17 @@
-"""Ditto: a personal model beside the global one, held near it (Li et al., 2021).
+"""Ditto: a personal model regularised towards the global one (Li et al., 2021).
 
 The global model w is trained as by FedAvg. Every agent keeps a model v of its own, which starts
 from the initial model and is trained in the rounds in which the agent takes part:
 
     τ_v times:  v ← v − η_v(∇f_i(v) + λ(v − w)).
 
-The server holds w, an agent keeps v, which is its personal model; w goes down, the agent's trained
-copy of it comes up. w in the proximal term is the model that the agent received in that round.
+The server holds and broadcasts w; an agent sends its trained copy of w and keeps v, its personal
+model. w in the proximal term is the model that the agent received in that round. A newcomer takes
+τ_v steps of v from w.
 
 Known mistakes elsewhere: none is listed here. The tests reject: a proximal term around the agent's
-own trained w; v that starts anew in every round; λ missing or with the other sign; v sent instead
-of w; the global model tested as the personal one; a newcomer whose steps are not counted.
+own trained w; v reset in every round; λ missing or with the wrong sign; v sent instead of w; the
+global model evaluated as the personal one; a newcomer whose steps are not counted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nufed.settings import setting
 
 @dataclass(frozen=True)
 class Ditto(LocalTraining):
-    """Ditto: every agent keeps a personal model near the global one (Li et al., 2021).
+    """Ditto: every agent trains a personal model near the global one (Li et al., 2021).
 
     Args:
         weight: λ, the weight of the proximal term.

@@ -1,26 +1,26 @@
-"""FedALA: local models start from an element-wise mixture with the global one (Zhang et al., 2023).
+"""FedALA: local training starts from an element-wise mixture of models (Zhang et al., 2023).
 
 With w the received model, θ_i the agent's model after its last round and W one weight in [0, 1] per
-coordinate of the last p layers, which starts at 1,
+coordinate of the last p layers, initially 1,
 
     θ̂ = θ_i + (w − θ_i) ⊙ W   on the last p layers,   θ̂ = w   below them
-    W ← clip(W − η·∇f_i(θ̂) ⊙ (w − θ_i), 0, 1)          on s of the agent's samples, θ̂ following W
+    W ← clip(W − η·∇f_i(θ̂) ⊙ (w − θ_i), 0, 1)          on a share s of the samples; θ̂ follows W
     θ_i ← θ̂ after τ steps of θ̂ − β∇f_i(θ̂);              server:  w ← mean of θ_i.
 
-The server holds w, which travels; the agent keeps θ_i and W, which do not (θ_i is what it sent). In
-an agent's first round θ_i = w, and there is nothing to mix. In its second W is trained to
-convergence, that is until a pass over the samples changes no weight by more than ``tolerance``, and
-for ``first_passes`` passes at most; later for one pass a round. The samples are drawn anew in every
-round. The personal model is θ̂ for the server's latest w, *before* local training: the paper's local
-model Θ̂_i, and what the authors' code evaluates; making it trains W as the next round would, a cost
-that is counted. A newcomer uses w. ``optimizer`` drives the local steps; W takes plain steps.
+The server holds and broadcasts w; the agent keeps W and θ_i (which it also sent). In an agent's
+first round θ_i = w, and there is nothing to mix. In its second W is trained to convergence, that is
+until a pass over the samples changes no weight by more than ``tolerance``, for at most
+``first_passes`` passes; later for one pass per round. The samples are redrawn in every round. The
+personal model is θ̂ for the server's latest w, *before* local training: the paper's local model
+Θ̂_i, which the authors' code evaluates. Computing it trains W as the next round would, and that
+cost is counted. A newcomer uses w. ``optimizer`` drives the local steps; W takes plain steps.
 
 Known mistakes elsewhere: W and the local model belong to a worker that serves many agents, so that
-each agent mixes with the weights of the one before (FL-bench); p counts parameter tensors, so that
-p = 1 is a bias alone (the authors' code, PFLlib, FL-bench); the authors' code also mixes at agents
-that are not in the cohort, whose models thus drift without training, takes a contiguous block of
-samples as its random share, and calls W converged when ten losses of a last batch have a standard
-deviation below 0.1.
+each agent uses the weights of the agent before it (FL-bench); p counts parameter tensors, so that p
+= 1 is a bias alone (the authors' code, PFLlib, FL-bench); the authors' code also mixes at agents
+outside the cohort, whose models thus drift without training, takes a contiguous block of samples as
+its random share, and calls W converged when the losses of the last batch in ten passes have a
+standard deviation below 0.1.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class FedALA(LocalTraining):
         layers: p, the last layers with parameters that are mixed.
         weights_lr: η, the step size of W.
         share: s, the share of the agent's samples on which W is trained.
-        first_passes: the most passes over these samples when W is trained first.
-        tolerance: the change of weights in a pass at which W counts as converged.
+        first_passes: maximum number of passes over these samples when W is first trained.
+        tolerance: the largest change of a weight in a pass at which W counts as converged.
         others: as for :class:`LocalTraining`, of the local model.
     """
 
     layers: int = setting(1, "p, last layers that are mixed", least=0)
     weights_lr: float = setting(1.0, "η, step size of the mixing weights", least=0)
     share: float = setting(0.8, "s, share of samples for the mixing weights", above=0, most=1)
-    first_passes: int = setting(50, "most passes when mixing weights are trained first", least=1)
-    tolerance: float = setting(1e-4, "change in a pass at which they have converged", least=0)
+    first_passes: int = setting(50, "maximum passes when mixing weights are first trained", least=1)
+    tolerance: float = setting(1e-4, "change per pass below which they have converged", least=0)
 
     newcomer: ClassVar[str] = "uses the global model"
     optimized: ClassVar[str] = "local steps"
@@ -67,7 +67,7 @@ class FedALA(LocalTraining):
         return {
             "local": w,
             "weights": torch.ones_like(self.upper(objective).take(w)),
-            "rounds": w.new_zeros(1),  # in which the agent took part
+            "rounds": w.new_zeros(1),  # that the agent took part in
         }
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:

@@ -1,21 +1,20 @@
-"""FedBABU: the body is trained under a head that is never trained (Oh et al., 2022).
+"""FedBABU: the body is trained with the head fixed at its initial values (Oh et al., 2022).
 
 With θ_ext the body and θ_cls the head, which keeps its initial values θ⁰_cls everywhere,
 
     agent:   τ times:  θ_ext ← θ_ext − η∇_ext f_i(θ_ext, θ⁰_cls)
     server:  θ_ext ← mean of the agents' θ_ext.
 
-The server holds the body, which travels; everyone knows the head from the initial model, and agents
-keep nothing. So the server has a whole model, (θ_ext, θ⁰_cls). The personal model is that model
-after fine-tuning, of all of it as the paper advises, or of the part that ``fine_tuned`` names; the
-run says for how many steps. A newcomer does the same. ``optimizer`` drives the steps of the body;
-fine-tuning takes plain steps of size ``adapt_lr``. The paper weights agents by samples
-(``averaging = "samples"``).
+The server holds and broadcasts the body; the head is that of the initial model, which all agents
+have, and agents keep nothing. So the server has a whole model, (θ_ext, θ⁰_cls). The personal model
+is that model after fine-tuning: of all of it, as the paper recommends, or of the part that
+``fine_tuned`` names, for as many steps as the run evaluates. A newcomer does the same.
+``optimizer`` drives the steps of the body; fine-tuning takes plain steps of size ``adapt_lr``. The
+paper weights agents by samples (``averaging = "samples"``).
 
-Known mistakes elsewhere: the head's gradient is set to zero and the optimiser then steps over the
+Known mistakes elsewhere: the head's gradient is set to zero and the optimiser then updates the
 whole model (FL-bench), so that weight decay shrinks a head that should keep its values; averaging
-the head too, which changes its last bits where many equal numbers are summed; a new random head
-for every agent.
+the head too, which changes its last bits by rounding; a new random head for every agent.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from nufed.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class FedBABU(Masked):
-    """FedBABU: the body is trained under the initial head; use fine-tunes both (Oh et al., 2022).
+    """FedBABU: trains the body under the initial head, then fine-tunes both (Oh et al., 2022).
 
     Args:
         private: θ_cls, the part that keeps its initial values in training.

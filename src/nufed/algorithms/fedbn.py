@@ -1,22 +1,23 @@
 """FedBN: normalisation layers stay with the agent (Li et al., 2021).
 
-FedAvg but for the normalisation layers, of which both the affine parameters and the running
-statistics are the agent's own:
+FedAvg, except that the affine parameters and the running statistics of normalisation layers are
+private:
 
-    agent:   τ times:  w ← w − η∇f_i(w), running statistics following the batches
+    agent:   τ times:  w ← w − η∇f_i(w); running statistics follow the batches
     server:  all but normalisation layers ← mean over agents.
 
-The server holds the other layers, which travel; the agent keeps its normalisation layers, which
-never do. The personal model has the server's latest layers and the agent's own normalisation. A
-newcomer takes the initial normalisation layers and trains them, statistics included, for a round's
-local steps with all else fixed. ``optimizer`` drives all of these steps; it never touches
-statistics. A model with BatchNorm needs ``model.running_stats = "tracked"``; with ``"frozen"`` only
-the affine parameters are trained and private. GroupNorm and LayerNorm have no statistics. Without
+The server holds and broadcasts the other layers; normalisation layers stay with the agent and are
+never sent. The personal model has the server's latest layers and the agent's own normalisation. A
+newcomer trains the initial normalisation layers, statistics included, for a round's local steps
+with all else fixed. ``optimizer`` drives all of these steps; it never changes statistics. A model
+with BatchNorm needs ``model.running_stats = "tracked"``; with ``"frozen"`` only the affine
+parameters are trained and private. GroupNorm and LayerNorm have no statistics. Without
 normalisation layers it is FedAvg.
 
-Known mistakes elsewhere: layers are found by ``"bn" in name`` (the authors' code, PFLlib), which
-averages those of other names, such as ``downsample.1`` of a ResNet; only ``BatchNorm2d`` counts
-(FL-bench); running statistics are averaged, or reset, while affine parameters are private.
+Known mistakes elsewhere: layers are found by ``"bn" in name`` (the authors' code, PFLlib), so that
+those with other names, such as ``downsample.1`` of a ResNet, are averaged; only ``BatchNorm2d`` is
+considered (FL-bench); running statistics are averaged, or reset, while affine parameters are
+private.
 """
 
 from __future__ import annotations

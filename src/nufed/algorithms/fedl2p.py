@@ -1,39 +1,39 @@
-"""FedL2P: agents learn together how each of them should fine-tune (Lee et al., 2023).
+"""FedL2P: meta-nets learn a fine-tuning strategy for each agent (Lee et al., 2023).
 
 In the first ``pretrain_rounds`` rounds the global model w is trained as by FedAvg. Then w is fixed,
 and meta-nets with parameters λ are learned (:mod:`nufed.algorithms.fedl2p_nets`). From statistics
-of the inputs of every layer under w they give an agent a step size η for each parameter tensor
-and, where batch-norm layers have tracked statistics s, the share β of its own ones, s_i:
+of the inputs of every layer under w they give an agent a step size η for each parameter tensor and,
+where batch-norm layers have tracked statistics s, a weight β of its own statistics s_i:
 
     min_λ Σ_i L_V(θ_i, λ),   θ_i: K steps θ ← θ − η⊙∇L_T(θ) from w, with s ← (1 − β)s + β·s_i.
 
-L_T and L_V are losses on disjoint parts of the agent's training data, drawn anew in every round.
-θ_i is taken as a fixed point of its steps. With v = ∇L_V(θ_i), g = ∇L_T(θ_i) and H = ∇²L_T(θ_i),
-the implicit function theorem and a Neumann series give the hypergradient
+L_T and L_V are losses on disjoint parts of the agent's training data, redrawn in every round. θ_i
+is treated as a fixed point of its steps. With v = ∇L_V(θ_i), g = ∇L_T(θ_i) and H = ∇²L_T(θ_i), the
+implicit function theorem and a Neumann series give the hypergradient
 
     u = Σ_{q = 0…Q} (I − H·diag η)^q v,
     dL_V/dη = −u⊙g (summed over each tensor),   dL_V/dβ = ∂L_V/∂β − (η⊙u)ᵀ∂²L_T/∂θ∂β.
 
-η⊙u tends to H⁻¹v, so that dL_V/dβ is the paper's ∂L_V/∂λ − ∂L_V/∂θ·H⁻¹·∂²L_T/∂θ∂λ; η has no part in
-L_T, so for it the theorem is applied to the steps. The series converges where the steps do. At a
-minimum of L_T both are 0 unless layers are frozen (η = 0): λ is learned from what K steps leave.
-Each agent takes τ steps λ ← λ − ζ·hypergradient (clamped).
+η⊙u tends to H⁻¹v as Q grows, so that dL_V/dβ is the paper's ∂L_V/∂λ − ∂L_V/∂θ·H⁻¹·∂²L_T/∂θ∂λ; L_T
+does not depend on η, so for η the theorem is applied to the steps. The series converges where the
+steps do. At a minimum of L_T both are 0 unless layers are frozen (η = 0): λ is learned from the
+gradient that remains after K steps. Each agent takes τ steps λ ← λ − ζ·hypergradient (clamped).
 
 The server keeps w, λ and the mean of the last cohort's η, and sends all three. Agents send back w
 in the first phase, λ and η in the second, and keep nothing. The personal model is w with mixed
 statistics, fine-tuned by steps of size η, which ``scale`` multiplies. A newcomer does the same, as
-it needs only its own data. A bundle holds no meta-nets: it ships w with the server's mean of η.
-The optimiser drives the steps of w and of λ; fine-tuning takes plain steps.
+it needs only its own data. A bundle holds no meta-nets, but w and the server's mean of η. The
+optimiser drives the steps of w and of λ; fine-tuning takes plain steps.
 
-The authors' code mixes statistics of batches, at use running means of them; here s_i are those of
-the agent's data under w, held fixed while it fine-tunes, in evaluation mode. Its Neumann series has
-a step size ψ of its own in place of η.
+The authors' code mixes statistics of batches in training and their running means at evaluation;
+here s_i are those of the agent's whole data under w, fixed during fine-tuning, in evaluation mode.
+Its Neumann series has a separate step size ψ in place of η.
 
 Known mistakes elsewhere: the authors' code takes ∂²L_T/∂θ∂η through the last step's θ(η) and has no
 direct term for η, which gives −vᵀH⁻¹H·∂θ/∂η = +v⊙g where −v⊙g is the derivative: step sizes shrink
 where longer steps lower L_V. It leaves out the factor ψ of H⁻¹ ≈ ψΣ(I − ψH)^q; with its ψ = 0.1 the
-implicit term by β is ten times too large beside the direct one. Another published adaptation trains
-w along with λ, differentiates one step from w, and takes β from a fixed rule.
+implicit term of dL_V/dβ is ten times too large relative to the direct one. Another published
+adaptation trains w along with λ, differentiates one step from w, and takes β from a fixed rule.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from nufed.settings import setting
 
 @dataclass(frozen=True)
 class FedL2P(LocalTraining):
-    """FedL2P: meta-nets learn every agent's step sizes and norm statistics (Lee et al., 2023).
+    """FedL2P: meta-nets give every agent step sizes and norm statistics (Lee et al., 2023).
 
     Args:
         pretrain_rounds: rounds of FedAvg before λ is learned and w is fixed.
@@ -77,9 +77,9 @@ class FedL2P(LocalTraining):
         clamp: the largest absolute value of a hypergradient's coordinate; 0: any.
         most_rate: η_max.
         net_width: units in each of a meta-net's two hidden layers.
-        hold_out: the share of an agent's training data that makes L_V.
+        hold_out: the share of an agent's training data that L_V uses.
         others: as for :class:`LocalTraining`; ``meta_lr`` is FedAvg's, ``local_steps`` is τ in both
-            phases, and ``adapt_lr`` is the start of η̃, a number.
+            phases, and ``adapt_lr``, a number, is the initial η̃.
     """
 
     pretrain_rounds: int = setting(10, "rounds of FedAvg before λ is learned", least=0)
@@ -90,21 +90,21 @@ class FedL2P(LocalTraining):
     clamp: float = setting(1.0, "largest coordinate of a hypergradient; 0: any", least=0)
     most_rate: float = setting(1000.0, "η_max, largest output of LRNet", above=0)
     net_width: int = setting(100, "units in each hidden layer of a meta-net", least=1)
-    hold_out: float = setting(0.2, "share of training data that makes L_V", above=0, below=1)
+    hold_out: float = setting(0.2, "share of training data that L_V uses", above=0, below=1)
 
     receives: ClassVar[tuple[str, ...]] = ("model", "meta_net", "rates")
     sends: ClassVar[tuple[str, ...]] = ("model", "meta_net", "rates")
-    newcomer: ClassVar[str] = "fine-tunes the global model as the meta-nets say for its own data"
+    newcomer: ClassVar[str] = "fine-tunes the global model with its own output of the meta-nets"
     optimized: ClassVar[str] = "the local steps of w, and the steps of λ"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         number = not isinstance(self.adapt_lr, Tensor)
-        require(number, "adapt_lr", self.adapt_lr, "must be a number, from which η̃ starts")
+        require(number, "adapt_lr", self.adapt_lr, "must be a number, the initial η̃")
 
     @property
     def combines(self) -> None:
-        """One agent at a time: what agents draw depends on how many samples they have."""
+        """None: an agent's draws depend on its number of samples."""
 
     def sent_in(self, round: int) -> Sequence[str]:
         return ("model",) if round <= self.pretrain_rounds else ("meta_net", "rates")
@@ -144,7 +144,7 @@ class FedL2P(LocalTraining):
         return AgentResult(vectors, state, Cost(tau * (self.adapt_steps + 2), tau * products))
 
     def split(self, context: AgentContext) -> tuple[Batch, Batch]:
-        """The agent's training data in two disjoint parts, of L_T and of L_V."""
+        """The agent's training data in two disjoint parts, for L_T and for L_V."""
         data = context.batches.whole()
         order = context.batches.stream("fedl2p/split").permutation(len(data.targets))
         held = max(1, round(self.hold_out * len(order)))
@@ -167,7 +167,7 @@ class FedL2P(LocalTraining):
         inner: Sequence[Batch],
         outer: Batch,
     ) -> Tensor:
-        """dL_V/dλ after a step on each of ``inner`` but the last, of which L_T at θ is taken."""
+        """dL_V/dλ after a step on each of ``inner`` but the last, which is the batch of L_T(θ)."""
         rates, mixing = nets.strategy(lam, profile)
         eta = per_coordinate(rates, nets.objective.sizes)
         theta = adapt(objective, nets.mixed(w, profile, mixing), inner[:-1], eta)
@@ -190,7 +190,7 @@ class FedL2P(LocalTraining):
         return u
 
     def next_server(self, context: Context, server: State, updates: Sequence[AgentUpdate]) -> State:
-        """As usual in the first phase; in the second no server optimiser moves w any more."""
+        """With the server optimiser in the first phase only: in the second w is fixed."""
         if context.round <= self.pretrain_rounds:
             return super().next_server(context, server, updates)
         return self.server_update(context, server, updates)
@@ -217,7 +217,7 @@ class FedL2P(LocalTraining):
         return ({**personal, "model": w} for w in models)
 
     def start(self, context: AgentContext, received: State) -> tuple[Tensor, Tensor]:
-        """η of the agent, per coordinate, and w with its statistics."""
+        """The agent's η per coordinate, and w with its mixed statistics."""
         nets, w = self.nets(context.objective), received["model"]
         profile = nets.profile(w, context.batches.whole().inputs)
         rates, mixing = nets.strategy(received["meta_net"], profile)
@@ -228,5 +228,5 @@ class FedL2P(LocalTraining):
         return None
 
     def rate(self, objective: AnyObjective, received: State) -> Rate:
-        """The mean of the last cohort's η, for those that have no meta-nets: bundles."""
+        """The mean of the last cohort's η, for bundles, which hold no meta-nets."""
         return per_coordinate(received["rates"], objective.base.sizes)

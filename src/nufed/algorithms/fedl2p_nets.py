@@ -1,4 +1,4 @@
-"""The meta-nets of FedL2P: what they see of an agent's data and what they make of it.
+"""The meta-nets of FedL2P: their inputs, outputs and derivatives.
 
 Both are perceptrons with two hidden layers of ReLUs (Lee et al., 2023). Under the global model w,
 
@@ -7,10 +7,10 @@ Both are perceptrons with two hidden layers of ReLUs (Lee et al., 2023). Under t
 
 with x_l the inputs of layer l on the agent's data, η̃ learned multipliers, and ξ_b the symmetric
 Kullback-Leibler divergence between the layer's statistics s = (μ, σ²) in w and those of its inputs,
-s_i, as diagonal normal distributions, a mean over channels. Where a clamp is active its derivative
-is taken as 1 (straight-through). The agent normalises by (1 − β)s + β·s_i.
+s_i, as diagonal normal distributions, averaged over channels. The derivative of a clamp is taken as
+1 (straight-through). The agent normalises by (1 − β)s + β·s_i.
 
-λ, one flat vector, holds LRNet, η̃ and BNNet. BNNet is there if the model has batch-norm layers with
+λ, one flat vector, holds LRNet, η̃ and BNNet. BNNet exists if the model has batch-norm layers with
 scale, shift and tracked statistics (``running_stats="tracked"``).
 """
 
@@ -30,13 +30,13 @@ from nufed.objective import Inputs, Objective
 from nufed.objective.parts import Part
 from nufed.seeding import stream
 
-GAIN, LR_BIAS, BN_BIAS = 0.1, 1.0, 0.5  # Xavier's gain and the biases, as their code starts
-EPSILON = 1e-5  # under square roots of variances
+GAIN, LR_BIAS, BN_BIAS = 0.1, 1.0, 0.5  # Xavier gain and initial biases of their code
+EPSILON = 1e-5  # added to variances
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What the meta-nets see of an agent, and its own statistics s_i of every batch-norm layer."""
+    """The meta-nets' inputs for an agent, and its statistics s_i of every batch-norm layer."""
 
     features: Tensor
     divergences: Tensor
@@ -45,7 +45,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Norm:
-    """A batch-norm layer y = γ(x − μ)/r + b with r² = σ² + ε, as places in the flat vector."""
+    """A batch-norm layer y = γ(x − μ)/r + b with r² = σ² + ε, as parts of the flat vector."""
 
     name: str
     epsilon: float
@@ -86,7 +86,7 @@ class MetaNets:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What λ holds, in this order."""
+        """The shapes of the tensors in λ, by name, in order."""
         width, tensors, norms = self.width, len(self.objective.sizes), len(self.norms)
         shapes = {**_perceptron("lr", 2 * len(self.layers), width, tensors), "rates": (tensors,)}
         return shapes | (_perceptron("bn", norms, width, norms) if norms else {})
@@ -98,7 +98,7 @@ class MetaNets:
         return {name: part.view(shape) for (name, shape), part in named}
 
     def initial(self, w: Tensor, rate: float) -> Tensor:
-        """λ at the start, the same in every run: η is near ``rate`` and β near a half."""
+        """The initial λ, the same in every run: η is near ``rate`` and β near 1/2."""
         rng, parts = stream(0, "fedl2p/meta_net"), []
         for name, shape in self.shapes.items():
             if name == "rates":
@@ -111,13 +111,13 @@ class MetaNets:
         return torch.cat([part.flatten() for part in parts]).to(w)
 
     def steps(self, lam: Tensor, net_lr: float, base_lr: float) -> Tensor:
-        """A step size for every number of λ: one for η̃, one for the nets."""
+        """A step size for every coordinate of λ: one for η̃, one for the nets."""
         sizes = [prod(shape) for shape in self.shapes.values()]
         chosen = [base_lr if name == "rates" else net_lr for name in self.shapes]
         return per_coordinate(lam.new_tensor(chosen), sizes)
 
     def profile(self, w: Tensor, inputs: Inputs) -> Profile:
-        """What these inputs look like under w."""
+        """The statistics of these inputs under w."""
         seen = self.objective.layer_inputs(w, inputs, self.layers)
         features = [_mean_and_std([x.flatten() for x in seen[n]], w) for n in self.layers]
         statistics, divergences = [], []
@@ -142,7 +142,7 @@ class MetaNets:
         return rates, _clamped(_outputs("bn", p, profile.divergences), 1.0)
 
     def chain(self, lam: Tensor, profile: Profile, by_rates: Tensor, by_mixing: Tensor) -> Tensor:
-        """The gradient by λ from those by η and β."""
+        """The gradient with respect to λ from those with respect to η and β (chain rule)."""
         leaf = lam.detach().requires_grad_()
         with torch.enable_grad():
             rates, mixing = self.strategy(leaf, profile)
@@ -160,7 +160,7 @@ class MetaNets:
     ) -> Tensor:
         """∂L_V/∂β − zᵀ∂²L_T/∂θ∂β at w, whose statistics are mixed from those of ``start``.
 
-        f sees (μ, σ², γ, b) through γ/r and b − γμ/r only, so ∂f/∂μ = −(γ/r)∂f/∂b and
+        f depends on (μ, σ², γ, b) through γ/r and b − γμ/r only, so ∂f/∂μ = −(γ/r)∂f/∂b and
         ∂f/∂σ² = −(γ/2r²)∂f/∂γ; the second derivatives follow by the product rule.
 
         Args:
@@ -206,7 +206,7 @@ def _clamped(x: Tensor, most: float) -> Tensor:
 
 
 def _mean_and_std(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Of all numbers together; 0 and 0 for a layer that is never called by itself."""
+    """Over all values together; (0, 0) for a layer that is never called by itself."""
     if not tensors:
         return like.new_zeros(2)
     x = torch.cat(list(tensors)).to(like.dtype)
@@ -214,7 +214,7 @@ def _mean_and_std(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _divergence(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Tensor:
-    """½KL(left‖right) + ½KL(right‖left) of normal distributions, the mean over channels.
+    """½KL(left‖right) + ½KL(right‖left) of normal distributions, averaged over channels.
 
     With variances a, b and distance d the logarithms cancel: ¼((a + d²)/b + (b + d²)/a − 2).
     """

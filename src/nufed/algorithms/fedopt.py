@@ -1,7 +1,7 @@
 """FedAvg with a server optimiser: FedAvgM, FedAdagrad, FedAdam and FedYogi.
 
-Every algorithm takes ``server_optimizer`` as a setting; these are the names that people look for.
-The formulas are in :mod:`nufed.algorithms.server_optimizer`.
+Every algorithm takes ``server_optimizer`` as a setting; these are FedAvg with it, under the names
+of the literature. The formulas are in :mod:`nufed.algorithms.server_optimizer`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """FedPer: base layers are averaged, personalisation layers are private (Arivazhagan et al., 2019).
 
-With W_B the base layers and W_{P_i} those of agent i, which start from the initial model,
+With W_B the base layers and W_{P_i} the personalisation layers of agent i, which start from the
+initial model,
 
     agent:   τ times:  (W_B, W_{P_i}) ← (W_B, W_{P_i}) − η∇f_i(W_B, W_{P_i})   both together
     server:  W_B ← mean of the agents' W_B.
 
-The server holds W_B, which travels; the agent keeps W_{P_i}, which never does. The personal model
-is (W_B, W_{P_i}) with the server's latest W_B and the W_{P_i} of the last round in which the agent
-took part. A newcomer takes the initial personalisation layers and trains them for a round's local
-steps with W_B fixed. ``optimizer`` drives all of these steps. ``private = "last:2"`` makes two
-layers personal (their K_P = 2). The paper weights agents by samples (``averaging = "samples"``).
+The server holds and broadcasts W_B; W_{P_i} stays with the agent and is never sent. The personal
+model is (W_B, W_{P_i}) with the server's latest W_B and the W_{P_i} of the last round in which the
+agent took part. A newcomer trains the initial personalisation layers for a round's local steps with
+W_B fixed. ``optimizer`` drives all of these steps. ``private = "last:2"`` makes two layers personal
+(their K_P = 2). The paper weights agents by samples (``averaging = "samples"``).
 
-Known mistakes elsewhere: a body that is copied as ``parameters()`` leaves BatchNorm's running
-statistics with each agent, although base layers are shared with all they hold (PFLlib); here
-tracked statistics belong to their layers.
+Known mistakes elsewhere: copying the body by ``parameters()`` leaves BatchNorm's running statistics
+with each agent, although they belong to the shared base layers (PFLlib); here tracked statistics
+belong to their layers.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""FedProx: a proximal term holds local steps near the global model (Li et al., 2020).
+"""FedProx: a proximal term keeps local steps near the global model (Li et al., 2020).
 
 Every agent takes τ steps towards a minimum of f_i(y) + μ/2‖y − w‖², from the model w that it
-received, which is held fixed during the round:
+received, which is fixed during the round:
 
     y ← w;  τ times:  y ← y − η(∇f_i(y) + μ(y − w)),      w ← mean(y).
 
-The server holds w and agents keep nothing; w goes down, y comes up. μ = 0 is FedAvg. The personal
-model is the global one, fine-tuned at use by plain steps without the proximal term; a newcomer does
-the same. The optimiser drives the steps of y, with ∇f_i + μ(y − w) as its gradient. The paper lets
-slow agents stop early (its γ-inexactness): here all take the same number of steps or epochs.
+The server holds and broadcasts w; agents send y and keep nothing. μ = 0 is FedAvg. The personal
+model is the global one, fine-tuned by plain steps without the proximal term; a newcomer does the
+same. The optimiser drives the steps of y, with ∇f_i + μ(y − w) as its gradient. The paper lets slow
+agents stop early (γ-inexactness); here all take the same number of steps or epochs.
 
 Known mistakes elsewhere: the penalty without its square, μ/2·Σ‖y_l − w_l‖ over layers, whose
-gradient has one length however near y is (the example in Flower's reference of its FedProx
-strategy); a generator of parameters as w, which is used up after one batch and leaves no term (the
-same example); the penalty computed from ``.data``, which has no gradient (FedShare, corrected
-later). The tests also reject: μ without its ½, that is 2μ in the gradient; a w that moves with y.
+gradient has the same norm at any distance (the example in Flower's reference of its FedProx
+strategy); a generator of parameters as w, which is exhausted after one batch, so that the term
+vanishes (the same example); the penalty computed from ``.data``, which has no gradient (FedShare,
+corrected later). The tests also reject: μ without its ½, that is 2μ in the gradient; a w that moves
+with y.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from nufed.settings import setting
 
 @dataclass(frozen=True)
 class FedProx(LocalTraining):
-    """FedProx: a proximal term holds local steps near the global model (Li et al., 2020).
+    """FedProx: a proximal term keeps local steps near the global model (Li et al., 2020).
 
     Args:
         weight: μ, the weight of the proximal term.

@@ -1,22 +1,22 @@
-"""FedRep: a shared representation, learned under heads fitted before it (Collins et al., 2021).
+"""FedRep: a shared representation, updated after each agent fits its head (Collins et al., 2021).
 
 With φ the representation and h_i the head of agent i, which starts from the initial model,
 
     agent:   τ_h times:  h_i ← h_i − α∇_h f_i(h_i, φ)      φ as received
-             τ times:    φ_i ← φ_i − α∇_φ f_i(h_i, φ_i)    under the new head, which is fixed now
+             τ times:    φ_i ← φ_i − α∇_φ f_i(h_i, φ_i)    with the new head fixed
     server:  φ ← mean of the agents' φ_i.
 
-The server holds φ, which travels; the agent keeps h_i, which never does. The personal model is
+The server holds and broadcasts φ; h_i stays with the agent and is never sent. The personal model is
 (φ, h_i) with the server's latest φ. A newcomer fits the initial head with φ fixed, in τ_h steps.
-``optimizer`` drives both loops, each with a momentum of its own; the part that is fixed keeps its
-bits. Both loops meet the round's batches from the first, as their analysis fits the head and moves
-the representation on the same samples.
+``optimizer`` drives both loops, each with its own momentum; the fixed part does not change by a
+bit. Both loops use the round's batches from the first on, as in the paper's analysis, where the
+head and the representation are updated on the same samples.
 
 Known mistakes elsewhere: one optimiser with momentum and weight decay holds both parts, of which
 one is frozen by ``requires_grad = False`` alone, so that whether it stays fixed depends on how
-gradients are cleared, and the momentum of one loop reaches into the next round's (code descended
-from the authors', which also trains all heads once more before the last evaluation); both parts
-trained in the second loop (a derivative of it).
+gradients are cleared, and momentum carries over to the next round (code derived from the authors',
+which also trains all heads once more before the last evaluation); both parts trained in the second
+loop (a derivative of that code).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class FedRep(PrivatePart):
         private: h, the head.
         head_steps: τ_h (their τ), steps of the head.
         others: as for :class:`LocalTraining`; ``meta_lr`` is α, and ``local_steps`` or
-            ``local_epochs`` are about the representation.
+            ``local_epochs`` count steps of the representation.
     """
 
-    head_steps: int = setting(10, "τ_h, steps of the private part, before the others", least=1)
+    head_steps: int = setting(10, "τ_h, steps of the private part, taken first", least=1)
 
     newcomer: ClassVar[str] = "takes head_steps steps of the initial private part"
     optimized: ClassVar[str] = "steps of the head and of the body"

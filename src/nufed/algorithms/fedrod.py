@@ -1,31 +1,31 @@
-"""FedRoD: a generic head under a balanced loss and a personal head beside it (Chen & Chao, 2022).
+"""FedRoD: a generic head with a balanced loss, plus a personal head (Chen & Chao, 2022).
 
 The model is a body θ with features z and a linear generic head ψ, together w = (θ, ψ). Every agent
 m also has a personal linear head φ_m. With N_c of its training samples in class c, each local step
-changes w and φ_m on the same batch, both by gradients taken before the step:
+updates w and φ_m on the same batch, both with gradients at the values before the step:
 
     balanced softmax:  ℓ_b(y, g) = −log( N_y^γ·exp(g_y) / Σ_c N_c^γ·exp(g_c) ),   g = ψz
     w   ← w − η·∇_w ℓ_b(y, ψz)
-    φ_m ← φ_m − η_p·∇_φ ℓ(y, [ψz] + φ_m[z]),   no gradient flows into what stands in brackets.
+    φ_m ← φ_m − η_p·∇_φ ℓ(y, [ψz] + φ_m[z]),   no gradient flows into terms in brackets.
 
-ψ and φ are linear in z, so that ψz + φz = (ψ + φ)z: the personal model is the module whose head
-holds ψ + φ, and ∇_φ is the head's part of the plain gradient there. A class that an agent lacks
-(N_c = 0) leaves the sum: its logit gets the logarithm of the smallest positive number instead of
-log 0, so that loss and gradient stay finite. γ = 0 is the plain loss, and w then FedAvg's.
+ψ and φ are linear in z, so that ψz + φz = (ψ + φ)z: the personal model is the module whose head is
+ψ + φ, and ∇_φ is the head's part of the plain gradient there. A class that an agent lacks (N_c = 0)
+drops out of the sum: the logarithm of the smallest positive number is added to its logit in place
+of log 0, so that loss and gradient stay finite. γ = 0 is the plain loss, and w is then FedAvg's.
 
-The server keeps w, which is what travels and what the optimiser of the server acts on; the agent
-keeps φ_m, 0 before its first round. The global model is w. The personal model is the w that the
-agent received together with its φ_m (not the agent's own w after local steps, which is not kept).
-Further fine-tuning takes plain steps of φ alone. A newcomer sets φ = 0 and takes as many steps of φ
-as a round has. The optimiser drives both loops, with norms and momentum of their own. Not here: the
-paper's variant in which a hypernetwork makes φ from class shares.
+The server holds and broadcasts w, on which the server optimiser acts; the agent keeps φ_m, 0 before
+its first round. The global model is w. The personal model is the w that the agent receives with its
+φ_m (not the agent's own w after local steps, which is not kept). Further fine-tuning takes plain
+steps of φ alone. A newcomer starts at φ = 0 and takes as many steps of φ as a round has. The
+optimiser drives both loops, each with its own norm and momentum. Not implemented: the paper's
+variant in which a hypernetwork gives φ from class shares.
 
 Known mistakes elsewhere: the authors' repository holds no code. FL-bench trains φ on φz alone and
-predicts with it alone instead of with ψz + φz, and lets the personal gradient into the body. FedTED
-gives the personal loss to an optimiser that does not hold φ, so that φ never moves. PFLlib counts
-classes over a loader that drops its last, incomplete batch: a class may be counted 0 times and
-appear in training, where log 0 makes the loss infinite. FLGo exponentiates logits before it
-divides, which overflows.
+predicts with it alone instead of with ψz + φz, and lets the personal gradient flow into the body.
+FedTED minimises the personal loss with an optimiser that does not hold φ, so that φ never changes.
+PFLlib counts classes over a loader that drops its last, incomplete batch: a class may be counted 0
+times and appear in training, where log 0 makes the loss infinite. FLGo exponentiates logits before
+normalising them, which overflows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from nufed.settings import setting
 
 @dataclass(frozen=True)
 class FedRoD(LocalTraining):
-    """FedRoD: a shared model under a balanced loss plus a personal head (Chen & Chao, 2022).
+    """FedRoD: a shared model with a balanced loss plus a personal head (Chen & Chao, 2022).
 
     Args:
         balance: γ, the exponent of class counts in the balanced softmax.
@@ -64,7 +64,7 @@ class FedRoD(LocalTraining):
 
     @property
     def combines(self) -> None:
-        """One agent at a time: every agent has a loss of its own."""
+        """None: every agent has its own loss."""
         return None
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
@@ -98,7 +98,7 @@ class FedRoD(LocalTraining):
 
     def balanced(self, objective: Objective, counts: Tensor) -> Objective:
         """The objective with ℓ_b: N_c^γ·exp(g_c) is exp(g_c + log N_c^γ)."""
-        weights = counts.to(objective.dtype) ** self.balance  # 0⁰ = 1: without γ every class counts
+        weights = counts.to(objective.dtype) ** self.balance  # 0⁰ = 1: γ = 0 counts all classes
         shift = weights.clamp(min=torch.finfo(objective.dtype).tiny).log()
         return objective.with_loss(lambda g, y: objective.loss(g + shift.to(g.device), y))
 
@@ -144,6 +144,6 @@ class FedRoD(LocalTraining):
 
 
 def _joined(objective: Objective, w: Tensor, phi: Tensor) -> Tensor:
-    """The model whose head holds ψ + φ."""
+    """The model whose head is ψ + φ."""
     head = objective.part("head")
     return head.put(w, head.take(w) + phi)

@@ -1,6 +1,6 @@
 """Generalized meta federated averaging (Algorithm 1) with the local updates 2, 3 and 4.
 
-The agents look for one model w that is good after ν fine-tuning steps on each agent's own data:
+The agents train one model w to be good after ν fine-tuning steps on each agent's own data:
 
     min_w  (1/N) Σ_i f_i(w^i_ν),   w^i_0 = w,   w^i_{l+1} = w^i_l − α∇f_i(w^i_l).
 
@@ -11,17 +11,17 @@ Beyond the paper, the step size may be learned along with the model, one per par
 
     min_{w, θ}  (1/N) Σ_i f_i(w^i_ν),   w^i_{l+1} = w^i_l − a⊙∇f_i(w^i_l),   a = E exp(θ),
 
-with E the expansion of one number per tensor to a vector like w. The logarithms θ are what is
-trained, sent and combined: no rate turns negative whatever anyone sends, the mean of θ is the
-geometric mean of rates, and a step changes a rate in proportion to itself, which suits rates of any
-size. Each local update changes both, from the same batches:
+with E the expansion of one number per tensor to a vector like w. The logarithms θ are trained, sent
+and aggregated: rates stay positive whatever an agent sends, the mean of θ is the geometric mean of
+rates, and a step changes a rate in proportion to its value, whatever its order of magnitude. Each
+local update changes both, on the same batches:
 
     w ← w − β·d₀,   θ ← θ − rates_lr·Eᵀ(a⊙∂f(w_ν)/∂a),   ∂f(w_ν)/∂a = −Σ_l ∇f(w_l)⊙d_{l+1}.
 
-Known mistakes elsewhere: a meta-gradient that is first-order because the graph is cut between the
-fine-tuning steps and the outer gradient; fine-tuning on the test samples that are then scored. The
-tests also reject: one batch for all terms, where the paper has independent ones; the outer gradient
-at w instead of w_ν; a Hessian at w_ν instead of w_l; fine-tuning steps of size β.
+Known mistakes elsewhere: a meta-gradient that is silently first-order because the graph is detached
+between the fine-tuning steps and the outer gradient; fine-tuning on the test samples that are then
+evaluated. The tests also reject: one batch for all terms, where the paper has independent ones; the
+outer gradient at w instead of w_ν; a Hessian at w_ν instead of w_l; fine-tuning steps of size β.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class GMeta(LocalTraining):
     Args:
         adapt_steps: ν, the fine-tuning steps that the model is trained for.
         curvature: how the Hessian enters: ``Exact()``, ``FirstOrder()`` or ``HessianFree()``.
-        rates_lr: the step size with which step sizes are learned, starting from ``adapt_lr``; 0:
-            they are fixed. It moves logarithms: on the digits data 0.1 is stable, 0.5 diverges.
+        rates_lr: the step size of learned step sizes, whose initial value is ``adapt_lr``; 0: they
+            are fixed. It acts on logarithms: on the digits data 0.1 is stable, 0.5 diverges.
         others: as for :class:`LocalTraining`; ``adapt_lr`` (α) may be a vector like w, and
             ``optimizer`` takes the meta-gradient as its gradient.
     """
 
     adapt_steps: int = setting(1, "ν, fine-tuning steps the model is trained for", least=0)
     curvature: Curvature = setting(Exact(), "how the Hessian enters", choices=CURVATURES)
-    rates_lr: float = setting(0.0, "step size with which step sizes are learned; 0: off", least=0)
+    rates_lr: float = setting(0.0, "step size of learned step sizes; 0: they are fixed", least=0)
 
     newcomer: ClassVar[str] = "fine-tunes the global model"
     optimized: ClassVar[str] = "the local updates, with the meta-gradient as gradient"
@@ -159,7 +159,7 @@ class GMeta(LocalTraining):
         return found
 
     def for_trial(self) -> GMeta:
-        """Trained for at most one fine-tuning step: it holds an iterate per step."""
+        """With at most one fine-tuning step, as memory grows by an iterate per step."""
         return self._with(adapt_steps=min(1, self.adapt_steps))
 
     def _inner_draws(self, t: int) -> tuple[Draw, Draw]:
@@ -168,7 +168,7 @@ class GMeta(LocalTraining):
         return Draw("adapt", size, nu, t), Draw("curvature", size, products, t)
 
     def _cost(self, tau: int) -> Cost:
-        """What τ local updates evaluate."""
+        """The cost of τ local updates."""
         nu, curvature = self.adapt_steps, self.curvature
         return Cost(
             gradients=tau * (nu + 1 + nu * curvature.gradients_per_product),
@@ -179,7 +179,7 @@ class GMeta(LocalTraining):
         return diagnose(self, context, received)
 
     def doubt(self, context: AgentContext, received: State) -> str | None:
-        """What is wrong with the first Hessian-vector product, if anything."""
+        """Why the first Hessian-vector product is inaccurate; None if it is accurate."""
         objective = context.objective
         return trouble_with_curvature(
             objective,
@@ -218,7 +218,7 @@ class GMeta(LocalTraining):
 
 @dataclass(frozen=True)
 class FedAvg(GMeta):
-    """FedAvg: ν = 0; fine-tuned before use, with ``adapt_lr``, it is FedAvg + FT."""
+    """FedAvg: ν = 0; after fine-tuning with ``adapt_lr`` it is FedAvg + FT."""
 
     adapt_steps: int = field(default=0, init=False)
     curvature: Curvature = field(default=FirstOrder(), init=False)
@@ -233,7 +233,7 @@ class PerFedAvg(GMeta):
 
 
 def local_sgd(like: Algorithm) -> GMeta:
-    """Plain SGD with those settings that another algorithm shares, for the null baseline."""
+    """Plain SGD with the settings that it shares with another algorithm, for the null baseline."""
     shared = ("adapt_lr", "meta_lr", "batch_size", "local_steps")
     settings = {name: getattr(like, name) for name in shared if hasattr(like, name)}
     return GMeta(adapt_steps=0, curvature=FirstOrder(), **settings)

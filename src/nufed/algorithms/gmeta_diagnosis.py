@@ -1,4 +1,4 @@
-"""Why an agent's local updates became non-finite, found by repeating them."""
+"""Why an agent's local updates became non-finite, found by recomputing them step by step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def diagnose(algorithm: GMeta, context: AgentContext, received: State) -> str | None:
-    """Where an agent's work became non-finite, and the likely cause; None if it does not."""
+    """Where the update became non-finite, and the likely cause; None if it stays finite."""
     objective = context.objective.base
     vectors, take_step = received, algorithm.start_steps(context)
     for t, meta in enumerate(algorithm.meta_batches(context)):
@@ -46,7 +46,7 @@ def _finite(x: Tensor) -> bool:
 
 
 def _too_large(algorithm: GMeta, lr: Rate, objective: Objective, w: Tensor, meta: MetaBatch) -> str:
-    """Which step size is above 2/L, with L the largest curvature at w on a batch."""
+    """Which step size is above 2/L, with L the spectral norm of the Hessian at w on a batch."""
     wide, point = objective.double, w.double()
     start = torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     try:

@@ -1,30 +1,31 @@
-"""kNN-Per: the global model mixed with its agent's nearest neighbours (Marfoq et al., 2022).
+"""kNN-Per: the global model interpolated with a local kNN classifier (Marfoq et al., 2022).
 
-The global model w is trained as by FedAvg. To use it, agent m stores the features z_i = z(x_i; w)
-(what the last layer gets) and labels y_i of its training samples, and answers
+The global model w is trained as by FedAvg. Agent m stores the features z_i = z(x_i; w) (the inputs
+of the last layer) and labels y_i of its training samples, and predicts
 
     p(y | x) = λ·p_kNN(y | x) + (1 − λ)·p_w(y | x),
     p_kNN(y | x) ∝ Σ_{i among the k nearest to x} 1[y_i = y]·exp(−d_i/σ),   d_i = ‖z(x; w) − z_i‖₂.
 
-**Probabilities** are mixed, and their logarithms are the outputs, so that cross-entropy, softmax
-and argmax of them mean what they should. A probability of exactly 0 (λ = 1, no neighbour of that
-class) is given as the smallest positive number, so that every output is finite. Weights are
-normalised as a softmax of −d/σ: far neighbours still make a distribution. k above the number of
-samples takes all. λ is one number for all agents; the paper tunes one per agent on held-out data.
+**Probabilities** are interpolated, and their logarithms are the outputs, so that cross-entropy,
+softmax and argmax apply to them. A probability of exactly 0 (λ = 1, no neighbour of that class) is
+replaced by the smallest positive number, so that every output is finite. Weights are normalised as
+a softmax of −d/σ, which does not underflow for distant neighbours. If k exceeds the number of
+samples, all are used. λ is one number for all agents; the paper tunes one per agent on held-out
+data.
 
-The server keeps w, which is all that travels; agents keep nothing between rounds. The datastore
-(features, labels) is part of the personal model, is made where that is made, from the training
-part alone, and never leaves the agent; in a file of a personal model it is training data in another
-form (``personal_data``). A newcomer makes its datastore; nothing is trained for it. Further
-fine-tuning takes plain steps of w, after each of which the datastore is made again with the new
-features; results are shown after none. The optimiser drives the steps of w.
+Only w is exchanged; agents keep nothing between rounds. The datastore (features, labels) is part of
+the personal model, is computed with it, from the training part alone, and never leaves the agent;
+in a file of a personal model it is training data in another form (``personal_data``). A newcomer
+computes its datastore; nothing is trained. Further fine-tuning takes plain steps of w, after each
+of which the datastore is recomputed; by default results are reported without it. The optimiser
+drives the steps of w.
 
-Known mistakes elsewhere: the authors' code weighs by exp(−d²/(dim·scale)), with d² because faiss
-gives squared distances, where the paper has exp(−d); without a guard far neighbours give 0/0. Their
-flag to interpolate logits, and FL-bench always, mix kNN's probabilities with the model's *logits*,
-so that the model outweighs the neighbours whatever λ says. FL-bench also stores features before the
-activation whose output its last layer gets, compares the datastore's capacity with the number of
-batches instead of samples, and where weights underflow lets kNN give 0 to every class.
+Known mistakes elsewhere: the authors' code uses weights exp(−d²/(dim·scale)), with d² because faiss
+returns squared distances, where the paper has exp(−d); unguarded, distant neighbours give 0/0.
+Their flag to interpolate logits, and FL-bench always, mix kNN's probabilities with the model's
+*logits*, so that the model outweighs the neighbours for any λ. FL-bench also stores features before
+the activation that precedes the last layer, compares the datastore's capacity with the number of
+batches instead of samples, and where weights underflow gives every class the kNN probability 0.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class KNNPer(LocalTraining):
     Args:
         knn_weight: λ, the weight of the nearest neighbours.
         neighbours: k.
-        distance_scale: σ, what distances are divided by; 1 is the paper's exp(−d).
+        distance_scale: σ, the scale of distances; 1 is the paper's exp(−d).
         others: as for :class:`LocalTraining`, of the global model.
     """
 
     knn_weight: float = setting(0.5, "λ, weight of the nearest neighbours", least=0, most=1)
     neighbours: int = setting(10, "k, nearest neighbours", least=1)
-    distance_scale: float = setting(1.0, "σ, what distances are divided by", above=0)
+    distance_scale: float = setting(1.0, "σ, scale of distances", above=0)
 
     newcomer: ClassVar[str] = "stores features and labels of its samples; nothing is trained"
     shown_steps: ClassVar[int] = 0
@@ -66,7 +67,7 @@ class KNNPer(LocalTraining):
 
     @property
     def combines(self) -> None:
-        """One agent at a time: datastores differ in size."""
+        """None: datastores differ in size."""
         return None
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
@@ -111,7 +112,7 @@ class KNNPer(LocalTraining):
         self, features: Tensor, stored: Tensor, labels: Tensor, classes: int
     ) -> Tensor:
         """p_kNN, one row per sample."""
-        # not by products of matrices, which would lose the digits of small distances
+        # not by matrix products: small distances would be lost to cancellation
         distances = torch.cdist(features, stored, compute_mode="donot_use_mm_for_euclid_dist")
         near, places = distances.topk(min(self.neighbours, len(stored)), dim=1, largest=False)
         weights = (-near / self.distance_scale).softmax(dim=1)

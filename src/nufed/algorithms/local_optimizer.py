@@ -1,6 +1,6 @@
 """The optimiser of local steps: SGD with momentum, weight decay, clipping and a schedule.
 
-All of it is off by default, which leaves the paper's plain steps w ← w − η∇f(w) to the bit.
+All of it is off by default: the steps are then bit-equal to the paper's w ← w − η∇f(w).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class SGD:
     * ``inverse``: η·γ/(γ + k − 1), the 1/k decay of Li et al. (2020);
     * ``cosine``: η·½(1 + cos(π·min(1, (k − 1)/γ))).
 
-    At evaluation, where there is no round, it is η.
+    At evaluation, outside of rounds, it is η.
 
     Args:
         momentum: μ.
         weight_decay: λ.
-        clip_norm: the largest allowed ‖g‖; longer gradients are scaled down to it. 0: any.
+        clip_norm: the maximum of ‖g‖, to which larger gradients are scaled; 0: no clipping.
         schedule: how the step size depends on the round.
         schedule_rounds: γ.
     """
 
     momentum: float = setting(0.0, "μ, momentum of local steps", least=0, below=1)
     weight_decay: float = setting(0.0, "λ, weight decay of local steps", least=0)
-    clip_norm: float = setting(0.0, "largest norm of a local gradient; 0: any", least=0)
+    clip_norm: float = setting(0.0, "maximum norm of a local gradient; 0: no clipping", least=0)
     schedule: Literal["constant", "inverse", "cosine"] = setting(
         "constant", "how local step sizes depend on the round"
     )
@@ -65,12 +65,12 @@ class SGD:
         return lr * (0.5 * (1 + math.cos(math.pi * min(1.0, share))))
 
     def start(self, objective: AnyObjective, lr: Rate, round: int) -> Steps:
-        """The steps of one loop in one round, from its first."""
+        """The optimiser at the start of a loop of steps in a round."""
         return Steps(self, objective, self.rate(lr, round))
 
 
 class Steps:
-    """One loop of local steps; holds the momentum between them.
+    """The optimiser of one loop of local steps; holds the momentum.
 
     >>> from nufed import Objective
     >>> objective = Objective(torch.nn.Linear(2, 1, bias=False))
@@ -85,7 +85,7 @@ class Steps:
         self._momentum: Tensor | None = None
 
     def __call__(self, w: Tensor, gradient: Tensor, batch: AnyBatch | None = None) -> Tensor:
-        """w after one step; ``batch`` moves the running statistics of a model that tracks any."""
+        """w after one step; ``batch`` updates running statistics, if the model tracks them."""
         own, g = self._optimizer, gradient
         if own.clip_norm:
             norm = self._objective.norm(g)

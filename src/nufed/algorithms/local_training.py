@@ -1,4 +1,4 @@
-"""What algorithms with local gradient steps share: their settings, batches and the loop."""
+"""Base class of algorithms with local gradient steps: settings, batches and the loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nufed.objective.parts import Part
 from nufed.settings import setting
 
 Gradient: TypeAlias = Callable[[Tensor, Batch], Tensor]
-"""What a local step descends along, from the current vector and the step's batch."""
+"""The direction of a local step as a function of the current vector and the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +28,19 @@ class LocalTraining(Algorithm):
     Args:
         meta_lr: β, the step size of a local update.
         local_steps: τ, local updates per round.
-        local_epochs: passes over the agent's training part per round, in batches of a random order,
-            instead of ``local_steps``; 0: off.
+        local_epochs: epochs over the agent's training part per round, shuffled, in place of
+            ``local_steps``; 0: off.
         batch_size: D, samples per batch.
-        optimizer: the optimiser of local steps, plain by default.
-        adapt_lr: α, the step size of fine-tuning at evaluation and use.
+        optimizer: the optimiser of local steps; plain SGD by default.
+        adapt_lr: α, the step size of fine-tuning.
         aggregation: how the server combines the agents' vectors.
-        server_optimizer: what the server makes of the combined change of the model.
+        server_optimizer: the optimiser to which the server passes the combined change.
     """
 
     meta_lr: float = setting(0.001, "β, step size of a local update", least=0)
     local_steps: int = setting(4, "τ, local updates per round", least=1)
     local_epochs: int = setting(
-        0, "passes over the training part per round, instead of local_steps; 0: off", least=0
+        0, "epochs over the training part per round, instead of local_steps; 0: off", least=0
     )
     batch_size: int = setting(40, "D, samples per batch", least=1)
     optimizer: SGD = setting(SGD(), "optimiser of local steps", choices={"sgd": SGD})
@@ -49,7 +49,7 @@ class LocalTraining(Algorithm):
         Mean(), "how the server combines updates; all but mean are robust", choices=AGGREGATIONS
     )
     server_optimizer: Plain = setting(
-        Plain(), "what the server makes of the combined change", choices=SERVER_OPTIMIZERS
+        Plain(), "the server's optimiser of the combined change", choices=SERVER_OPTIMIZERS
     )
 
     optimized: ClassVar[str] = "the local steps"
@@ -70,7 +70,7 @@ class LocalTraining(Algorithm):
         return self.local_steps
 
     def local_batches(self, context: AgentContext, purpose: str = "outer") -> Iterator[Batch]:
-        """One batch per local step: independent ones, or those of epochs."""
+        """One batch per local step: drawn independently, or the batches of epochs."""
         if self.local_epochs:
             for epoch in range(self.local_epochs):
                 yield from context.batches.epoch(purpose, self.batch_size, epoch)
@@ -101,7 +101,7 @@ class LocalTraining(Algorithm):
             gradient: the direction; ∇f by default.
             lr: η, ``meta_lr`` by default.
             batches: those of :meth:`local_batches` by default.
-            part: the coordinates that are trained, all by default; the others keep their bits,
+            part: the coordinates that are trained, all by default; the others stay bit-equal,
                 whatever the optimiser does, and do not count in the norm of a gradient.
         """
         objective, step = context.objective, self.start_steps(context, lr)

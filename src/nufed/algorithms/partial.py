@@ -1,16 +1,16 @@
-"""One masked algorithm behind FedPer, FedRep, LG-FedAvg, FedBN and FedBABU.
+"""Partial model sharing: the base of FedPer, FedRep, LG-FedAvg, FedBN and FedBABU.
 
-The coordinates of a model w are divided into a part u that every agent has for itself and the rest
-s, which the server averages. With P_u and P_s the two parts of a vector:
+The coordinates of a model w are divided into a private part u of every agent and the shared rest s,
+which the server averages. With P_u and P_s the two parts of a vector:
 
     agent:   w ← (s, u_i);  w ← local training of w;  send P_s w, keep u_i ← P_u w
     server:  s ← mean of P_s w.
 
-Methods differ in which part is private and in who trains when. The server holds s alone; u_i never
-travels. The personal model is (s, u_i) with the server's latest s. A newcomer takes the initial u
-and trains it for a round's local steps, s being fixed. Without a private part (``"none"``, or norm
-layers of a model that has none) all of this is FedAvg; with everything private it is training
-alone.
+Methods differ in which part is private and in the order in which parts are trained. The server
+holds s alone; u_i is never sent. The personal model is (s, u_i) with the server's latest s. A
+newcomer trains the initial u for a round's local steps with s fixed. Without a private part
+(``"none"``, or ``"norm"`` of a model without norm layers) this is FedAvg; with everything private
+it is local training.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Masked(LocalTraining):
 
 @dataclass(frozen=True, kw_only=True)
 class PrivatePart(Masked):
-    """An algorithm whose agents keep a part of the model to themselves."""
+    """An algorithm whose agents keep a private part of the model."""
 
     newcomer: ClassVar[str] = "trains the initial private part, with the shared one fixed"
     shown_steps: ClassVar[int] = 0
@@ -83,7 +83,7 @@ class PrivatePart(Masked):
         return AgentResult({"shared": sent}, {"private": kept}, cost)
 
     def train(self, context: AgentContext, w: Tensor) -> tuple[Tensor, Cost]:
-        """The agent's model after its work of a round: both parts together."""
+        """The agent's model after a round; by default both parts are trained together."""
         return self.descend(context, w), Cost(self.steps_per_round(context))
 
     def global_model(self, objective: AnyObjective, received: State) -> Tensor | None:

@@ -1,31 +1,31 @@
 """pFedMe: personal models by Moreau envelopes (Dinh et al., 2020).
 
-The agents minimise the mean of their Moreau envelopes, whose gradient needs only the minimiser:
+The agents minimise the mean of their Moreau envelopes, whose gradient follows from the minimiser:
 
     F_i(w) = min_θ f_i(θ) + λ/2‖θ − w‖²,   ∇F_i(w) = λ(w − θ̂_i(w)).
 
-In a round, from w_i = w, R times, with one mini-batch for all of an iteration:
+In a round, from w_i = w, R iterations, each on one mini-batch:
 
     θ ← w_i;  K times:  θ ← θ − α(∇f_i(θ) + λ(θ − w_i))
     w_i ← w_i − ηλ(w_i − θ)
 
-and the server takes w ← (1 − β)w + β·mean(w_i), where the theory has β ≥ 1.
+and the server sets w ← (1 − β)w + β·mean(w_i), where the theory assumes β ≥ 1.
 
-The server holds w, an agent keeps θ of its last local iteration, which is its personal model; w
-goes down, w_i comes up. A newcomer takes K inner steps from w on one batch. The optimiser drives
-the steps of w_i, with λ(w_i − θ) as its gradient; inner steps are plain. The paper leaves open
-where the inner steps start; here at w_i, the centre of the proximal term, so that θ depends on
-w_i and the batch alone. Accelerated inner solvers, which it allows, are not here.
+The server holds and broadcasts w; an agent sends w_i and keeps θ of its last local iteration, which
+is its personal model. A newcomer takes K inner steps from w on one batch. The optimiser drives the
+steps of w_i, with λ(w_i − θ) as its gradient; inner steps are plain. The paper does not say where
+the inner steps start; here at w_i, the centre of the proximal term, so that θ depends on w_i and
+the batch alone. Accelerated inner solvers, which it allows, are not implemented.
 
-The authors' code differs from the paper, which is followed: the inner gradient has a further weight
-decay 0.001·θ, inner steps start at the θ of the iteration before, and all agents train in every
-round, with some of them aggregated.
+The authors' code differs from the paper, which is followed here: its inner gradient has a weight
+decay 0.001·θ, inner steps start at the θ of the previous iteration, and all agents train in every
+round, although only some are aggregated.
 
 Known mistakes elsewhere: θ is the live list of the model's parameters, which w_i is then copied
-into, so that what is tested as personal is w_i (the authors' code, asked about in its issue 5;
-PFLlib, after it); the model itself as the centre of the proximal term, which makes it identically 0
-(fluke); the freshly sent, or the initial model tested as the personal one. The tests also reject: a
-new batch for every inner step; λ or η missing from the step of w_i; θ carried over; β at the agent.
+into, so that the model evaluated as personal is w_i (the authors' code, see its issue 5; PFLlib,
+after it); the model itself as the centre of the proximal term, which is then identically 0 (fluke);
+the received or the initial model evaluated as the personal one. The tests also reject: a new batch
+for every inner step; λ or η missing from the step of w_i; θ carried over; β at the agent.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PFedMe(LocalTraining):
 
     Args:
         weight: λ, the weight of the proximal term.
-        inner_lr: α, the step size of inner steps; at most 1/(L + λ) with L the curvature of f_i.
+        inner_lr: α, the step size of inner steps; at most 1/(L + λ) with f_i L-smooth.
         inner_steps: K, inner steps per local iteration.
         server_lr: β, the weight of the agents' mean at the server.
         others: as for :class:`LocalTraining`; ``meta_lr`` is η, ``local_steps`` is R.

@@ -13,8 +13,8 @@ Engines (the simulation, Flower) run any :class:`Algorithm` the same way::
 
 A state, at the server and at an agent, is a mapping from names to tensors and holds only what the
 next round needs, so that it can be checked, hashed, stored and sent without knowing the algorithm.
-``received`` holds the server's vectors named by ``Algorithm.receives``, and nothing else. What
-functions take and return is in :mod:`nufed.algorithms.round_records`.
+``received`` holds the server's vectors named by ``Algorithm.receives``, and nothing else. The types
+of arguments and results are in :mod:`nufed.algorithms.round_records`.
 """
 
 from __future__ import annotations
@@ -66,39 +66,39 @@ class Algorithm(ABC):
     """A federated algorithm. Its dataclass fields are its settings (:mod:`nufed.settings`).
 
     An algorithm must have ``agent_update`` and a field ``batch_size``, and ``server_update`` unless
-    the server takes the aggregate of each vector; everything else has a default that suits
-    algorithms without agent states, whose personal model is the fine-tuned global one.
+    the server replaces each vector by its aggregate; everything else has a default for algorithms
+    without agent states, whose personal model is the fine-tuned global one.
     """
 
     receives: ClassVar[Any] = ("model",)  # the server's vectors that an agent receives
-    sends: ClassVar[Any] = ("model",)  # what it sends back, each shaped like the server's
+    sends: ClassVar[Any] = ("model",)  # the vectors that it sends, each shaped like the server's
     combines: ClassVar[Any] = None
     """Whether ``agent_update``, ``personal_model`` and ``fine_tune`` may run many agents at once:
 
     * ``None``: one agent at a time;
     * ``"elementwise"``: vectors may be stacks, one row per agent;
-    * ``"linearly"``: also only sums and plain multiples of gradients and of what was received are
-      taken, so that vectors may stand in Gram coordinates; ``update_draws`` and ``personal_draws``
-      must then name every draw.
+    * ``"linearly"``: also, vectors are only linear combinations of gradients and received vectors
+      with scalar coefficients, so that they may be in Gram coordinates; ``update_draws`` and
+      ``personal_draws`` must then list every draw.
 
-    The claim is tried on the algorithm at hand before it is used.
+    The claim is verified by a trial of the algorithm before it is used.
     """
     newcomer: ClassVar[str] = "starts from the global model"  # an agent that never took part
-    lost_state: ClassVar[str] = "what it had learned itself is lost"  # of an agent that restarts
+    lost_state: ClassVar[str] = "what it had learned itself is lost"  # if an agent loses its state
     optimized: ClassVar[str] = "no loop"  # which of its loops ``optimizer`` drives
     server_model: ClassVar[str] = "model"  # the server's vector that ``server_optimizer`` acts on
     shown_steps: ClassVar[int | None] = None
-    """Fine-tuning steps after which its personal model is shown; None: the run's number."""
-    personal_data: ClassVar[str | None] = None  # what a personal model holds of training data
+    """Fine-tuning steps after which its personal model is reported; None: the run's number."""
+    personal_data: ClassVar[str | None] = None  # training data that a personal model contains
 
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """Samples per batch, at most what every agent has for training."""
+        """Samples per batch, at most the training samples of every agent."""
 
     @property
     def server_optimizer(self) -> Plain:
-        """What the server makes of the change that ``server_update`` gives; a setting, if any."""
+        """The optimiser that the change by ``server_update`` is passed to."""
         return Plain()
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class Algorithm(ABC):
     def agent_init(self, objective: AnyObjective, received: State) -> State:
         """An agent's state before its first round; empty if it keeps nothing.
 
-        ``objective.base.initial()`` is the initial model, ``received`` what the agent receives now.
+        ``objective.base.initial()`` is the initial model, ``received`` the current broadcast.
         """
         return {}
 
@@ -121,23 +121,23 @@ class Algorithm(ABC):
 
     @abstractmethod
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        """One agent's work in one round."""
+        """One agent's round: what it sends, its next state, the cost."""
 
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
     ) -> State:
-        """The server's state after a round, from checked updates in the order of agents."""
+        """The server's state after a round, from checked updates sorted by agent."""
         rule = self.aggregation  # type: ignore[attr-defined]
         names = self.sent_in(context.round)
         return {**server, **{name: rule.combine(updates, name, server[name]) for name in names}}
 
     def sent_in(self, round: int) -> Sequence[str]:
-        """What an agent sends in this round: all of ``sends``, unless training has phases."""
+        """The vectors sent in this round: all of ``sends``, unless training has phases."""
         found: Sequence[str] = self.sends
         return found
 
     def initial_server(self, objective: AnyObjective, w: Tensor) -> State:
-        """The whole state of the server before the first round, with its optimiser's."""
+        """The server's state before the first round, including its optimiser's."""
         server = self.server_init(objective, w)
         optimizer = self.server_optimizer
         if objective.base.tracks_statistics and optimizer != Plain():
@@ -151,7 +151,7 @@ class Algorithm(ABC):
         return {**server, **self.server_optimizer.initial(server[self.server_model])}
 
     def next_server(self, context: Context, server: State, updates: Sequence[AgentUpdate]) -> State:
-        """The whole state of the server after a round: ``server_update``, then its optimiser."""
+        """The server's state after a round: ``server_update``, then its optimiser."""
         after = self.server_update(context, server, updates)
         name = self.server_model
         if name not in after:
@@ -163,7 +163,7 @@ class Algorithm(ABC):
     # evaluation and use
 
     def global_model(self, objective: AnyObjective, received: State) -> Tensor | None:
-        """The model that all agents share; None if the server holds no whole model."""
+        """The global model; None if the server holds no whole model."""
         return received["model"]
 
     def personal_model(
@@ -175,7 +175,9 @@ class Algorithm(ABC):
         """
         model = self.global_model(context.objective, received)
         if model is None:
-            raise TypeError(f"{type(self).__name__} has no global model: it must say what is used")
+            raise TypeError(
+                f"{type(self).__name__} has no global model: it must define personal_model"
+            )
         return Personal({"model": model})
 
     def fine_tune(
@@ -188,7 +190,7 @@ class Algorithm(ABC):
     ) -> Iterator[State]:
         """The personal model after 0 … ``steps`` fine-tuning steps.
 
-        ``scale`` multiplies the step size: the best one at use need not be the one of training.
+        ``scale`` multiplies the step size, as the best one at evaluation may differ from training.
         """
         batches = context.batches.draw("adapt", self.batch_size, steps)
         rate = scale * self.rate(context.objective, received)
@@ -204,10 +206,10 @@ class Algorithm(ABC):
         """The outputs of a personal model."""
         return objective.predict(personal["model"], inputs)
 
-    # what engines may ask, so that they can prepare
+    # what engines query to prepare batches and trials
 
     def update_draws(self) -> Sequence[Draw]:
-        """Every draw of ``agent_update``; empty if it is not known beforehand."""
+        """Every draw of ``agent_update``; empty if draws are not known in advance."""
         return []
 
     def personal_draws(self, steps: int) -> Sequence[Draw]:
@@ -215,10 +217,10 @@ class Algorithm(ABC):
         return [Draw("adapt", self.batch_size, steps)]
 
     def for_trial(self) -> Algorithm:
-        """The same with settings that need less memory, to try engines on a large model with."""
+        """A copy whose settings need less memory, for the trial of engines on a large model."""
         return self
 
-    # what others may ask; what an algorithm can't do is None, and whoever asked says so
+    # properties and optional abilities; None: not supported, which the caller reports
 
     @classmethod
     def keeps_states(cls) -> bool:
@@ -239,7 +241,7 @@ class Algorithm(ABC):
 
     @property
     def fixed_rate(self) -> float | None:
-        """The same after training; None also if training changes it."""
+        """The step size of fine-tuning after training; None also if training changes it."""
         return None if getattr(self, "rates_lr", 0) else self.initial_rate
 
     @property
@@ -249,7 +251,7 @@ class Algorithm(ABC):
 
     @property
     def only_fine_tunes(self) -> bool:
-        """Whether its personal models are the global one after plain gradient steps."""
+        """Whether personal models are the global model after plain gradient steps."""
         own = type(self)
         return (
             own.personal_model is Algorithm.personal_model and own.fine_tune is Algorithm.fine_tune
@@ -257,36 +259,36 @@ class Algorithm(ABC):
 
     @property
     def predicts_plainly(self) -> bool:
-        """Whether a personal model predicts as the module with its vector does."""
+        """Whether a personal model's predictions are those of the module with its vector."""
         return type(self).predict is Algorithm.predict
 
     def diagnose(self, context: AgentContext, received: State, state: State) -> str | None:
-        """Where an agent's work became non-finite and the likely cause; None: not known."""
+        """Where an agent's update became non-finite, and the likely cause; None: unknown."""
         return None
 
     def doubt(self, context: AgentContext, received: State) -> str | None:
-        """What is wrong with the numbers behind an agent's work, though they are finite."""
+        """Why an agent's finite update may be inaccurate; None if it is not known to be."""
         return None
 
     def without_checks(self) -> Algorithm:
-        """The same without warnings of its own, for engines that call :meth:`doubt` instead."""
+        """A copy that emits no warnings, for engines that call :meth:`doubt` instead."""
         return self
 
     def shipped(self, objective: AnyObjective, received: State) -> Shipped | None:
-        """What a bundle holds; None if there is no model that a newcomer could start from."""
+        """The content of a bundle; None if there is no model for newcomers."""
         model = self.global_model(objective, received)
         if model is None:
             return None
         return Shipped(model, self.rate(objective, received))
 
     def theory(self) -> TheorySettings | None:
-        """The settings that the paper's bounds are about; None if they do not cover it."""
+        """Its settings in the paper's bounds; None if the bounds do not apply."""
         return None
 
     def caveat(self, rounds: int) -> str | None:
-        """What a reader of results should know about a training of so many rounds, if anything."""
+        """A caveat for readers of results after so many rounds, if any."""
         return None
 
     def describe(self) -> dict[str, str]:
-        """What it is trained with beyond its fields, for tables; by name."""
+        """Further settings for tables, by name, beyond the fields."""
         return {}

@@ -1,20 +1,20 @@
-"""Reptile: the server moves a part of the way to the agents' models (Nichol et al., 2018).
+"""Reptile: the server moves part of the way to the agents' models (Nichol et al., 2018).
 
-Every agent takes τ plain gradient steps from w, and the server moves w towards the mean of where
-they ended (the batched form of the paper's Algorithm 2):
+Every agent takes τ plain gradient steps from w, and the server moves w towards the mean of the
+resulting models (the batched form of the paper's Algorithm 2):
 
     w̃_i ← w;  τ times:  w̃_i ← w̃_i − η∇f_i(w̃_i),      w ← w + ε·mean(w̃_i − w).
 
-ε = 1 is FedAvg. With τ ≥ 2 the expected step has the first-order MAML direction in it beside that
-of the joint loss. The server holds w and agents keep nothing; w goes down, w̃_i comes up. The
-personal model is the global one, fine-tuned at use; a newcomer does the same. The paper fine-tunes
-with the step size and the kind of steps of training: set ``adapt_lr`` = ``meta_lr`` for that. It
-also lowers ε linearly to 0 over training, which is left to the user. The optimiser drives the steps
-of w̃_i.
+ε = 1 is FedAvg. With τ ≥ 2 the expected step contains the first-order MAML direction besides that
+of the joint loss. The server holds and broadcasts w; agents send w̃_i and keep nothing. The
+personal model is the global one after fine-tuning; a newcomer does the same. The paper fine-tunes
+with the optimiser and step size of training: set ``adapt_lr`` = ``meta_lr`` for that. It also
+anneals ε linearly to 0 over training, which is not implemented. The optimiser drives the steps of
+w̃_i.
 
-Known mistakes elsewhere: none that we found in published federated code. The tests reject those
-that are easy to make: w̃_i − w taken as a gradient, which leads away from the agents; the sum over
-agents instead of their mean; ε·mean(w̃_i), which shrinks w; ε at the agent and again at the server.
+Known mistakes elsewhere: none found in published federated code. The tests reject likely ones: w̃_i
+− w used as a gradient, which moves w away from the agents; the sum over agents instead of their
+mean; ε·mean(w̃_i), which shrinks w; ε at the agent and again at the server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nufed.settings import setting
 
 @dataclass(frozen=True)
 class Reptile(LocalTraining):
-    """Reptile: the server moves a part of the way to the agents' models (Nichol et al., 2018).
+    """Reptile: the server moves part of the way to the agents' models (Nichol et al., 2018).
 
     Args:
         server_lr: ε, the step size of the server.

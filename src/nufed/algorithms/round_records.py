@@ -1,6 +1,6 @@
-"""What an algorithm's functions take and return: contexts, batches, updates, results, costs.
+"""Arguments and results of an algorithm's functions: contexts, batches, updates, costs.
 
-Import them from :mod:`nufed.algorithms.protocol`, which says how they are used.
+Import them from :mod:`nufed.algorithms.protocol`, which documents their use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ State: TypeAlias = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Cost:
-    """Work done: gradient evaluations and Hessian-vector products."""
+    """Numbers of gradient evaluations and Hessian-vector products."""
 
     gradients: int = 0
     hvps: int = 0
@@ -43,7 +43,8 @@ class AgentUpdate:
 class AgentResult:
     """What ``agent_update`` returns: vectors to send, the agent's next state, the cost.
 
-    The next state counts once the server has accepted the update; until then the old one is kept.
+    The next state takes effect once the server has accepted the update; until then the old one is
+    kept.
     """
 
     vectors: State
@@ -55,7 +56,7 @@ class AgentResult:
 class Personal:
     """An agent's personal model: the flat vector ``"model"``, and further tensors if it has any.
 
-    ``cost`` is the work of making it, beyond what training did.
+    ``cost`` is that of computing it, in addition to training.
     """
 
     tensors: State
@@ -80,22 +81,22 @@ class BatchSource(Protocol):
 
     @property
     def agent(self) -> int | Tensor:
-        """The agent's number; of a stack of agents, a column of them."""
+        """The agent's number; for a stack of agents, a column of numbers."""
         ...
 
     def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
         """``number`` independent batches of ``size`` samples, without replacement inside a batch.
 
-        The same purpose and step always give the same batches, and a longer list starts with the
-        shorter one, whatever the algorithm.
+        The same purpose and step give the same batches to every algorithm, and a larger ``number``
+        only appends to them.
         """
         ...
 
     def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
-        """All training samples in a random order, as batches of ``size``; the last may be smaller.
+        """All training samples, shuffled, as batches of ``size``; the last may be smaller.
 
-        ``index`` tells the epochs of a round apart. With a ``share`` below 1 only so many of the
-        samples, rounded up. Not defined for a stack of agents.
+        ``index`` numbers the epochs of a round. With a ``share`` below 1, a random subset of that
+        share, rounded up. Not defined for a stack of agents.
         """
         ...
 
@@ -110,7 +111,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What the server knows in a round beside vectors.
+    """What the server knows in a round besides vectors.
 
     Args:
         round: the number k of the round, from 1; 0 at evaluation.
@@ -125,12 +126,12 @@ class Context:
 
 @dataclass(frozen=True)
 class AgentContext(Context):
-    """What an agent knows in a round beside vectors.
+    """What an agent knows in a round besides vectors.
 
     Args:
         objective: the loss on the agent's model.
         batches: the agent's training data, as seeded batches.
-        samples: how many training samples it has; of a stack of agents, a column of them.
+        samples: its number of training samples; for a stack of agents, a column of numbers.
     """
 
     objective: AnyObjective
@@ -141,12 +142,12 @@ class AgentContext(Context):
     def of(
         cls, context: Context, objective: AnyObjective, batches: BatchSource, samples: int | Tensor
     ) -> AgentContext:
-        """What an agent adds to what the server knows."""
+        """The server's context extended by what the agent knows."""
         return cls(context.round, context.agents, context.cohort, objective, batches, samples)
 
     @property
     def agent(self) -> int | Tensor:
-        """The agent's number, that of :class:`AgentUpdate`; of a stack, a column of them."""
+        """The agent's number, as in :class:`AgentUpdate`; for a stack, a column of numbers."""
         return self.batches.agent
 
     def draw_each(self, draws: Iterable[Draw]) -> Iterator[Batch]:
@@ -154,7 +155,7 @@ class AgentContext(Context):
         return (batch for draw in draws for batch in self.batches.draw(*draw))
 
     def epoch(self, batch_size: int) -> int:
-        """The batches that make one epoch; not defined for a stack of agents."""
+        """The number of batches in an epoch; not defined for a stack of agents."""
         if isinstance(self.samples, Tensor):
             raise TypeError("agents of a stack have epochs of different lengths")
         return -(-self.samples // min(batch_size, self.samples))
@@ -162,7 +163,7 @@ class AgentContext(Context):
 
 @dataclass(frozen=True)
 class Shipped:
-    """What a bundle of a trained algorithm holds: a model, and how to fine-tune it."""
+    """The content of a bundle: a model, and the step size of its fine-tuning."""
 
     model: Tensor
     adapt_lr: Rate
@@ -170,10 +171,10 @@ class Shipped:
 
 @dataclass(frozen=True)
 class TheorySettings:
-    """The settings that the paper's bounds are about.
+    """The settings that enter the paper's bounds.
 
-    ``kind`` names the local update; ``uniform`` says that the server takes the uniform mean, which
-    Theorem 1 is about.
+    ``kind`` names the local update; ``uniform`` says whether the server takes the uniform mean, as
+    Theorem 1 assumes.
     """
 
     adapt_steps: int

@@ -7,13 +7,13 @@ With the server's control variate c and the agent's c_i, both 0 at the start,
     x ← x + η_g·mean(y − x),   c ← c + (1/N) Σ_{i in cohort} (c_i⁺ − c_i).
 
 The agent keeps c_i. c_i⁺ replaces it once the server has accepted the update, so that c stays the
-mean of all c_i whoever takes part and whatever is left out. τ is the agent's own number of steps
-and η that of the round. Where the optimiser changes steps (momentum, weight decay, clipping), c_i⁺
-is the mean of the raw gradients ∇f_i(y), which is what the formula gives without one.
+mean of all c_i under partial participation and rejected updates. τ is the agent's own number of
+steps and η the step size of the round. With momentum, weight decay or clipping, c_i⁺ is the mean of
+the raw gradients ∇f_i(y), which the formula gives for plain steps.
 
 Known mistakes elsewhere: c_i is never stored, so that it stays 0 (the server of FL-bench). The
-tests also reject: a c that moves by the mean over the cohort, or not at all; τ missing from c_i⁺;
-the other sign, or no correction; a step of the server without η_g.
+tests also reject: c updated by the mean over the cohort, or not at all; τ missing from c_i⁺; the
+wrong sign, or no correction; a server step without η_g.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nufed.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(LocalTraining):
-    """SCAFFOLD: control variates, by its option II, correct local steps for their drift.
+    """SCAFFOLD: control variates (option II) correct the drift of local steps.
 
     Args:
         server_lr: η_g, the server's step size.
@@ -73,7 +73,7 @@ class Scaffold(LocalTraining):
 
         y = self.descend(context, x, corrected)
         new = c_i - c + (x - y) / (steps * eta) if plain else raw / steps
-        # what is sent is the server's vector plus the agent's change
+        # sent as the server's vector plus the agent's change
         sent = {"model": y, "control": c + (new - c_i)}
         return AgentResult(sent, {"control": new}, Cost(steps))
 

@@ -1,4 +1,4 @@
-"""ScaleFL: agents of less capacity train a narrower and shallower sub-network (Ilhan et al., 2023).
+"""ScaleFL: weaker agents train narrower and shallower sub-networks (Ilhan et al., 2023).
 
 The network has an exit after each stage (:mod:`nufed.objective.exits`). Level l of L capacity
 levels holds the first ⌈s_l·n⌉ of the n units of each hidden layer, in stages and exits 1 … e_l: an
@@ -11,24 +11,25 @@ level l, whose d = e_l exits have outputs z_1 … z_d, takes τ steps on these c
 with p_j = softmax(z_j/T), where p_d is a constant target, and a = 1. The server averages each
 coordinate over those agents of the cohort that hold it:
 
-    w[c] ← mean of y_i[c] over agents i with c ∈ I_{l(i)};  without any, w[c] keeps its bits.
+    w[c] ← mean of y_i[c] over agents i with c ∈ I_{l(i)};  without any, w[c] is unchanged.
 
-The server keeps w and, for each coordinate, the first level that holds it; agents keep nothing. w
-and y travel; coordinates that an agent does not hold return as received and are not read. The level
-of an agent is a fixed function of its number (:mod:`nufed.algorithms.capacity`), known to both
-sides. The personal model is the agent's sub-network of w with its last exit, fine-tuned on I_l by
-f; a newcomer has a level, too. The optimiser drives the local steps. A server optimiser with
+The server holds w and, for each coordinate, the first level that holds it; agents keep nothing. w
+and y are exchanged; coordinates that an agent does not hold are returned as received and ignored.
+The level of an agent is a fixed function of its number (:mod:`nufed.algorithms.capacity`), known to
+both sides. The personal model is the agent's sub-network of w with its last exit, fine-tuned on I_l
+with f; newcomers have a level, too. The optimiser drives the local steps. A server optimiser with
 momentum also moves coordinates that nobody holds.
 
-Known mistakes elsewhere: Only the abstract and the authors' code (git-disl/scale-fl) were at hand;
-a, the weights j and γT² are from there. That code has γ = 0 by default; takes the mean of the
-divergence over classes as well (``KLDivLoss()``), which divides γ by their number; lets its
-gradient into the last exit, which then learns from weaker ones; starts it after a quarter of the
-rounds only; reports the mean accuracy over all exits as that of the last (one meter in
-``[AverageMeter()] * n``); gives agents that rounding leaves without a level, "skipped" by its
-comment, the largest (index −1); and divides narrow layers by s_l ahead of a BatchNorm by batch
-statistics, which undoes it: here nothing is divided. A copy that serves as a baseline has γ = 0
-written into its loss, and may draw one agent several times in a round.
+Known mistakes elsewhere: Only the abstract and the authors' code (git-disl/scale-fl) were
+available; a, the weights j and γT² are from there. That code has γ = 0 by default; averages the
+divergence over classes as well (``KLDivLoss()``), which divides γ by their number; lets the
+gradient of the divergence flow into the last exit, which then learns from weaker ones; adds the
+divergence only after a quarter of the rounds; reports the mean accuracy over all exits as that of
+the last (one meter in ``[AverageMeter()] * n``); gives agents that rounding leaves without a level,
+"skipped" by its comment, the largest (index −1); and divides the outputs of narrow layers by s_l
+before a BatchNorm with batch statistics, which undoes it: here nothing is divided. A copy that
+serves as a baseline has γ = 0 hard-coded in its loss, and may draw one agent several times in a
+round.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ class ScaleFL(LocalTraining):
     """ScaleFL: sub-networks by capacity, early exits, self-distillation (Ilhan et al., 2023).
 
     Args:
-        widths: s, the share of units of each level, in rising order; the last is 1.
-        depths: e, the exits of each level, in rising order; the last is the model's number of them.
+        widths: s, the share of units of each level, in ascending order; the last is 1.
+        depths: e, the number of exits of each level, in ascending order; the last has all exits.
             ``"auto"``: in proportion to the level; a model without exits has one, its output, and
             its levels differ in width alone.
         shares: the relative numbers of agents of each level.
         exit_weight: a, the weight of the loss of exits before the agent's last.
         distill_weight: γ, the weight of the divergence from the agent's last exit.
-        temperature: T, at which outputs are compared.
+        temperature: T, the temperature of the softmax in the divergence.
         others: as for :class:`LocalTraining`; ``meta_lr`` is η.
     """
 
@@ -84,11 +85,11 @@ class ScaleFL(LocalTraining):
     temperature: float = setting(3.0, "T, temperature of distillation", above=0)
 
     newcomer: ClassVar[str] = "fine-tunes the sub-network of its capacity level"
-    combines: ClassVar[None] = None  # agents of several levels have several losses
+    combines: ClassVar[None] = None  # the loss depends on the agent's level
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.levels  # checks them
+        _ = self.levels  # validates them
 
     @property
     def levels(self) -> CapacityLevels:
@@ -120,7 +121,7 @@ class ScaleFL(LocalTraining):
     ) -> State:
         before, levels = server["model"], [self.levels.of(update.agent) for update in updates]
         w = before.clone()
-        # coordinates that the same agents hold are combined together
+        # coordinates that the same agents hold are aggregated together
         for smaller, level in pairwise([-1, *sorted(set(levels))]):
             places = (server["levels"] > smaller) & (server["levels"] <= level)
             holders = [

@@ -1,7 +1,7 @@
 """FedOpt: the server's optimiser, composable with every algorithm (Reddi et al., 2021).
 
-An algorithm's ``server_update`` gives the server's next model; its difference to the model before,
-Δ, is what the optimiser takes as a descent direction:
+An algorithm's ``server_update`` gives the server's next model; its difference Δ from the previous
+model is the optimiser's descent direction (−Δ is the pseudo-gradient):
 
     none                w ← w + Δ
     FedAvgM (Hsu et al., 2019)   m ← β₁m + Δ,               w ← w + ηm
@@ -9,15 +9,15 @@ An algorithm's ``server_update`` gives the server's next model; its difference t
     FedYogi             …,   v ← v − (1 − β₂)Δ²·sign(v − Δ²)
     FedAdam             …,   v ← β₂v + (1 − β₂)Δ²
 
-with m = 0 and v = τ² at the start, and no bias correction. Only the model is optimised: control
-variates, learned rates and whatever else the server holds are left as the algorithm made them. m
-and v stay at the server.
+with initial m = 0 and v = τ², without bias correction. Only the model is optimised: control
+variates, learned rates and other vectors of the server are what the algorithm returned. m and v
+stay at the server.
 
 Known mistakes elsewhere: v from m² instead of Δ² (FedMLLM, after OpenFedLLM); Adam's bias
-correction, which the paper's Algorithm 2 has not (Flower's FedAdam since 2024; fluke as an option),
-and v that starts at 0 (fluke); Δ instead of m in the step (Flower's FedAdam and FedYogi at first).
-The tests also reject: Δ with the other sign, τ inside the root, Yogi's sign turned, Adam in place
-of Yogi, an optimiser that acts on control variates or learned rates, m lost between rounds.
+correction, which the paper's Algorithm 2 lacks (Flower's FedAdam since 2024; fluke as an option),
+and initial v = 0 (fluke); Δ instead of m in the step (Flower's FedAdam and FedYogi at first). The
+tests also reject: Δ with the wrong sign, τ inside the root, Yogi's sign flipped, Adam in place of
+Yogi, an optimiser that acts on control variates or learned rates, m lost between rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOMENTUM, VARIANCE = OPTIMIZER_STATE = "optimizer_momentum", "optimizer_variance
 
 @dataclass(frozen=True)
 class Plain:
-    """No optimiser: the model is what the algorithm makes of the updates."""
+    """No optimiser: the model is that of the algorithm's ``server_update``."""
 
     def initial(self, w: Tensor) -> dict[str, Tensor]:
         """The optimiser's part of the server's state before the first round."""
@@ -43,7 +43,7 @@ class Plain:
     def step(
         self, before: Tensor, after: Tensor, state: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The model from the one before the round and the one that the algorithm made."""
+        """The next model and state, from the model before and after ``server_update``."""
         return after, state
 
 

@@ -29,7 +29,7 @@ def described(cls: type) -> list[Described]:
 
     >>> from nufed.algorithms.aggregation import TrimmedMean
     >>> print(*described(TrimmedMean))
-    share left out at each end; a finite number, 0 or more and below 0.5 (default 0.2)
+    share trimmed at each end; a finite number, 0 or more and below 0.5 (default 0.2)
     """
     return [
         Described(

@@ -1,17 +1,17 @@
-"""Hessian-vector products from two gradients: the difference, its step, and a check of that step.
+"""Hessian-vector products by finite differences of gradients: the step, and a check of it.
 
-The step δ of (∇f(w+δv) − ∇f(w−δv)) / 2δ is caught between two errors. A large step crosses the
-kinks of ReLU units, and the difference then measures jumps instead of curvature; a small one drowns
-in rounding. In float32 there may be no room between them: on the paper's network a usual δ = 10⁻³
-is worse than leaving curvature out. In float64 there is plenty: with w ± δv about 10⁻⁸ apart
-(relative to w), crossings are rare and rounding costs about eight of sixteen digits. So the
-automatic step evaluates its two gradients in float64, at about twice the time and memory of float32
-gradients of compute-bound models, and nothing for models dominated by per-operation overhead.
+The step δ of (∇f(w+δv) − ∇f(w−δv)) / 2δ trades two errors off. A large step crosses kinks of ReLU
+units, and the difference then measures jumps instead of curvature; a small one is dominated by
+rounding. In float32 no step may be good: on the paper's network a usual δ = 10⁻³ is worse than
+ignoring curvature. In float64 there is a wide range: with w ± δv about 10⁻⁸ apart (relative to w),
+crossings are rare and rounding costs about eight of sixteen digits. So the automatic step evaluates
+its two gradients in float64, at about twice the time and memory of float32 gradients of
+compute-bound models, and at no cost for models dominated by per-operation overhead.
 
-Rare is not never, and what a crossing adds is a jump of the gradient divided by a tiny step: one of
-them can undo a whole training (on CIFAR one product in 250 is 10⁵ times too long). So where a
-product is much longer than v, differences are taken between w + δv and w + 2δv and on the other
-side, which a kink at w does not touch, and the one on w's side of the kink is used.
+A rare crossing still adds a jump of the gradient divided by a tiny step: one of them can ruin a
+training run (on CIFAR one product in 250 is 10⁵ times too large). So where the norm of a product is
+much larger than that of v, one-sided differences are taken between w + δv and w + 2δv and between w
+− 2δv and w − δv, which a kink at w does not affect, and the one on w's side of the kink is used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from nufed.errors import InputError
 from nufed.objective import AnyBatch, AnyObjective
 
 RELATIVE_STEP = math.sqrt(torch.finfo(torch.float64).eps)
-STEEP = 100  # ‖∇²f·v‖/‖v‖ from which a product is taken again; on the paper's network it is 5 to 20
-SMALLER, TURNS = 16, 4  # how much smaller the step is then, and how often
-POOR = 0.1  # relative error of a product from which a fixed step is called poor
+STEEP = 100  # ‖∇²f·v‖/‖v‖ above which a product is recomputed; on the paper's network it is 5 to 20
+STEP_SHRINK, MAX_RETRIES = 16, 4
+POOR = 0.1  # relative error of a product above which a fixed step is called poor
 
 
 def difference(
@@ -47,8 +47,8 @@ def double_difference(
 ) -> Tensor:
     """The difference, evaluated in float64.
 
-    ``step=None`` takes δ = √ε·(1 + ‖w‖)/‖v‖ with ε the precision of float64, for every row of a
-    stack its own, and stays on one side of kinks.
+    ``step=None`` takes δ = √ε·(1 + ‖w‖)/‖v‖ with ε the machine epsilon of float64, for each row of
+    a stack, and avoids kinks.
     """
     try:
         if step is None:
@@ -56,7 +56,7 @@ def double_difference(
         else:
             wide = difference(objective.double, w, batch, v, step)
     except (RuntimeError, TypeError) as error:
-        objective.grad(w, batch)  # if this fails too, it is not about float64
+        objective.grad(w, batch)  # if this fails too, float64 is not the cause
         raise InputError(
             'fd_step = "auto" evaluates gradients in float64, which this module or loss does not '
             f"take ({error}); let it create its tensors in the dtype of its inputs, or give "
@@ -66,7 +66,7 @@ def double_difference(
 
 
 def _without_kinks(objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
-    """The central difference, or where the gradient seems to jump a difference beside it."""
+    """The central difference, or a one-sided one where the gradient seems to jump."""
     wide, length = objective.double, objective.norm(v).double()
     step = RELATIVE_STEP * (1 + objective.norm(w).double()) / torch.where(length > 0, length, 1)
     ahead, behind = wide.beside(w, batch, v, step)
@@ -75,7 +75,7 @@ def _without_kinks(objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tenso
     if not steep.any():
         return central
     middle, _ = wide.beside(w, batch, v, 0 * step)
-    for _ in range(TURNS):
+    for _ in range(MAX_RETRIES):
         far_ahead, far_behind = wide.beside(w, batch, v, 2 * step)
         forward, backward = (far_ahead - ahead) / step, (behind - far_behind) / step
         onwards = wide.norm(ahead - middle) < wide.norm(middle - behind)  # the kink is behind w
@@ -84,7 +84,7 @@ def _without_kinks(objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tenso
         jumps = steep & apart & (wide.norm(best) > STEEP * length)
         if not jumps.any():
             break
-        step = torch.where(jumps, step / SMALLER, step)  # the same bits for the other rows
+        step = torch.where(jumps, step / STEP_SHRINK, step)  # other rows keep theirs
         ahead, behind = wide.beside(w, batch, v, step)
     return best * steep.double() + central * (~steep).double()
 
@@ -92,7 +92,7 @@ def _without_kinks(objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tenso
 def trouble_with_step(
     step: float, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor
 ) -> str | None:
-    """What is wrong with a fixed step here, as a sentence; None if the product is good.
+    """Why a fixed step is poor here, in a sentence; None if the product is accurate.
 
     Compares with the automatic step: six gradient evaluations, four of them in float64.
     """
@@ -116,7 +116,7 @@ def trouble_with_step(
 def trouble_with_product(
     objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor
 ) -> str | None:
-    """What is wrong with an exact product, as a sentence; None if it agrees with a difference."""
+    """Why an exact product is wrong, in a sentence; None if it agrees with a difference."""
     try:
         reference = double_difference(objective, w, batch, v)
     except InputError:  # does not run in float64: nothing to compare with
@@ -132,7 +132,7 @@ def trouble_with_product(
 
 
 def _error(objective: AnyObjective, product: Tensor, reference: Tensor) -> float:
-    """The relative error of a product; none where there is nothing to compare with."""
+    """The relative error of a product; 0 if the reference is 0 or non-finite."""
     scale = float(objective.norm(reference).norm())
     if scale == 0 or not math.isfinite(scale):
         return 0.0

@@ -18,11 +18,11 @@ Rate: TypeAlias = float | Tensor
 def trajectory(
     objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
 ) -> Iterator[Tensor]:
-    """The models w₀ = w, w₁, …, w_ν of fine-tuning, one after another.
+    """The iterates w₀ = w, w₁, …, w_ν of fine-tuning.
 
     w_{l+1} = w_l − α∇f(w_l, 𝒟_l)   (the paper's w̃_l, Remark 2)
 
-    Running statistics that the objective tracks are moved along.
+    Running statistics that the objective tracks are updated, too.
 
     >>> from nufed import Objective
     >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
@@ -40,7 +40,7 @@ def trajectory(
 def descent(
     objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same step by step: the gradient ∇f(w_l, 𝒟_l), and w_{l+1} to which it led."""
+    """The same as pairs of the gradient ∇f(w_l, 𝒟_l) and the next iterate w_{l+1}."""
     check_rate(lr, w)
     for batch in batches:
         gradient = objective.grad(w, batch)
@@ -71,7 +71,7 @@ def descend(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
 def check_rate(lr: Rate, w: Tensor) -> None:
     """Refuse a step size that is neither one number nor one number per coordinate of w.
 
-    Of a stack, every row may have its own.
+    In a stack, every row may have its own.
     """
     if isinstance(lr, Tensor):
         require(
@@ -83,7 +83,7 @@ def check_rate(lr: Rate, w: Tensor) -> None:
 
 
 def per_coordinate(numbers: Tensor, sizes: Sequence[int]) -> Tensor:
-    """E·numbers: one number per parameter tensor as a vector like w; of a stack, row by row.
+    """E·numbers: one number per parameter tensor as a vector like w; for a stack, row by row.
 
     >>> per_coordinate(torch.tensor([0.1, 0.2]), sizes=[2, 1])
     tensor([0.1000, 0.1000, 0.2000])
@@ -92,7 +92,7 @@ def per_coordinate(numbers: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def per_tensor(vector: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Eᵀ·vector: the sum over every parameter tensor.
+    """Eᵀ·vector: the sum over each parameter tensor.
 
     >>> per_tensor(torch.tensor([1.0, 2.0, 3.0]), sizes=[2, 1])
     tensor([3., 3.])

@@ -5,8 +5,8 @@ F(w) = f(w_ν) is the loss after ν fine-tuning steps from w. Its gradient is th
 
     ∇F(w) = (I − α∇²f(w₀)) (I − α∇²f(w₁)) ⋯ (I − α∇²f(w_{ν−1})) ∇f(w_ν)
 
-which is applied to the last gradient from right to left, one Hessian-vector product at a time.
-Algorithm 2 (exact), 3 (first-order) and 4 (Hessian-free) differ only in that product.
+which is evaluated from right to left, one Hessian-vector product at a time. Algorithms 2 (exact), 3
+(first-order) and 4 (Hessian-free) differ only in that product.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class MetaBatch(NamedTuple):
 
 
 class Curvature(Protocol):
-    """How the product ∇²f(w, batch)·v is computed, and what it takes."""
+    """How the product ∇²f(w, batch)·v is computed, and its cost."""
 
     batches_per_product: ClassVar[int]
     gradients_per_product: ClassVar[int]
     hvps_per_product: ClassVar[int]
 
     def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
-        """∇²f(w, batch)·v, or what stands for it."""
+        """∇²f(w, batch)·v, or its approximation."""
         ...
 
     def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
-        """What is wrong with the product here, as a sentence; None if it is good."""
+        """Why the product is inaccurate here, in a sentence; None if it is accurate."""
         ...
 
 
@@ -70,8 +70,8 @@ _checked: WeakSet[Objective] = WeakSet()
 class Exact:
     """∇²f(w)·v by automatic differentiation (Algorithm 2).
 
-    The first product of every objective is compared with a difference, and warned about if off;
-    not with ``check=False``.
+    The first product of every objective is compared with a finite difference, with a warning if
+    they disagree; ``check=False`` disables it.
     """
 
     check: bool = field(default=True, compare=False, repr=False)
@@ -89,13 +89,13 @@ class Exact:
         return objective.hvp(w, batch, v)
 
     def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
-        """Some operations have wrong second derivatives, and some cut the graph."""
+        """Some operations have wrong second derivatives, and some detach the graph."""
         return trouble_with_product(objective, w, batch, v)
 
 
 @dataclass(frozen=True)
 class FirstOrder:
-    """∇²f(w)·v taken as zero, which leaves the last gradient as it is (Algorithm 3)."""
+    """∇²f(w)·v taken as zero, so that the meta-gradient is ∇f(w_ν) (Algorithm 3)."""
 
     batches_per_product: ClassVar[int] = 0
     gradients_per_product: ClassVar[int] = 0
@@ -113,11 +113,11 @@ class HessianFree:
     """∇²f(w)·v by a central difference of gradients (Algorithm 4).
 
     Args:
-        fd_step: the paper's δ as a number, used as it is in w ± δv; or ``"auto"``, which picks δ
-            per product from the norms of w and v and takes the difference in float64
-            (:mod:`nufed.meta.differences` says why and what it costs). A fixed step is compared
-            with the automatic one at products 1, 10, 100, …, and warned about, once, where it is
-            poor; not with ``check=False``.
+        fd_step: the paper's δ in w ± δv, a number; or ``"auto"``, which chooses δ per product from
+            the norms of w and v and takes the difference in float64
+            (:mod:`nufed.meta.differences` explains why, and the cost). A fixed step is compared
+            with the automatic one at products 1, 10, 100, …, with one warning if it is poor;
+            ``check=False`` disables it.
     """
 
     fd_step: float | Literal["auto"] = setting("auto", "δ, finite-difference step", above=0)
@@ -154,7 +154,7 @@ CURVATURES: dict[str, type] = {
 
 
 def unchecked(curvature: Curvature) -> Curvature:
-    """The same without checks of its own, for those who call :func:`trouble_with_curvature`."""
+    """A copy without checks, for callers of :func:`trouble_with_curvature`."""
     if isinstance(curvature, Exact | HessianFree):
         return replace(curvature, check=False)
     return curvature
@@ -168,8 +168,8 @@ def meta_gradient(
         w₀ = w;  w_{l+1} = w_l − α∇f(w_l, 𝒟_l)
         d ← ∇f(w_ν, 𝒟_ν);  for l = ν−1 … 0:  d ← d − α∇²f(w_l, 𝒟′_l)·d
 
-    It keeps ν iterates (first-order: none) and no graph. With step sizes per coordinate, diag(a) in
-    place of α, the transposed Jacobian is I − ∇²f·diag(a), so that the product is taken of a⊙d.
+    It stores ν iterates (first-order: none) and no graph. With step sizes per coordinate, diag(a)
+    in place of α, the transposed Jacobian is I − ∇²f·diag(a): the Hessian is applied to a⊙d.
 
     Args:
         objective, w: the loss and the model.
@@ -195,14 +195,14 @@ def meta_gradient_with_rates(
 ) -> tuple[Tensor, Tensor]:
     """The meta-gradient, and the gradient of f(w_ν) with respect to step sizes per coordinate.
 
-    With w_{l+1} = w_l − a⊙∇f(w_l, 𝒟_l), and d_l what :func:`meta_gradient` has come to at step l,
-    d_ν = ∇f(w_ν, 𝒟_ν) first and d₀ last,
+    With w_{l+1} = w_l − a⊙∇f(w_l, 𝒟_l), and d_ν = ∇f(w_ν, 𝒟_ν), …, d₀ the successive values of d in
+    :func:`meta_gradient`,
 
         ∂f(w_ν)/∂a = −Σ_l ∇f(w_l, 𝒟_l) ⊙ d_{l+1}.
 
-    Coordinates that share a step size have the sum of theirs as its derivative. It takes no further
-    evaluations, and keeps the ν gradients beside the ν iterates. Arguments are those of
-    :func:`meta_gradient`.
+    The derivative with respect to a step size that several coordinates share is the sum over them.
+    No further evaluations are needed; the ν gradients are stored besides the ν iterates. Arguments
+    are those of :func:`meta_gradient`.
 
     >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
     >>> x = (torch.ones(1, 1), torch.zeros(1, 1))          # f(w_1) = (w − 2αw)²
@@ -224,7 +224,7 @@ def meta_gradient_with_rates(
 def trouble_with_curvature(
     objective: AnyObjective, w: Tensor, batch: MetaBatch, *, lr: Rate, curvature: Curvature
 ) -> str | None:
-    """What is wrong with the first product of a meta-gradient, as a sentence; None if it is good.
+    """Why the first product of a meta-gradient is inaccurate; None if it is accurate.
 
     Arguments are those of :func:`meta_gradient`.
     """
@@ -245,7 +245,7 @@ def _backwards(
     lr: Rate,
     curvature: Curvature,
 ) -> Iterator[Tensor]:
-    """d_ν, d_{ν−1}, …, d₀, from the iterates w₀ … w_ν, each of which is dropped after its use."""
+    """d_ν, d_{ν−1}, …, d₀, from the iterates w₀ … w_ν, each of which is freed after its use."""
     steps = len(batch.adapt)
     require(
         len(batch.curvature) in (steps, steps * curvature.batches_per_product),
@@ -265,9 +265,9 @@ def _backwards(
 
 
 def _scale_and_shape(lr: Rate) -> tuple[Rate, Tensor | None]:
-    """lr as scale·shape, so that a vector of equal rates gives what the single number gives.
+    """lr as scale·shape, so that a vector of equal rates gives the same bits as a scalar.
 
-    Of a stack, every row has its own scale; a single number has no shape.
+    In a stack, every row has its own scale; a scalar has no shape.
     """
     if not isinstance(lr, Tensor) or lr.ndim == 0:
         return lr, None
@@ -276,7 +276,7 @@ def _scale_and_shape(lr: Rate) -> tuple[Rate, Tensor | None]:
 
 
 class _Watch:
-    """Says at which products a fixed step is checked: 1, 10, 100, …, until stopped."""
+    """The schedule of checks of a fixed step: products 1, 10, 100, …, until stopped."""
 
     def __init__(self) -> None:
         self._products = count(1)

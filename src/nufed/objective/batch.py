@@ -1,4 +1,4 @@
-"""Batches of samples, and what algorithms may ask of an objective."""
+"""Batches of samples, and the protocol of objectives that algorithms use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Batch(NamedTuple):
 
     ``inputs`` is a tensor, a tuple of tensors (``module(*inputs)``) or a mapping
     (``module(**inputs)``). With a ``seed`` the module runs in training mode and its random layers
-    draw from that seed: the same batch always meets the same masks. Without one it runs in
-    evaluation mode: no seed, no noise.
+    draw from that seed: the same batch always has the same masks. Without one it runs in
+    evaluation mode.
     """
 
     inputs: Inputs
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     seed: int | None = None
 
     def rows(self, index: Tensor, seed: int | None = None) -> Batch:
-        """The samples at these places as a batch, with this seed.
+        """The samples at these indices as a batch, with this seed.
 
         >>> import torch
         >>> batch = Batch({"x": torch.tensor([4, 5, 6])}, torch.tensor([0, 1, 2]))
@@ -47,7 +47,7 @@ AnyBatch: TypeAlias = Batch | tuple[Inputs, Tensor]
 
 
 class AnyObjective(Protocol):
-    """What fine-tuning, meta-gradients and algorithms need of an objective."""
+    """What fine-tuning, meta-gradients and algorithms require of an objective."""
 
     @property
     def base(self) -> Objective:
@@ -78,5 +78,5 @@ class AnyObjective(Protocol):
         ...
 
     def norm(self, w: Tensor) -> Tensor:
-        """‖w‖, shaped so that it multiplies w; for steps, a bound will do."""
+        """‖w‖, or an upper bound, in a shape that broadcasts with w."""
         ...

@@ -1,7 +1,7 @@
 """Networks with early exits: the outputs of each exit, and narrower and shallower sub-networks.
 
 A module has exits if it has two ``nn.ModuleList`` s of equal length, ``stages`` and ``exits``: with
-h₀ the inputs, stage j makes features hⱼ = stageⱼ(hⱼ₋₁) and exit j makes outputs exitⱼ(hⱼ); the
+h₀ the inputs, stage j computes features hⱼ = stageⱼ(hⱼ₋₁) and exit j outputs exitⱼ(hⱼ); the
 module's own outputs are those of the last exit. Any other module has one exit, its output.
 """
 
@@ -68,7 +68,7 @@ def first_levels(
     widths: Sequence[Fraction],
     depths: Sequence[int],
 ) -> Tensor:
-    """The first level, counted from 0, whose sub-network holds a coordinate of the flat vector.
+    """For every coordinate of the flat vector the first level, from 0, whose sub-network holds it.
 
     Level l holds the first ⌈widths[l]·n⌉ of the n units of each hidden layer up to exit
     depths[l]; inputs and outputs are never narrowed. No level may be smaller than the one before,
@@ -76,7 +76,7 @@ def first_levels(
 
     Args:
         module: the network.
-        names: the place in ``shapes`` of each tensor of the flat vector.
+        names: the index in ``shapes`` of each tensor of the flat vector.
         shapes: their shapes, in order.
         widths: the share of units, by level; the last is 1.
         depths: the number of exits, by level; the last is that of the module.
@@ -132,7 +132,7 @@ def _layers(module: nn.Module, names: Collection[str]) -> dict[str, _StageLayer]
         if kind not in ("stages", "exits"):
             raise InputError(
                 f"the model's parameters of {name or 'the model itself'} are in none of its "
-                "stages and exits, so that it is not known which exits need them"
+                "stages and exits, so that it is unknown which exits need them"
             )
         chains.setdefault((kind, int(number)), []).append(name)
     found: dict[str, _StageLayer] = {}
@@ -154,7 +154,7 @@ def _layers(module: nn.Module, names: Collection[str]) -> dict[str, _StageLayer]
 
 
 def _check(name: str, layer: nn.Module) -> None:
-    """Refuse a layer whose units can't be left out one by one."""
+    """Refuse a layer whose units can't be removed one by one."""
     fine = isinstance(layer, (nn.Linear, nn.modules.batchnorm._BatchNorm))
     fine = fine or (isinstance(layer, CONVOLUTIONS) and layer.groups == 1)
     if not fine:

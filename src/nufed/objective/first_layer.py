@@ -1,4 +1,4 @@
-"""The linear first layer of a module, apart from the rest, for training in Gram space."""
+"""The linear first layer of a module, separated from the rest, for training in Gram space."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nufed.objective import Objective
 
 @dataclass(frozen=True)
 class FirstLayer:
-    """A first linear layer: where its weight and bias lie in the flat vector, and what follows."""
+    """A first linear layer: its position in the flat vector, and the rest of the module."""
 
     start: int
     outputs: int
@@ -33,11 +33,11 @@ class FirstLayer:
         return torch.addmm(bias, inputs, weight.T) if self.bias else inputs @ weight.T
 
     def gram(self, inputs: Tensor, others: Tensor) -> Tensor:
-        """The matrix K of these samples with these others."""
+        """The kernel matrix K of two sets of samples."""
         return inputs @ others.T + int(self.bias)
 
     def fill_gram(self, table: Tensor, inputs: Tensor, block: int = 128) -> None:
-        """Write K of these samples into a table, computing its lower half only."""
+        """Write K of these samples into a table, computing only its lower triangle."""
         for first in range(0, len(inputs), block):
             here = slice(first, first + block)
             columns = self.gram(inputs[first:], inputs[here])
@@ -73,11 +73,11 @@ class FirstLayer:
 
 
 def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer | None:
-    """The module's first linear layer, if it is one that takes the inputs as they are.
+    """The module's first linear layer, if it is applied to the unchanged inputs; else None.
 
-    Whether the engine then gives the right model is still to be tried.
+    The engine is verified by a trial all the same.
     """
-    # a parameter of no numbers: logistic regression has no others
+    # an empty parameter, as logistic regression has no others
     module = nn.Sequential(objective.module(objective.initial()))
     module.register_parameter("none", nn.Parameter(torch.empty(0, dtype=objective.dtype)))
     every = [p for _, p in module.named_parameters(remove_duplicate=False)]
@@ -100,10 +100,10 @@ def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer 
 
 
 def _only_user_of_inputs(layer: nn.Linear, module: nn.Module, input_shape: Sequence[int]) -> bool:
-    """Whether the layer meets the module's inputs, not a function of them, and nothing else does.
+    """Whether the layer alone gets the module's inputs, and gets them unchanged.
 
-    Seen from the memory that the layer is handed and from autograd's graph: a function may happen
-    to change no value (a clamp).
+    Decided by the address of the tensor that the layer gets and by autograd's graph: comparing
+    values would miss a function that happens to change none of them (a clamp).
     """
     if layer._forward_hooks or layer._forward_pre_hooks:
         return False
@@ -123,7 +123,7 @@ def _only_user_of_inputs(layer: nn.Linear, module: nn.Module, input_shape: Seque
                 outputs.requires_grad
                 and torch.autograd.grad(outputs.sum(), x, allow_unused=True)[0]
             )
-    except Exception:  # whatever a module does with such inputs
+    except Exception:  # modules may raise anything on such inputs
         return False
     finally:
         handle.remove()

@@ -59,7 +59,7 @@ class FlatModule:
         self._running_stats = running_stats
         parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         check_parameters(module, list(parameters.values()))
-        # every name of every parameter (tied weights have several) and its place in the vector
+        # every name of every parameter (tied weights have several) and its index
         places = {id(p): i for i, p in enumerate(parameters.values())}
         every = self._module.named_parameters(remove_duplicate=False)
         self._names = {n: places[id(p)] for n, p in every if id(p) in places}
@@ -77,19 +77,19 @@ class FlatModule:
         self._exits: dict[int, nn.Module] = {}
         self._levels: dict[tuple[tuple[Fraction, ...], tuple[int, ...]], Tensor] = {}
         self._has_buffers = any(True for _ in self._module.buffers())
-        # layers that never go into training mode: keepers of statistics, and those the user froze
+        # layers that stay in evaluation mode: those with statistics, and those the user froze
         chosen = [n for n, m in module.named_modules() if module.training and not m.training]
         self._always_evaluated = chosen if self._statistics else [*self._keepers, *chosen]
         self._set_training(False)
 
     @property
     def size(self) -> int:
-        """How many numbers the flat vector holds."""
+        """The length of the flat vector."""
         return self._initial.numel()
 
     @property
     def sizes(self) -> list[int]:
-        """How many of them each parameter tensor holds, in the order of the vector."""
+        """The numbers of elements of its parameter tensors, in order."""
         return list(self._sizes)
 
     @property
@@ -99,7 +99,7 @@ class FlatModule:
 
     @property
     def names(self) -> list[str]:
-        """The names of all tensors of the flat vector; of a tied one, all that it has."""
+        """The names of all tensors of the flat vector; tied ones have several."""
         return list(self._names)
 
     @property
@@ -108,13 +108,13 @@ class FlatModule:
         return bool(self._statistics)
 
     def part(self, name: str) -> Part:
-        """A part of the model as places in the flat vector.
+        """A named part of the model as an index set of the flat vector.
 
         ``"head"`` is the last layer with parameters, ``"body"`` the rest, ``"norm"`` all
-        normalisation layers, ``"last:2"`` the last two layers with parameters, ``"all"`` and
-        ``"none"`` what they say; any other name is a pattern of parameter names, such as
-        ``"layers.0.*"``. Several of these may stand together, separated by commas. Tracked
-        statistics belong to their layers.
+        normalisation layers, ``"last:2"`` the last two layers with parameters, ``"all"`` everything
+        and ``"none"`` nothing; any other name is a pattern of parameter names, such as
+        ``"layers.0.*"``. Several may be given, separated by commas; the part is their union.
+        Tracked statistics belong to their layers.
 
         >>> from nufed import Objective
         >>> net = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
@@ -144,7 +144,7 @@ class FlatModule:
 
     @property
     def _layers(self) -> list[str]:
-        """The names of the layers with parameters; empty for the module itself."""
+        """The names of the layers with parameters; that of the module itself is empty."""
         parameters = [n for n in self._names if n not in self._statistics]
         return list(dict.fromkeys(n.rpartition(".")[0] for n in parameters))
 
@@ -154,29 +154,29 @@ class FlatModule:
 
     @property
     def head(self) -> nn.Module:
-        """The last layer with parameters, for a look at its kind; its values mean nothing."""
+        """The last layer with parameters; its type is valid, its parameter values are not."""
         return self.layer(self._head_name)
 
     def layer(self, name: str) -> nn.Module:
-        """A layer by name, for a look at its kind; its values mean nothing."""
+        """A layer by name; its type is valid, its parameter values are not."""
         return self._module.get_submodule(name)
 
     @property
     def head_is_shared(self) -> bool:
-        """Whether other layers use parameters of the head, too (tied weights)."""
+        """Whether the head shares parameters with other layers (tied weights)."""
         layers = [(place, name.rpartition(".")[0]) for name, place in self._names.items()]
         held = {place for place, layer in layers if layer == self._head_name}
         return any(place in held and layer != self._head_name for place, layer in layers)
 
     @property
     def exits(self) -> int:
-        """How many exits the module has (:mod:`nufed.objective.exits`)."""
+        """The number of exits of the module (:mod:`nufed.objective.exits`)."""
         return exit_number(self._module)
 
     def first_levels(self, widths: Sequence[Fraction], depths: Sequence[int]) -> Tensor:
         """The first capacity level that holds each coordinate of the vector.
 
-        As :func:`nufed.objective.exits.first_levels`, which says what a level holds.
+        See :func:`nufed.objective.exits.first_levels`.
         """
         key = tuple(widths), tuple(depths)
         if key not in self._levels:
@@ -206,7 +206,7 @@ class FlatModule:
             return self._outputs(self._views(w), inputs, w.ndim > 1)
 
     def features(self, w: Tensor, inputs: Inputs) -> Tensor:
-        """What the head gets for ``inputs`` in evaluation mode; not defined for a stack."""
+        """The head's inputs for ``inputs`` in evaluation mode; not defined for a stack."""
         found = self.layer_inputs(w, inputs, [self._head_name])[self._head_name]
         if len(found) != 1:
             raise InputError(
@@ -218,7 +218,7 @@ class FlatModule:
     def layer_inputs(
         self, w: Tensor, inputs: Inputs, layers: Sequence[str]
     ) -> dict[str, list[Tensor]]:
-        """What these layers get for ``inputs`` in evaluation mode, one tensor for every call.
+        """The inputs of these layers for ``inputs`` in evaluation mode, one tensor per call.
 
         Not defined for a stack.
 
@@ -243,11 +243,11 @@ class FlatModule:
         return found
 
     def track(self, w: Tensor, batch: AnyBatch, at: Tensor | None = None) -> Tensor:
-        """w with running statistics that a training batch moved; w itself if it tracks none.
+        """w with running statistics updated by a training batch; w itself if it tracks none.
 
-        As torch does it: r ← (1 − momentum)·r + momentum·(the batch's statistic), where the batch
-        meets the parameters and statistics r of ``at``, the vector before the step that led to w
-        (w itself by default). Whatever that step did to statistics does not count.
+        As in torch: r ← (1 − momentum)·r + momentum·(the batch's statistic), with the parameters
+        and statistics r of ``at``, the vector before the step that led to w (w itself by default).
+        The statistics in w are ignored.
         """
         batch = Batch(*batch)
         if not self._statistics:
@@ -265,7 +265,7 @@ class FlatModule:
         self, views: Sequence[Tensor], inputs: Inputs, stacked: bool, moving: bool = False
     ) -> Tensor:
         parameters = {name: views[place] for name, place in self._names.items()}
-        if self._statistics:  # no gradient flows into them, and layers change them in place
+        if self._statistics:  # no gradient flows into them, and layers update them in place
             own = {} if moving else {n: parameters[n].detach().clone() for n in self._statistics}
             parameters |= own | batch_counters(self._module)
         arguments: tuple[Tensor, ...] = ()
@@ -288,7 +288,7 @@ class FlatModule:
         return {name: views[place] for name, place in self._names.items()}
 
     def _views(self, w: Tensor) -> list[Tensor]:
-        """The parameters that w (or every row of a stack) holds, as views."""
+        """The parameters in w (or in every row of a stack), as views."""
         # split, not slicing: its backward pass is one concatenation
         parts = torch.split(w, self._sizes, dim=-1)
         shapes = [(*w.shape[:-1], *shape) for shape in self._shapes]
@@ -303,7 +303,7 @@ class FlatModule:
 
     @contextmanager
     def _mode(self, seed: int | None) -> Iterator[None]:
-        """Evaluation mode without a seed; with one, training mode and randomness from it."""
+        """Evaluation mode without a seed; with one, training mode with random draws from it."""
         if self._module.training != (seed is not None):
             self._set_training(seed is not None)
         before = dict(self._module.named_buffers()) if self._has_buffers else {}

@@ -1,19 +1,19 @@
-"""Local training in Gram space: the same algorithm without the wide first layer.
+"""Local training in Gram space: the same algorithm without products with the wide first layer.
 
 Let the first layer be linear, Z = XWᵀ, with X an agent's samples (and a column of ones for the
 bias) and W the layer's weight (and bias). Its gradient on a batch b is (∂ℓ/∂Z)ᵀX[b], so every
-vector that gradient steps with plain step sizes can reach from W₀ is
+vector that gradient steps with scalar step sizes can reach from W₀ has the form
 
     W = s·W₀ + CᵀX     with one row of C per sample,
 
-and the layer's outputs are Z = s·Z₀ + KC with Z₀ = XW₀ᵀ and K = XXᵀ. A gradient is ∂ℓ/∂Z placed at
-the rows b of C (not autograd's derivative by C, which would be K∂ℓ/∂Z), and curvature sees a
-direction through the same map. Points have s = 1, gradients s = 0.
+and the layer's outputs are Z = s·Z₀ + KC with Z₀ = XW₀ᵀ and K = XXᵀ. A gradient is ∂ℓ/∂Z in the
+rows b of C (not autograd's derivative with respect to C, which would be K∂ℓ/∂Z), and Hessian-vector
+products apply the same map to a direction. Points have s = 1, gradients s = 0.
 
-So an agent's work in a round takes the products Z₀ at its beginning and CᵀX at its end, whatever
-the number of steps; the many products in between have the size of a batch. Most rows of C are zero
-most of the time, so a vector holds only those that are not, one for each use of a sample until
-there are many.
+So an agent's round needs the products Z₀ at its beginning and CᵀX at its end, whatever the number
+of steps; the products in between have the size of a batch. Most rows of C are zero, so a vector
+stores only the others, one for each use of a sample; when they become many, those of the same
+sample are summed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from nufed.objective.first_layer import FirstLayer
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-MOST_ROWS = 2048  # that a vector holds before those of one sample are added up
+MOST_ROWS = 2048  # of a vector, above which the rows of a sample are summed
 
 
 @dataclass(frozen=True)
 class GramVector:
-    """A vector of every agent of a chunk: s, the rows of C that are not zero, and the rest.
+    """A vector for every agent of a chunk: s, the non-zero rows of C, and the other parameters.
 
-    It takes the place of a tensor in the arithmetic of algorithms: sums, and multiples by numbers
-    or by one number per agent, (agents, 1).
+    It replaces a tensor in the arithmetic of algorithms: sums, and multiples by scalars or by one
+    scalar per agent, (agents, 1).
 
     Args:
         scale: s, a number, or one per agent.
-        places: the samples that the rows belong to, (agents, rows); rows of one place add up.
+        places: the sample index of each row, (agents, rows); rows of the same sample are summed.
         rows: (agents, rows, outputs of the layer).
         others: the other parameters, (agents, their number).
     """
@@ -55,7 +55,7 @@ class GramVector:
 
     def __add__(self, other: GramVector) -> GramVector:
         scale, others = self.scale + other.scale, self.others + other.others
-        if self.places is other.places:  # of one batch: so that differences are taken as such
+        if self.places is other.places:  # of one batch: row by row, so that differences are exact
             return GramVector(scale, self.places, self.rows + other.rows, others)
         places = torch.cat([self.places, other.places], dim=1)
         rows = torch.cat([self.rows, other.rows], dim=1)
@@ -77,7 +77,7 @@ class GramVector:
         return self * (1 / divisor)
 
     def of(self, agent: int) -> tuple[float, Rows, Tensor, Tensor]:
-        """One agent's s, places, the row of C of each of them, and other parameters."""
+        """One agent's s, its sample indices, their rows of C, and the other parameters."""
         places, inverse = np.unique(self.places[agent].numpy(), return_inverse=True)
         rows = self.rows.new_zeros(len(places), self.rows.shape[2])
         rows.index_add_(0, torch.from_numpy(inverse), self.rows[agent])
@@ -101,14 +101,14 @@ class GramVector:
 class GramObjective:
     """The objective of a chunk of agents in Gram space (a :class:`nufed.objective.AnyObjective`).
 
-    Its vectors are :class:`GramVector`; the inputs of a batch are the places of samples.
+    Its vectors are :class:`GramVector`; the inputs of a batch are sample indices.
 
     Args:
         base: the objective on the module's own parameters.
         layer: its first layer.
-        gram: tables of K, (tables, places, places); only samples that get rows in C need a column.
-        tables: which of them is each agent's.
-        start: Z₀, (agents, places, outputs of the layer).
+        gram: tables of K, (tables, samples, samples); only samples with rows in C need a column.
+        tables: the index of each agent's table.
+        start: Z₀, (agents, samples, outputs of the layer).
         start_norm: ‖W₀‖.
     """
 
@@ -163,9 +163,10 @@ class GramObjective:
         return ahead, behind
 
     def norm(self, w: GramVector) -> Tensor:
-        """A bound of the norm of the weights that w stands for, (agents, 1).
+        """An upper bound on the norm of the weights that w represents, (agents, 1).
 
-        ‖W‖ ≤ |s|·‖W₀‖ + Σ_i ‖C_i‖·‖x_i‖ with ‖x_i‖² = K_ii: a step of a difference needs no more.
+        ‖W‖ ≤ |s|·‖W₀‖ + Σ_i ‖C_i‖·‖x_i‖ with ‖x_i‖² = K_ii, which suffices for a finite-difference
+        step.
         """
         lengths = self.gram[self.tables.unsqueeze(1), w.places, w.places].sqrt()
         rows = torch.linalg.vector_norm(w.rows, dim=2)
@@ -174,7 +175,7 @@ class GramObjective:
         return torch.hypot(weights, self.layer.rest.norm(w.others))
 
     def predict(self, w: GramVector, places: Tensor) -> Tensor:
-        """The module's outputs for the samples at these places, in evaluation mode."""
+        """The module's outputs for the samples at these indices, in evaluation mode."""
         return self.layer.rest.predict(w.others, self._through(w, places))
 
     def _grad(self, places: Tensor, hidden: Tensor, others: Tensor, batch: AnyBatch) -> GramVector:
@@ -186,9 +187,9 @@ class GramObjective:
         return GramVector(0.0, places, rows, by_others)
 
     def _through(self, w: GramVector, places: Tensor) -> Tensor:
-        """The layer's outputs for the samples at these places: s·Z₀[b] + K[b]C.
+        """The layer's outputs for the samples at these indices: s·Z₀[b] + K[b]C.
 
-        Computed in the precision of K, whose rounding is that of the layer itself.
+        Computed in the precision of K, which is the layer's own.
         """
         first_start, first_gram = self._first_rows
         columns = w.places.unsqueeze(1).expand(-1, places.shape[1], -1)
@@ -211,7 +212,7 @@ class GramObjective:
 
 
 def _one_row_per_place(places: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same vector with the rows of each place added up."""
+    """The same vector with the rows of each sample summed."""
     agents, size = len(places), int(places.max()) + 1
     added = rows.new_zeros(agents, size, rows.shape[2])
     added.scatter_add_(1, places.unsqueeze(2).expand_as(rows), rows)
@@ -225,5 +226,5 @@ def _places(batch: AnyBatch) -> Tensor:
 
 
 def _rows(tables: Tensor, index: Tensor) -> Tensor:
-    """Rows of a stack of tables, which ``index`` counts through."""
+    """Rows of a stack of tables, indexed consecutively over all tables."""
     return tables.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, -1)

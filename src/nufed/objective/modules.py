@@ -1,4 +1,4 @@
-"""What an objective has to know and check about modules and tensors."""
+"""Checks and helpers for modules and tensors, used by objectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from nufed.errors import InputError
 
 RunningStats: TypeAlias = Literal["refuse", "frozen", "tracked"]
-"""What to do about running statistics; see :class:`nufed.Objective`."""
+"""How running statistics are treated; see :class:`nufed.Objective`."""
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 STATISTICS = ("running_mean", "running_var")
 COUNTER = "num_batches_tracked"
@@ -27,13 +27,13 @@ def cast_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's randomness from ``seed`` inside the block; the caller's is left as it was."""
+    """Seed torch's random generator inside the block, and restore its state afterwards."""
     if device.type != "cpu":
         with torch.random.fork_rng([device], device_type=device.type):
             torch.manual_seed(seed)
             yield
         return
-    # what fork_rng does, sixty times faster for the CPU alone
+    # like fork_rng, but sixty times faster, for the CPU alone
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -56,7 +56,7 @@ def norm_layers(module: nn.Module) -> set[str]:
 
 
 def tracked_statistics(module: nn.Module) -> dict[str, Tensor]:
-    """The running statistics of a module by name, which must be those of torch's own layers."""
+    """The running statistics of a module by name; its layers must be torch's own."""
     found: dict[str, Tensor] = {}
     for name in layers_with_running_stats(module):
         layer = module.get_submodule(name)
@@ -71,12 +71,12 @@ def tracked_statistics(module: nn.Module) -> dict[str, Tensor]:
 
 
 def batch_counters(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the counters of batches, which training layers increment and nothing reads."""
+    """Copies of the batch counters, which layers increment in training and nothing reads."""
     return {n: b.clone() for n, b in module.named_buffers() if n.rpartition(".")[2] == COUNTER}
 
 
 def check_tensors(module: nn.Module) -> None:
-    """Refuse a module of which some parameters or buffers hold no values."""
+    """Refuse a module with uninitialised parameters or buffers."""
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise InputError(
@@ -109,7 +109,7 @@ def check_parameters(module: nn.Module, parameters: list[nn.Parameter]) -> None:
 
 
 def check_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Refuse a module whose forward pass changed buffers, which were ``before`` before it."""
+    """Refuse a module whose forward pass changed its buffers from ``before``."""
     for name, buffer in module.named_buffers():
         old = before.get(name)
         same = old is not None and torch.allclose(buffer, old, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""An ``nn.Module`` and a loss, seen as functions of one flat parameter vector."""
+"""An ``nn.Module`` and a loss as functions of one flat parameter vector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Objective(FlatModule):
     """The loss of a module on a batch, as a function f(w, batch) of its flat parameters w.
 
     The vector holds every trainable parameter once (tied weights are one parameter, frozen ones
-    are left out), in the order of ``module.named_parameters()``. All methods are pure: they change
+    are excluded), in the order of ``module.named_parameters()``. All methods are pure: they change
     neither w nor the module, of which the objective keeps its own copy.
 
     All of them also take a stack of vectors, one row per agent, with batches stacked the same way,
@@ -35,9 +35,9 @@ class Objective(FlatModule):
     Args:
         module: any ``nn.Module`` with trainable floating-point parameters of one dtype.
         loss: ``loss(outputs, targets) -> scalar``; cross-entropy by default.
-        running_stats: what to do about layers that keep running statistics (BatchNorm).
+        running_stats: how to treat layers with running statistics (BatchNorm).
             ``"refuse"`` raises; ``"frozen"`` always uses the statistics stored in the module and
-            never changes them; ``"tracked"`` makes them coordinates of the flat vector, behind the
+            never changes them; ``"tracked"`` makes them coordinates of the flat vector, after the
             parameters: training normalises by the batch and updates them (:meth:`track`), and the
             algorithm decides whether they are averaged (as by FedAvg) or private (FedBN).
 
@@ -63,9 +63,9 @@ class Objective(FlatModule):
 
     @cached_property
     def double(self) -> Objective:
-        """The same objective in float64 (it casts the batches it is given).
+        """The same objective in float64; it casts its batches.
 
-        It takes no memory for parameters: every call passes them to its module.
+        It stores no parameters: every call passes them to its module.
         """
         double = copy.copy(self)
         double._exits = {}
@@ -95,8 +95,10 @@ class Objective(FlatModule):
         return other
 
     def with_exits(self, depth: int, loss: Loss | None = None) -> Objective:
-        """The same vector with the outputs of the first ``depth`` exits, (exits, samples, …), and a
-        loss of these. Not defined for a module of several inputs.
+        """An objective on the same vector with the outputs of the first ``depth`` exits.
+
+        Outputs and the argument of ``loss`` have the shape (exits, samples, …). Not defined for a
+        module with several inputs.
         """
         if depth not in self._exits:
             shared = {id(t): t for t in chain(self._module.parameters(), self._module.buffers())}
@@ -116,12 +118,12 @@ class Objective(FlatModule):
         return self
 
     def norm(self, w: Tensor) -> Tensor:
-        """‖w‖; of a stack, one per row."""
+        """‖w‖; for a stack, one per row."""
         norm: Tensor = torch.linalg.vector_norm(w, dim=-1, keepdim=w.ndim > 1)
         return norm
 
     def value(self, w: Tensor, batch: AnyBatch) -> Tensor:
-        """f(w, batch), a scalar tensor (of a stack: one number per row)."""
+        """f(w, batch), a scalar tensor; for a stack, one value per row."""
         with torch.no_grad():
             return self.forward(w, batch)
 
@@ -145,7 +147,7 @@ class Objective(FlatModule):
         except RuntimeError as error:
             if "is not implemented" not in str(error):
                 raise
-            # fused attention has no second derivative; the operations it is made of have
+            # fused attention has no second derivative; its unfused form has one
             with sdpa_kernel(SDPBackend.MATH):
                 return self._hvp(w, batch, v)
 
@@ -171,7 +173,7 @@ class Objective(FlatModule):
 
         Both see the same batch and the same dropout masks.
         """
-        # the change is computed twice, so that it need not be kept
+        # δv is computed twice to save memory
         ahead = self.grad(w.to(self.dtype) + v.to(self.dtype) * step, batch)
         behind = self.grad(w.to(self.dtype) - v.to(self.dtype) * step, batch)
         return ahead, behind
@@ -179,7 +181,7 @@ class Objective(FlatModule):
     def stacked_grad(
         self, w: Tensor, batch: AnyBatch, by_inputs: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradients of a stack, and on request the derivatives by the inputs (one tensor)."""
+        """The gradients of a stack, and optionally those with respect to the inputs (a tensor)."""
         batch = Batch(*batch)
         if self._chain is not None:
             gradient = torch.empty_like(w)
@@ -200,7 +202,7 @@ class Objective(FlatModule):
     def stacked_hvp(
         self, w: Tensor, batch: AnyBatch, v: Tensor, change: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The Hessian-vector products of a stack; with a change of the inputs, by both together."""
+        """The Hessian-vector products of a stack; with ``change``, jointly in the inputs."""
         batch = Batch(*batch)
         if self._chain is not None:
             product = torch.empty_like(w)
@@ -231,7 +233,7 @@ class Objective(FlatModule):
         return products[0], None if change is None else products[1]
 
     def operations(self, w: Tensor, batch: AnyBatch) -> set[str]:
-        """The names of the differentiable operations that f is made of, as autograd calls them."""
+        """The names of the nodes in autograd's graph of f."""
         with torch.enable_grad():
             stack = [self.forward(w.detach().requires_grad_(), batch).grad_fn]
         nodes = set()
@@ -251,12 +253,12 @@ class Objective(FlatModule):
         return loss.reshape(())
 
     def forward(self, w: Tensor, batch: AnyBatch) -> Tensor:
-        """f(w, batch) as :meth:`value` gives it, in autograd's graph."""
+        """f(w, batch) like :meth:`value`, with autograd's graph."""
         self._check_vector(w)
         return self._forward(self._views(w), batch, stacked=w.ndim > 1)
 
     def _forward(self, views: Sequence[Tensor], batch: AnyBatch, stacked: bool) -> Tensor:
-        """f of the parameters that are given one by one."""
+        """f of the parameter tensors."""
         batch = Batch(*batch)
         with self._mode(batch.seed):
             outputs = self._outputs(views, batch.inputs, stacked)
@@ -266,12 +268,12 @@ class Objective(FlatModule):
             return stacked_losses(self._loss_function, outputs, targets)
 
     def _flat(self, inputs: Inputs) -> Tensor:
-        """The inputs of a chain, (agents, samples, numbers)."""
+        """The inputs of a perceptron, (agents, samples, features)."""
         assert isinstance(inputs, Tensor)
         return cast_like(inputs, self._like).flatten(2)
 
     def _leaves(self, w: Tensor, batch: Batch, by_inputs: bool) -> tuple[list[Tensor], Batch]:
-        """What a stack is differentiated by, and the batch of which it is a part."""
+        """The leaves of a stack in autograd's graph, and the batch that holds them."""
         leaves = [w.detach().requires_grad_()]
         if by_inputs:
             assert isinstance(batch.inputs, Tensor)
@@ -281,7 +283,7 @@ class Objective(FlatModule):
 
 
 def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
-    """One vector of all; each is dropped when it is copied, so that memory holds one copy."""
+    """The concatenation; each tensor is freed once copied, so that memory holds one copy."""
     waiting = deque(tensors)
     del tensors
     vector = waiting[0].new_empty(sum(tensor.numel() for tensor in waiting))

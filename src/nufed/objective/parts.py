@@ -1,4 +1,4 @@
-"""Named parts of a model: its head, its body, its layers, as places in the flat vector."""
+"""Named parts of a model (head, body, layers) as index sets of the flat vector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST = "last:"  # followed by a number of layers
 
 @dataclass(frozen=True)
 class Part:
-    """Some coordinates of the flat vector: a slice where they are contiguous, else their places.
+    """Some coordinates of the flat vector: a slice where they are contiguous, else their indices.
 
     >>> part = Part("bias", slice(1, 3), size=2)
     >>> part.take(torch.arange(4.0)), part.put(torch.arange(4.0), torch.zeros(2))
@@ -29,21 +29,21 @@ class Part:
     size: int
 
     def take(self, w: Tensor) -> Tensor:
-        """The numbers of this part; of a stack, row by row."""
+        """The values of this part; for a stack, row by row."""
         return w[..., self.index]
 
     def put(self, w: Tensor, values: Tensor) -> Tensor:
-        """A copy of w with other numbers in this part."""
+        """A copy of w with these values in this part."""
         changed = w.clone()
         changed[..., self.index] = values
         return changed
 
     def only(self, w: Tensor) -> Tensor:
-        """A copy of w with zeros outside of this part."""
+        """A copy of w with zeros outside this part."""
         return self.put(torch.zeros_like(w), self.take(w))
 
     def rest(self, size: int) -> Part:
-        """All other coordinates of a vector of ``size`` numbers.
+        """All other coordinates of a vector of length ``size``.
 
         >>> Part("bias", slice(1, 3), size=2).rest(4).take(torch.arange(4.0))
         tensor([0., 3.])
@@ -57,16 +57,16 @@ class Part:
 def find_part(
     name: str, places: Mapping[str, slice], layers: Sequence[str], norms: Collection[str]
 ) -> Part:
-    """The part that a name or a pattern of parameter names stands for.
+    """The part given by a name or a pattern of parameter names.
 
     Args:
         name: one of ``PARTS``, ``"last:2"`` for the last two layers with parameters, a pattern of
             parameter names with ``*`` and ``?``, such as ``"layers.0.*"``, or several of these,
             separated by commas.
-        places: the place of every tensor in the vector, by name, in order; tied parameters have one
-            place under several names.
+        places: the slice of every tensor in the vector, by name, in order; tied parameters have
+            the same slice under several names.
         layers: the layers with parameters, in order; the last is the head.
-        norms: the layers that normalise.
+        norms: the normalisation layers.
     """
     chosen = {n for each in name.split(",") for n in _names(each.strip(), places, layers, norms)}
     spans = sorted({(places[n].start, places[n].stop) for n in chosen})
@@ -78,7 +78,7 @@ def find_part(
 def _names(
     name: str, places: Mapping[str, slice], layers: Sequence[str], norms: Collection[str]
 ) -> list[str]:
-    """The tensors of one name or pattern."""
+    """The names of the tensors that one name or pattern selects."""
     layer_of = {n: n.rpartition(".")[0] for n in places}
     if name in (HEAD, BODY) or (name.startswith(LAST) and name.removeprefix(LAST).isdecimal()):
         number = int(name.removeprefix(LAST)) if name.startswith(LAST) else 1
@@ -99,7 +99,7 @@ def _names(
 
 
 def _compact(places: Tensor) -> slice | Tensor:
-    """Places in ascending order, as a slice where they are contiguous."""
+    """Ascending indices, as a slice if they are contiguous."""
     if not len(places):
         return slice(0, 0)
     start, stop = int(places[0]), int(places[-1]) + 1

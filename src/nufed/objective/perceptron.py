@@ -1,10 +1,9 @@
-"""Derivatives of stacks of fully connected networks under cross-entropy, written out.
+"""Closed-form derivatives of stacks of fully connected networks with cross-entropy.
 
-On small networks an automatic derivative spends most of its time on bookkeeping. Here a network is
-a chain of linear layers and activations. The gradient runs the chain forwards, then d, the
-derivative by a link's outputs, backwards through it. A Hessian-vector product differentiates both
-runs along the direction: beside every x runs its change ẋ, beside every d its change ḋ
-(Pearlmutter's R-operator). Everything has agents along its first dimension.
+On small networks autograd's overhead dominates. Here a network is a chain of linear layers and
+activations. The gradient is a forward pass, then a backward pass of d, the derivative with respect
+to a link's outputs. A Hessian-vector product differentiates both passes along the direction, with
+tangents ẋ of every x and ḋ of every d (Pearlmutter's R-operator). Agents are the first dimension.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """A function φ applied to every number, with its derivatives in terms of its value y = φ(x).
+    """An elementwise function φ, with its derivatives in terms of its value y = φ(x).
 
-    ``backward(d, y)`` is φ′d, and ``bend(y)`` is φ″, None where that is zero.
+    ``backward(d, y)`` is φ′d, and ``bend(y)`` is φ″, None if it is zero.
     """
 
     apply: Callable[[Tensor], Tensor]
@@ -35,7 +34,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Linear:
-    """x ↦ xWᵀ + b, by the names of its parameters."""
+    """x ↦ xWᵀ + b, given by the names of its parameters."""
 
     weight: str
     bias: str | None
@@ -52,14 +51,14 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
 
 @dataclass(frozen=True)
 class Perceptron:
-    """A chain of layers with cross-entropy at its end, for a stack of parameters."""
+    """A chain of layers with cross-entropy as the loss, for a stack of parameters."""
 
     links: tuple[Linear | Activation, ...]
 
     def gradient(
         self, p: Parameters, inputs: Tensor, targets: Tensor, into: Parameters, by_inputs: bool
     ) -> Tensor | None:
-        """Write the derivatives by the parameters ``into`` place; return those by the inputs."""
+        """Write the gradients of the parameters ``into`` tensors; return that of the inputs."""
         xs = self._forward(p, inputs)
         d, _ = _residual(xs[-1], targets)
         for i, link in reversed(list(enumerate(self.links))):
@@ -82,7 +81,7 @@ class Perceptron:
         targets: Tensor,
         into: Parameters,
     ) -> Tensor | None:
-        """The same for the change of the gradient along v and a change of the inputs, if any."""
+        """The same for the derivative of the gradient along v and, if given, along ``change``."""
         xs = self._forward(p, inputs)
         dots = [torch.zeros_like(inputs) if change is None else change]
         for i, link in enumerate(self.links):
@@ -125,7 +124,7 @@ class Perceptron:
 
 
 def perceptron(module: nn.Module, loss: object) -> Perceptron | None:
-    """The chain that a module is, if it is one and nothing else, with cross-entropy as its loss."""
+    """The module as a chain; None if it is not one, or its loss is not cross-entropy."""
     links = list(_links(module, ""))
     names = [n for link in links if isinstance(link, Linear) for n in (link.weight, link.bias) if n]
     every = dict(module.named_parameters(remove_duplicate=False))
@@ -138,7 +137,7 @@ def perceptron(module: nn.Module, loss: object) -> Perceptron | None:
 
 
 def _links(module: nn.Module, prefix: str) -> Iterator[Linear | Activation | None]:
-    """The links of a module; None for what is none."""
+    """The links of a module; None for a layer that can't be one."""
     if module._forward_hooks or module._forward_pre_hooks:
         yield None
     elif type(module) is nn.Sequential:
@@ -153,12 +152,12 @@ def _links(module: nn.Module, prefix: str) -> Iterator[Linear | Activation | Non
 
 
 def _flattens(module: nn.Module) -> bool:
-    """Whether it only flattens samples, which is done before a chain."""
+    """Whether it only flattens samples, which is done before the chain."""
     return isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
 
 
 def _residual(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivative of the mean cross-entropy by the outputs, and their softmax."""
+    """The gradient of the mean cross-entropy in the outputs, and their softmax."""
     softmax = torch.softmax(outputs, dim=-1)
     ones = targets.unsqueeze(-1)
     residual = softmax.scatter_add(2, ones, softmax.new_full((), -1.0).expand(ones.shape))

@@ -12,7 +12,7 @@ Operator: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def spectral_norm(operator: Operator, start: Tensor, iterations: int = 16) -> float:
-    """The largest absolute eigenvalue of a symmetric operator, by Lanczos, from below.
+    """A lower bound on the largest absolute eigenvalue of a symmetric operator, by Lanczos.
 
     >>> import torch
     >>> matrix = torch.diag(torch.tensor([1.0, -5.0, 2.0], dtype=torch.float64))
@@ -27,7 +27,7 @@ def spectral_norm(operator: Operator, start: Tensor, iterations: int = 16) -> fl
         basis.append(v)
         image = operator(v)
         diagonal.append(float(image @ v))
-        for b in (*basis, *basis):  # twice is enough to stay orthogonal
+        for b in (*basis, *basis):  # reorthogonalised twice
             image = image - (image @ b) * b
         length = float(image.norm())
         if length < 1e-12 * (1 + abs(diagonal[0])):

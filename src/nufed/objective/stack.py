@@ -1,8 +1,8 @@
-"""A module and its loss for several agents at once, each with parameters of its own.
+"""A module and its loss for several agents at once, each with its own parameters.
 
-Everything has agents along its first dimension: row a of each parameter meets row a of the inputs.
-Networks of linear layers run as batched products; whatever else a module does runs under
-``torch.func.vmap``. Either way the cost of starting an operation is paid once for all agents.
+Agents are the first dimension: row a of each parameter is applied to row a of the inputs. Linear
+layers run as batched products, everything else under ``torch.func.vmap``. Either way the overhead
+of an operation is paid once for all agents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def stacked_outputs(
     arguments: tuple[Tensor, ...],
     keywords: Mapping[str, Tensor],
 ) -> Tensor:
-    """The module's outputs, (agents, samples, …); it may not draw random numbers."""
+    """The module's outputs, (agents, samples, …); it must not draw random numbers."""
     if len(arguments) == 1 and not keywords:
         return _layer(module, "", parameters, arguments[0])
     return _any_module(module, parameters, arguments, keywords)
@@ -76,7 +76,7 @@ def _any_module(
     def outputs(p: dict[str, Tensor], a: tuple[Tensor, ...], k: dict[str, Tensor]) -> Any:
         return functional_call(module, p, a, k, tie_weights=False)
 
-    # without arguments of some kind there is nothing to map over; vmap takes empty containers
-    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no form for stacks
+    # either container may be empty, which vmap accepts
+    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no batching rule
         result: Tensor = vmap(outputs)(dict(parameters), arguments, dict(keywords))
     return result

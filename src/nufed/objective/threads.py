@@ -1,4 +1,4 @@
-"""Torch's threads: bits depend on their number, and small products are slower on many."""
+"""The number of torch threads: bits depend on it, and more threads slow down small products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Torch on ``count`` threads inside the block, as before after it."""
+    """Set the number of torch threads inside the block, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
