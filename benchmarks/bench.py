@@ -24,15 +24,16 @@ from jobs import (
     METHODS,
     QUICK,
     Ours,
+    Plain,
     Sizes,
     cnn_contenders,
     lazy_data,
     paper_contenders,
     paper_data,
     paper_module,
-    plain,
 )
 from measure import interleaved, median, memory_bytes, ratio
+from method_rows import methods_job
 from states import states_job
 
 from nufed import Objective
@@ -105,7 +106,7 @@ def digits_job(sizes, cores):
     problem = Problem.make(config)
     setup, data = Setup.make(problem), problem.federations[0]
     module = build_module(config, problem.samples, 0)
-    loop = plain(module, data, config.method.batch_size, config.method.local_steps)
+    loop = Plain(module, data, config.method.batch_size, config.method.local_steps)
     seen, agents = list(data.split.seen), list(data.split.agents)
     cohort = seen[: max(1, round(config.participation * len(seen)))]
     curvatures = {"FirstOrder": "first_order", "Exact": "exact", "HessianFree": "hf"}
@@ -287,6 +288,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one repeat")
     parser.add_argument("--out", type=Path, help="directory for results and charts")
+    parser.add_argument("--job", choices=JOBS, help="run this job alone and keep other results")
     parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -300,26 +302,38 @@ def main():
         )
         print(json.dumps(found))
         return
-    results = {
-        "machine": {"cores": cores, "processor": platform.processor(), "torch": torch.__version__},
-        "turns": sizes.repeats,
-        "rounds": ROUNDS,
-        "paper": paper_job(sizes, cores),
-        "digits": digits_job(sizes, cores),
-        "cnn": cnn_job(sizes, cores),
-        "memory": memory_job(sizes, cores),
-        "large": large_job(sizes),
-        "scale": scale_job(sizes),
-        "states": states_job(sizes),
-        "sweeps": sweeps(sizes, cores),
-    }
     with tempfile.TemporaryDirectory() as discarded:
         out = options.out or (Path(discarded) if options.quick else HERE / "results")
         out.mkdir(parents=True, exist_ok=True)
+        kept = json.loads((out / "bench.json").read_text()) if options.job else {}
+        results = kept | {
+            "machine": {
+                "cores": cores,
+                "processor": platform.processor(),
+                "torch": torch.__version__,
+            },
+            "turns": sizes.repeats,
+            "rounds": ROUNDS,
+        }
+        for name in [options.job] if options.job else JOBS:
+            results[name] = JOBS[name](sizes, cores)
         (out / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
         for path in draw(results, out):
             print(f"chart: {path}")
         print(f"results: {out / 'bench.json'}")
+
+
+JOBS = {
+    "paper": paper_job,
+    "methods": lambda sizes, cores: methods_job(sizes),
+    "digits": digits_job,
+    "cnn": cnn_job,
+    "memory": memory_job,
+    "large": lambda sizes, cores: large_job(sizes),
+    "scale": lambda sizes, cores: scale_job(sizes),
+    "states": lambda sizes, cores: states_job(sizes),
+    "sweeps": sweeps,
+}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from plain import Plain
+from plain import Meta, Samples
 
 from nufed import Exact, Federation, FirstOrder, GMeta, HessianFree, Objective
 from nufed.data import DirichletReusing, as_samples, lazy_split, make_split
@@ -23,6 +23,7 @@ class Sizes:
 
     repeats: int = 9
     few_repeats: int = 3  # of long jobs
+    method_repeats: int = 9  # of the rows of methods
     agents: int = 50
     samples: int = 1000  # of every agent
     inputs: int = 3072
@@ -48,6 +49,7 @@ class Sizes:
 QUICK = Sizes(
     repeats=1,
     few_repeats=1,
+    method_repeats=1,
     agents=2,
     samples=20,
     inputs=12,
@@ -132,12 +134,23 @@ def image_data(agents, per_agent, shape):
     return Federation(as_samples((inputs, rng.integers(0, 10, len(inputs)))), split)
 
 
-def plain(module, data, batch_size, local_steps=4):
-    inputs, targets = data.samples.inputs, data.samples.targets
-    if inputs.dtype == torch.uint8:  # scaled once, before it starts
-        inputs = inputs * data.samples.scale
-    train, test = data.split.train, data.split.test
-    return Plain(module, inputs, targets, train, test, batch_size, local_steps)
+class Plain:
+    """The plain loop of gMeta as a contender."""
+
+    def __init__(self, module, data, batch_size, local_steps=4):
+        inputs, split = data.samples.inputs, data.split
+        if inputs.dtype == torch.uint8:  # scaled once, before it starts
+            inputs = inputs * data.samples.scale
+        self.test = split.test
+        samples = Samples(inputs, data.samples.targets, split.train, batch_size)
+        self.loop = Meta(module, samples, GMeta(local_steps=local_steps))
+
+    def round(self, cohort, nu, curvature):
+        self.loop.nu, self.loop.curvature = nu, type(CURVATURES[curvature]).__name__
+        self.loop.round(cohort)
+
+    def evaluate(self, agents, steps=3):
+        self.loop.evaluate({agent: self.test[agent] for agent in agents}, steps)
 
 
 def paper_data(sizes):
@@ -155,7 +168,7 @@ def paper_contenders(data, sizes, cores, local_steps=4):
     objective = Objective(module)
     direct = DirectEngine(objective, data, 0)
     gram = GramEngine(objective, data, 0, first_layer(objective, (sizes.inputs,)))
-    yardstick = plain(module, data, batch, local_steps)
+    yardstick = Plain(module, data, batch, local_steps)
     return {
         "plain loop, 1 thread": yardstick,
         f"plain loop, {cores} threads": Threads(yardstick, cores),
@@ -172,7 +185,7 @@ def cnn_contenders(sizes, cores):
     torch.manual_seed(0)
     module = cnn_groupnorm(shape, 10)
     direct = DirectEngine(Objective(module), data, 0)
-    yardstick = plain(module, data, batch, local_steps=2)
+    yardstick = Plain(module, data, batch, local_steps=2)
     return {
         "plain loop, 1 thread": yardstick,
         f"plain loop, {cores} threads": Threads(yardstick, cores),

@@ -19,12 +19,13 @@ def process_tree(pid=None):
 
 
 def cpu_seconds():
-    """CPU time of the process tree, including children that have ended."""
-    total = 0
+    """CPU time of the process tree, including children that have ended (these in ticks)."""
+    ticks, own = 0, os.getpid()
     for pid in process_tree():
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += sum(map(int, fields[11:15]))  # own time, and that of children waited for
-    return total / TICK
+        # of children their own time too; of every process that of children waited for
+        ticks += sum(map(int, fields[13 if pid == own else 11 : 15]))
+    return time.process_time() + ticks / TICK
 
 
 def memory_bytes():
@@ -58,10 +59,11 @@ def median(times, what="seconds"):
     return statistics.median(times[what])
 
 
-def ratio(slow, fast, extra=0.0):
+def ratio(slow, fast, extra=0.0, what="seconds"):
     """The speed-up of ``fast`` over ``slow``: median and range of the ratios within repeats.
 
-    ``extra`` seconds are added to every repeat of ``fast``: amortised one-time costs.
+    ``extra`` seconds are added to every repeat of ``fast``: amortised one-time costs. ``what`` may
+    also be ``"cpu"``.
     """
-    each = [a / (b + extra) for a, b in zip(slow["seconds"], fast["seconds"], strict=True)]
+    each = [a / (b + extra) for a, b in zip(slow[what], fast[what], strict=True)]
     return {"median": statistics.median(each), "from": min(each), "to": max(each)}

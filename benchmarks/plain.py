@@ -1,6 +1,8 @@
-"""The baseline: a round as in published Per-FedAvg code.
+"""The yardstick: a round as a careful person writes it in plain PyTorch.
 
-Copy the module for every agent, step the copy with torch.optim.SGD, call backward.
+The module's own parameters are stepped in place under ``no_grad``, with gradients of
+``torch.autograd.grad``: no optimizer object, no copy of a module after set-up, and each batch is
+gathered with one index. The loops of the field's other methods are in methods.py.
 """
 
 import copy
@@ -9,88 +11,185 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-ALPHA, BETA, DELTA = 0.01, 0.001, 1e-3
-RNG = np.random.default_rng(0)
+DELTA = 1e-3  # of a Hessian-free difference
 
 
-class Plain:
-    """A module, the samples of every agent, and the settings of a job."""
+class Samples:
+    """The agents' samples, as batches drawn by one generator; ``train`` has each agent's rows."""
 
-    def __init__(self, module, inputs, targets, train, test, batch_size, local_steps=4):
-        self.module, self.inputs, self.targets = module, inputs, targets
-        self.train, self.test = train, test
-        self.batch_size, self.local_steps = batch_size, local_steps
+    def __init__(self, inputs, targets, train, batch_size):
+        self.inputs, self.targets, self.train = inputs, targets, train
+        self.batch_size, self.rng = batch_size, np.random.default_rng(0)
 
-    def batch(self, agent):
-        rows = torch.from_numpy(RNG.choice(self.train[agent], self.batch_size, replace=False))
-        return self.inputs[rows], self.targets[rows]
+    def take(self, rows):
+        index = torch.from_numpy(rows)
+        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
 
-    def round(self, cohort, nu, curvature):
-        """One round of (generalized) Per-FedAvg; ``curvature`` is first_order, exact or hf."""
-        states = []
+    def draw(self, agent, purpose="outer", number=1, step=0):
+        """Independent batches; what they are for does not matter here."""
+        rows, size = self.train[agent], self.batch_size
+        return [self.take(self.rng.choice(rows, size, replace=False)) for _ in range(number)]
+
+    def epoch(self, agent, share):
+        """A share of the agent's samples in random order, as batches."""
+        rows = self.rng.permutation(self.train[agent])
+        rows = rows[: int(np.ceil(share * len(rows)))]
+        ends = range(self.batch_size, len(rows), self.batch_size)
+        return [self.take(piece) for piece in np.split(rows, ends)]
+
+    def halves(self, agent, held):
+        """The agent's rows in two disjoint parts, the second with a share ``held`` of them."""
+        rows = self.rng.permutation(self.train[agent])
+        number = max(1, round(held * len(rows)))
+        return rows[number:], rows[:number]
+
+    def picks(self, agent, step, halves, number):
+        """``number`` batches of the first half and one of the second."""
+        chosen = [halves[0]] * number + [halves[1]]
+        sizes = [min(self.batch_size, len(rows)) for rows in chosen]
+        pairs = zip(chosen, sizes, strict=True)
+        return [self.take(self.rng.choice(rows, size, replace=False)) for rows, size in pairs]
+
+
+class Loop:
+    """FedAvg: local SGD in place, and the mean. Other methods are subclasses.
+
+    Args:
+        module: the network; parameters are stepped in copies of it, made here once.
+        samples: the agents' batches, as :class:`Samples`.
+        settings: an algorithm of nufed, whose settings are used and nothing else of it.
+    """
+
+    loss = staticmethod(F.cross_entropy)
+
+    def __init__(self, module, samples, settings):
+        self.samples, self.settings = samples, settings
+        self.model, self.parameters = trainable(module)
+        self.sent = self.parameters  # what an agent's training leaves for the server
+        self.w = values(self.sent)  # what the server holds
+        self.states, self.gradients, self.products = {}, 0, 0
+
+    @torch.no_grad()
+    def round(self, cohort):
+        total = [torch.zeros_like(w) for w in self.w]
         for agent in cohort:
-            model = copy.deepcopy(self.module)
-            optimizer = torch.optim.SGD(model.parameters(), lr=BETA)
-            for _ in range(self.local_steps):
-                direction = self.meta_gradient(model, agent, nu, curvature)
-                for parameter, d in zip(model.parameters(), direction, strict=True):
-                    parameter.grad = d
-                optimizer.step()
-            states.append(model.state_dict())
-        return {name: sum(s[name] for s in states) / len(states) for name in states[0]}
+            self.train(agent)
+            torch._foreach_add_(total, self.sent)
+        torch._foreach_div_(total, len(cohort))
+        self.server(total)
 
-    def meta_gradient(self, model, agent, nu, curvature):
-        adapted, iterates = copy.deepcopy(model), []
-        optimizer = torch.optim.SGD(adapted.parameters(), lr=ALPHA)
-        for _ in range(nu):
-            if curvature != "first_order":
-                iterates.append(copy.deepcopy(adapted))
-            self.backward(adapted, optimizer, agent)
-            optimizer.step()
-        self.backward(adapted, optimizer, agent)
-        d = [p.grad for p in adapted.parameters()]
-        for before in reversed(iterates):
-            inputs, targets = self.batch(agent)
-            product = exact_product if curvature == "exact" else difference_product
-            hd = product(before, inputs, targets, d)
-            d = [v - ALPHA * h for v, h in zip(d, hd, strict=True)]
+    def train(self, agent):
+        """One agent's round, from ``self.w`` to ``self.sent``."""
+        torch._foreach_copy_(self.sent, self.w)
+        self.descend(agent)
+
+    def server(self, mean):
+        self.w = mean
+
+    def descend(self, agent):
+        """Local steps of ``self.parameters``."""
+        for batch in self.batches(agent):
+            step(self.parameters, self.gradient(self.model, self.parameters, batch), self.settings.meta_lr)
+
+    def batches(self, agent, purpose="outer", steps=None):
+        for t in range(self.settings.local_steps if steps is None else steps):
+            yield from self.samples.draw(agent, purpose, step=t)
+
+    @torch.enable_grad()
+    def gradient(self, model, parameters, batch):
+        self.gradients += 1
+        inputs, targets = batch
+        return torch.autograd.grad(self.loss(model(inputs), targets), parameters)
+
+    @torch.no_grad()
+    def evaluate(self, test, steps=3):
+        """Fine-tune the global model for every agent and score it on its samples after each step.
+
+        ``test`` has the rows of each agent's test samples.
+        """
+        for agent, rows in test.items():
+            torch._foreach_copy_(self.parameters, self.w)
+            inputs, targets = self.samples.take(rows)
+            (*batches,) = self.samples.draw(agent, "adapt", steps)
+            for batch in [None, *batches]:
+                if batch is not None:
+                    g = self.gradient(self.model, self.parameters, batch)
+                    step(self.parameters, g, self.settings.adapt_lr)
+                outputs = self.model(inputs)
+                self.loss(outputs, targets).item()
+                (outputs.argmax(dim=1) == targets).float().mean().item()
+
+
+class Meta(Loop):
+    """gMeta: ν fine-tuning steps, the gradient there, and back through them.
+
+    ``chain`` has one copy of the module per iterate w₀ … w_ν, into which steps are written.
+    """
+
+    def __init__(self, module, samples, settings):
+        super().__init__(module, samples, settings)
+        self.nu, self.curvature = settings.adapt_steps, type(settings.curvature).__name__
+        self.chain = [(self.model, self.parameters)]
+
+    def iterate(self, place):
+        while len(self.chain) <= place:
+            self.chain.append(trainable(self.model))
+        return self.chain[place]
+
+    def descend(self, agent):
+        for t in range(self.settings.local_steps):
+            step(self.parameters, self.meta_gradient(agent, t), self.settings.meta_lr)
+
+    def meta_gradient(self, agent, t):
+        alpha, nu, first_order = self.settings.adapt_lr, self.nu, self.curvature == "FirstOrder"
+        place = 0
+        for batch in self.samples.draw(agent, "adapt", nu, t):
+            model, w = self.iterate(place)
+            place = 1 if first_order else place + 1  # without products one copy will do
+            step_into(self.iterate(place)[1], w, self.gradient(model, w, batch), alpha)
+        (outer,) = self.samples.draw(agent, "outer", step=t)
+        d = self.gradient(*self.iterate(place), outer)
+        if not first_order:
+            product = self.exact if self.curvature == "Exact" else self.difference
+            batches = self.samples.draw(agent, "curvature", nu, t)
+            for number in reversed(range(nu)):
+                torch._foreach_sub_(d, product(*self.chain[number], batches[number], d), alpha=alpha)
         return d
 
-    def backward(self, model, optimizer, agent):
-        inputs, targets = self.batch(agent)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
+    @torch.enable_grad()
+    def exact(self, model, parameters, batch, v):
+        self.products += 1
+        inputs, targets = batch
+        loss = self.loss(model(inputs), targets)
+        gradient = torch.autograd.grad(loss, parameters, create_graph=True)
+        return torch.autograd.grad(gradient, parameters, v)
 
-    def evaluate(self, agents, steps=3):
-        """Fine-tune every agent's copy and score it on the agent's test part after every step."""
-        for agent in agents:
-            model = copy.deepcopy(self.module)
-            optimizer = torch.optim.SGD(model.parameters(), lr=ALPHA)
-            inputs, targets = self.inputs[self.test[agent]], self.targets[self.test[agent]]
-            for step in range(steps + 1):
-                with torch.no_grad():
-                    outputs = model(inputs)
-                    F.cross_entropy(outputs, targets).item()
-                    (outputs.argmax(dim=1) == targets).float().mean().item()
-                if step < steps:
-                    self.backward(model, optimizer, agent)
-                    optimizer.step()
+    def difference(self, model, w, batch, v):
+        model, beside = self.iterate(self.nu)  # w_ν is no longer needed
+        step_into(beside, w, v, -DELTA)
+        ahead = self.gradient(model, beside, batch)
+        step_into(beside, w, v, DELTA)
+        torch._foreach_sub_(ahead, self.gradient(model, beside, batch))
+        torch._foreach_div_(ahead, 2 * DELTA)
+        return ahead
 
 
-def exact_product(model, inputs, targets, v):
-    parameters = list(model.parameters())
-    loss = F.cross_entropy(model(inputs), targets)
-    gradient = torch.autograd.grad(loss, parameters, create_graph=True)
-    return torch.autograd.grad(gradient, parameters, v)
+def trainable(module):
+    """A copy of a module in training mode, and its parameters."""
+    module = copy.deepcopy(module).train()
+    return module, list(module.parameters())
 
 
-def difference_product(model, inputs, targets, v):
-    gradients = []
-    for sign in (1, -1):
-        moved = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter, d in zip(moved.parameters(), v, strict=True):
-                parameter.add_(d, alpha=sign * DELTA)
-        F.cross_entropy(moved(inputs), targets).backward()
-        gradients.append([p.grad for p in moved.parameters()])
-    return [(a - b) / (2 * DELTA) for a, b in zip(*gradients, strict=True)]
+def values(tensors):
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def step(w, gradient, lr):
+    """w ← w − lr·gradient."""
+    torch._foreach_sub_(w, gradient, alpha=lr)
+
+
+def step_into(after, w, gradient, lr):
+    """after ← w − lr·gradient."""
+    for to, p, g in zip(after, w, gradient, strict=True):
+        torch.sub(p, g, alpha=lr, out=to)
