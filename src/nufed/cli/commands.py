@@ -17,7 +17,7 @@ from nufed.analysis.advise import advise
 from nufed.analysis.numeric_bounds import bounds_of_numbers
 from nufed.analysis.run_bounds import bounds_of_run
 from nufed.bundle.from_run import can_be_bundled
-from nufed.cli import bundle_commands
+from nufed.cli import bundle_commands, export_commands
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.data_commands import AsJson, Overrides, data_app
 from nufed.cli.doctor import examine
@@ -54,6 +54,7 @@ NoFigures = Annotated[
 app.add_typer(data_app, name="data")
 app.add_typer(federate_app, name="federate")
 bundle_commands.register(app)
+export_commands.register(app)
 
 
 @app.command()
@@ -81,8 +82,7 @@ def run(
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
     with show_progress(console(stderr=True)) as display:
         follow: dict[str, Any] = {
-            "on_start": display.start,
-            "on_progress": display.update,
+            "observers": [display],
             "figures": not no_figures,
             "on_stop": lambda: _say("stopping after this round; press Ctrl-C again to stop now", 0),
         }
