@@ -14,7 +14,7 @@ from nufed.algorithms.protocol import State
 from nufed.errors import NumericalWarning, TrainingError
 from nufed.evaluate import chooses, evaluation_context
 from nufed.experiment.baselines import baselines, local_training
-from nufed.experiment.evaluation import evaluate
+from nufed.experiment.evaluation import evaluate, training_entries
 from nufed.experiment.observers import Event, Listener
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
@@ -112,6 +112,7 @@ def run_method(
                 choose = chooses(config.eval_lr, last)
                 evaluation = evaluate(setup, engine, algorithm, received, progress.states, choose)
                 entries = evaluation_line(evaluation, config.steps_evaluated, setup.measure)
+                entries |= training_entries(setup, engine, algorithm, progress, entries)
             save = last or stop() or is_due(config.checkpoint_every, progress.round)
             recorded = recorder.record(progress, entries, checkpoint=save)
             if last:

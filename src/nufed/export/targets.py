@@ -1,47 +1,31 @@
 """What ``nufed export RUN --to NAME`` can write: the targets by name.
 
-A target is one function in a file of its own. It imports the package that it needs itself, through
+A target is one function in a file of its own. It imports the package that it needs itself, inside
 :func:`nufed.export.packages.needed`, so that nothing is imported before it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from nufed.errors import InputError, shown
+from nufed.export.mlflow_store import FOLDER as MLFLOW
+from nufed.export.mlflow_store import write_mlflow
+from nufed.export.target import Chosen, Target
+from nufed.export.tensorboard_files import FOLDER as TENSORBOARD
+from nufed.export.tensorboard_files import write_tensorboard
+from nufed.export.wandb_runs import write_wandb
 from nufed.registry import suggest
 from nufed.runs import Run
 
-
-@dataclass(frozen=True)
-class Chosen:
-    """What of a run is exported: None means all methods, or the first seed."""
-
-    method: str | None = None
-    seed: int | None = None
-    trust: bool = False
-
-
-@dataclass(frozen=True)
-class Target:
-    """A format or tool that runs are exported to.
-
-    Args:
-        about: one line for the help text.
-        write: writes a run to a path and returns what was written, one line each, as printed.
-        default: the path to write to where none is given, from the run.
-        chooses: whether ``method`` and ``seed`` may be chosen; else they are refused.
-    """
-
-    about: str
-    write: Callable[[Run, Path, Chosen], list[str]]
-    default: Callable[[Run], Path]
-    chooses: bool = False
-
-
-TARGETS: Mapping[str, Target] = {}
+TARGETS: Mapping[str, Target] = {
+    "tensorboard": Target(
+        "event files, into RUN/tensorboard", write_tensorboard, lambda run: run.path / TENSORBOARD
+    ),
+    "mlflow": Target("a local tracking store, ./mlruns", write_mlflow, lambda run: Path(MLFLOW)),
+    "wandb": Target("offline W&B runs, into ./wandb", write_wandb, lambda run: Path()),
+}
 
 
 def export(run: Run, to: str, out: Path | None = None, chosen: Chosen | None = None) -> list[str]:
