@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run federation test test-slow test-federation test-offline bench attacks paper format clean
+.PHONY: run federation test test-slow test-federation test-offline bench attacks external paper format clean
 
 run: $(READY)            ## train the quickstart and print the path of its report
 	$(BIN)/nufed run quickstart
@@ -37,6 +37,9 @@ bench: $(READY)          ## benchmarks of rounds against a plain loop and a lowe
 
 attacks: $(READY)        ## every attack against every aggregation rule: about half an hour
 	$(BIN)/python benchmarks/attacks.py
+
+external: $(READY)       ## published numbers of NIID-Bench, and ours in its setting: about four hours of a core
+	$(BIN)/python benchmarks/external.py
 
 paper: $(READY)          ## the paper's experiments and extensions, in stages: about three hours
 	$(BIN)/python -m paper

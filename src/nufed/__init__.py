@@ -6,7 +6,7 @@ from nufed.bundle.from_run import make_bundle
 from nufed.bundle.personal import make_personal
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, NufedError, NumericalWarning
-from nufed.experiment import resume, run
+from nufed.experiment import Event, Observer, resume, run
 from nufed.meta.fine_tuning import adapt, trajectory
 from nufed.meta.meta_gradient import (
     Exact,
@@ -24,6 +24,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Batch",
     "Bundle",
+    "Event",
     "Exact",
     "Federation",
     "FirstOrder",
@@ -34,6 +35,7 @@ __all__ = [
     "NufedError",
     "NumericalWarning",
     "Objective",
+    "Observer",
     "Run",
     "Samples",
     "Split",

@@ -9,6 +9,7 @@
     └── RunError               a run directory can't be written or read
     NumericalWarning           a result was computed, but is numerically unreliable
     ReportWarning              a report was written, but without some of its charts
+    ObserverWarning            an observer of a run failed, and the run continued
 
 Every message says what was given, what is allowed, and what to do.
 """
@@ -54,6 +55,10 @@ class NumericalWarning(UserWarning):
 
 class ReportWarning(UserWarning):
     """A report was written, but without some of its charts."""
+
+
+class ObserverWarning(UserWarning):
+    """An observer of a run failed, and the run continued."""
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:

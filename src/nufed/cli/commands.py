@@ -17,7 +17,7 @@ from nufed.analysis.advise import advise
 from nufed.analysis.numeric_bounds import bounds_of_numbers
 from nufed.analysis.run_bounds import bounds_of_run
 from nufed.bundle.from_run import can_be_bundled
-from nufed.cli import bundle_commands
+from nufed.cli import bundle_commands, export_commands
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.data_commands import AsJson, Overrides, data_app
 from nufed.cli.doctor import examine
@@ -30,6 +30,7 @@ from nufed.config.trust import require_trust
 from nufed.errors import InputError, NufedError
 from nufed.experiment import resume as resume_experiment
 from nufed.experiment import run as run_experiment
+from nufed.export import TensorBoard
 from nufed.files import write_sealed
 from nufed.objective.threads import torch_threads
 from nufed.report import build_report, save_advice_chart, save_bounds_charts
@@ -54,6 +55,7 @@ NoFigures = Annotated[
 app.add_typer(data_app, name="data")
 app.add_typer(federate_app, name="federate")
 bundle_commands.register(app)
+export_commands.register(app)
 
 
 @app.command()
@@ -71,6 +73,10 @@ def run(
     ] = None,
     trust: Trust = False,
     no_figures: NoFigures = False,
+    tensorboard: Annotated[
+        bool,
+        typer.Option("--tensorboard", help="Write TensorBoard event files into RUN/tensorboard."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train and evaluate every method of a configuration, and write a report."""
@@ -81,8 +87,7 @@ def run(
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
     with show_progress(console(stderr=True)) as display:
         follow: dict[str, Any] = {
-            "on_start": display.start,
-            "on_progress": display.update,
+            "observers": [display, *([TensorBoard()] if tensorboard else ())],
             "figures": not no_figures,
             "on_stop": lambda: _say("stopping after this round; press Ctrl-C again to stop now", 0),
         }

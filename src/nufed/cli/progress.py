@@ -24,12 +24,12 @@ from nufed.config import Config
 from nufed.config.trust import named_code
 from nufed.data.download import OnProgress
 from nufed.errors import visible
-from nufed.experiment import Event
+from nufed.experiment import Event, Observer
 
 MAX_WARNINGS = 5  # per run; further ones are only counted
 
 
-class Display:
+class Display(Observer):
     """Shows a run's progress, and its remaining time from each method's past rounds."""
 
     def __init__(self, console: Console) -> None:
@@ -42,11 +42,11 @@ class Display:
             disable=not console.is_terminal,
             transient=True,
         )
-        self._spent: dict[str, list[float]] = {}
+        self._spent: dict[str, list[float]] = {}  # seconds of rounds, by method
+        self._done: dict[tuple[str, int], int] = {}  # rounds, by method and seed
         self.resume: str | None = None  # the command that resumes the run
 
     def start(self, config: Config, path: Path) -> None:
-        """Called when a run starts in ``path``."""
         self._config = config
         where = shlex.quote(str(path))
         self.resume = f"nufed run --resume {where}" + " --trust" * bool(named_code(config))
@@ -57,18 +57,29 @@ class Display:
         self._task = self._bar.add_task("", total=sum(self._rounds.values()), left="")
         self._last = time.monotonic()
 
-    def update(self, event: Event) -> None:
-        """Called after every round (round 0: a method starts)."""
-        now = time.monotonic()
-        if event.round:
-            self._spent.setdefault(event.method, []).append(now - self._last)
-        self._last = now
+    def part(self, event: Event) -> None:
+        self._done[event.method, event.seed] = event.round
+        self._show(event)
+
+    def round(self, event: Event) -> None:
+        self._spent.setdefault(event.method, []).append(time.monotonic() - self._last)
+        self._done[event.method, event.seed] = event.round
+        self._show(event)
+
+    def evaluation(self, event: Event) -> None:
+        if not event.round:
+            self._show(event)
+
+    def _show(self, event: Event) -> None:
+        self._last = time.monotonic()
         left = self._left()
-        score = "" if event.score is None else f"  {event.score:.3f}"
+        score = ""
+        if event.score is not None:  # of an earlier round, where not every round is evaluated
+            score = f"  score {event.score:.3f} (round {event.scored_round})"
         where = f"seed {event.seed}  {event.method}"
         if event.method in self._rounds:
             where += f"  round {event.round}/{self._config.rounds}"
-        done = sum(map(len, self._spent.values()))
+        done = sum(self._done.values())
         self._bar.update(self._task, completed=done, description=visible(where) + score, left=left)
         plain = not self._console.is_terminal
         if plain and event.round and event.round in (self._config.rounds // 2, self._config.rounds):
@@ -84,7 +95,8 @@ class Display:
             return ""
         slowest = max(pace.values())
         seconds = sum(
-            (rounds - len(self._spent.get(m, ()))) * pace.get(m, slowest)
+            (rounds - sum(k for (own, _), k in self._done.items() if own == m))
+            * pace.get(m, slowest)
             for m, rounds in self._rounds.items()
         )
         return (

@@ -22,6 +22,7 @@ from nufed.evaluate.step_size import (
     chooses,
     evaluate_with_choice,
 )
+from nufed.evaluate.training_loss import training_loss
 
 __all__ = [
     "METRICS",
@@ -49,4 +50,5 @@ __all__ = [
     "majority_class",
     "score_agent",
     "summarise",
+    "training_loss",
 ]

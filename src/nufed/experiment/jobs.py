@@ -7,14 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from nufed.experiment.run_parts import (
-    BASELINE_PART,
-    Event,
-    Listener,
-    RunPart,
-    run_baselines,
-    run_method,
-)
+from nufed.experiment.observers import Event, Listener
+from nufed.experiment.run_parts import BASELINE_PART, RunPart, run_baselines, run_method
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.runs import RunDirectory

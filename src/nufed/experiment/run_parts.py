@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from nufed.algorithms.protocol import Algorithm, State
 from nufed.errors import NumericalWarning, TrainingError
 from nufed.evaluate import Evaluation, can_be_drawn, chooses, evaluation_context, fits
 from nufed.experiment.baselines import baselines, local_training
-from nufed.experiment.evaluation import evaluate
+from nufed.experiment.evaluation import evaluate, training_entries
+from nufed.experiment.observers import Event, Listener
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.runs import RunDirectory
@@ -26,19 +27,6 @@ from nufed.server import AgentStates, Progress, to_send
 from nufed.simulation import Engine, EngineName, WorkerEngine, train
 
 BASELINE_PART = "null baselines"
-
-
-@dataclass(frozen=True)
-class Event:
-    """Progress of a part, for display: its round and latest score."""
-
-    seed: int
-    method: str
-    round: int
-    score: float | None
-
-
-Listener: TypeAlias = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
@@ -80,11 +68,12 @@ def run_method(
     A finished one is skipped; an interrupted one resumes from its last checkpoint.
     """
     config, name, seed = setup.config, part.method, part.seed
-    listener(Event(seed, name, 0, None))
+    event, steps = Event(seed, name, 0), config.steps_of(name)[0]
     files = _files(setup, directory, "methods", name, seed)
     if files.is_done(config.rounds):
+        listener(Event(seed, name, config.rounds, starts=True))
         return
-    began, score, algorithm = time.perf_counter(), None, setup.algorithms[name]
+    began, algorithm = time.perf_counter(), setup.algorithms[name]
 
     def doubt(round: int, message: str) -> None:
         files.warnings.append({"round": round, "message": message})
@@ -97,6 +86,9 @@ def run_method(
     ):
         objective = engine.objective
         start = recorder.resume(lambda: algorithm.initial_server(objective, objective.initial()))
+        for line in files.lines:
+            event = event.after(line, steps)
+        listener(replace(event, starts=True))
         training = train(
             algorithm,
             engine,
@@ -114,21 +106,22 @@ def run_method(
         for progress in training:
             if recorder.is_done(progress):
                 continue
-            line, last = dict[str, Any](), recorder.is_last(progress)
+            entries, last = dict[str, Any](), recorder.is_last(progress)
             if recorder.is_evaluated(progress):
                 received = to_send(algorithm, progress.server)
                 choose = chooses(config.eval_lr, last)
                 evaluation = evaluate(setup, engine, algorithm, received, progress.states, choose)
-                line = evaluation_line(evaluation, config.steps_evaluated, setup.measure)
-                score = line["evaluation"]["seen"]["score"][config.steps_of(name)[0]]
+                entries = evaluation_line(evaluation, config.steps_evaluated, setup.measure)
+                entries |= training_entries(setup, engine, algorithm, progress, entries)
             save = last or stop() or is_due(config.checkpoint_every, progress.round)
-            recorder.record(progress, line, checkpoint=save)
+            recorded = recorder.record(progress, entries, checkpoint=save)
             if last:
                 evaluation = _with_fits(setup, engine, algorithm, received, progress, evaluation)
-                scale = evaluation.scale(config.steps_of(name)[0])
+                scale = evaluation.scale(steps)
                 _write_personal(setup, engine, name, received, progress.states, scale, files.folder)
                 recorder.finish(evaluation, progress.server)
-            listener(Event(seed, name, progress.round, score))
+            event = event.after(recorded, steps) if recorded else event
+            listener(event)
             if stop() and not last:
                 break
         directory.write_timing(method=name, seed=seed, seconds=time.perf_counter() - began)
@@ -144,7 +137,7 @@ def run_baselines(
 ) -> None:
     """Evaluate the unfinished null baselines with one seed, and write their results."""
     rounds, seed = setup.config.rounds, part.seed
-    listener(Event(seed, part.method, 0, None))
+    listener(Event(seed, part.method, 0, starts=True))
     files = {name: _files(setup, directory, "baselines", name, seed) for name in setup.baselines()}
     missing = [name for name, own in files.items() if not own.is_done(rounds)]
     if missing:

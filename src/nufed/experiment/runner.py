@@ -15,7 +15,8 @@ from nufed.data import Partition
 from nufed.errors import InputError
 from nufed.evaluate import Metric
 from nufed.experiment.jobs import Job, run_jobs
-from nufed.experiment.run_parts import Listener, parts_of
+from nufed.experiment.observers import Listener, Observer, Observers
+from nufed.experiment.run_parts import parts_of
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.files import locked
@@ -41,6 +42,7 @@ def run(
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Run:
     """Train and evaluate every method of a configuration, as ``nufed run`` does.
 
@@ -61,6 +63,8 @@ def run(
         on_start, on_progress, on_stop: called with the directory, after every round, and on Ctrl-C
             or SIGTERM: current rounds are then finished and saved before KeyboardInterrupt is
             raised, and :func:`resume` resumes from there.
+        observers: told about starts, rounds, evaluations and the end (docs/tracking.md); what they
+            raise is a warning.
 
     Returns:
         The finished run, read back from its directory (``run.path``, ``run.rows()``).
@@ -81,7 +85,8 @@ def run(
                 setup.samples,
                 setup.samples.fingerprint,
             )
-            return _train(setup, directory, figures, on_start, on_progress, on_stop)
+            told = Observers(observers, on_start, on_progress)
+            return _train(setup, directory, figures, told, on_stop)
 
 
 def resume(
@@ -99,6 +104,7 @@ def resume(
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Run:
     """Resume a stopped or killed run, to the same bits as an uninterrupted one.
 
@@ -109,7 +115,7 @@ def resume(
             :func:`run`.
         trust: allow importing the functions that the directory's configuration names, if any:
             whoever wrote the directory can have changed it.
-        figures, on_start, on_progress, on_stop: as for :func:`run`.
+        figures, on_start, on_progress, on_stop, observers: as for :func:`run`.
     """
     directory = RunDirectory(Path(path))
     with locked(directory.existing()):
@@ -125,7 +131,8 @@ def resume(
             provenance.check_split_files({seed: f.split for seed, f in problem.federations.items()})
             setup = Setup.make(problem, engines)
             provenance.write_resumed(setup.config)
-            return _train(setup, directory, figures, on_start, on_progress, on_stop)
+            told = Observers(observers, on_start, on_progress)
+            return _train(setup, directory, figures, told, on_stop)
 
 
 def _check_simulated(config: Config) -> None:
@@ -142,18 +149,19 @@ def _train(
     setup: Setup,
     directory: RunDirectory,
     figures: bool,
-    on_start: Callable[[Config, Path], None] | None,
-    on_progress: Listener | None,
+    observers: Observers,
     on_stop: Callable[[], None] | None,
 ) -> Run:
     """Run all unfinished parts, then read the run back and write its report."""
-    if on_start:
-        on_start(setup.config, directory.path)
-    stop = Stop(on_stop or (lambda: None))
-    listener = on_progress or (lambda event: None)
+    observers.start(setup.config, directory.path)
+    stop, finished = Stop(on_stop or (lambda: None)), None
     jobs = [Job(setup, directory, part) for part in parts_of(setup)]
-    with stop.on_signals():
-        run_jobs(jobs, setup.workers, lambda job, event: listener(event), stop)
-    if stop():
-        raise KeyboardInterrupt
-    return finish(directory, setup.objectives, setup.problem.algorithms, figures=figures)
+    try:
+        with stop.on_signals():
+            run_jobs(jobs, setup.workers, lambda job, event: observers.tell(event), stop)
+        if stop():
+            raise KeyboardInterrupt
+        finished = finish(directory, setup.objectives, setup.problem.algorithms, figures=figures)
+        return finished
+    finally:
+        observers.end(finished)

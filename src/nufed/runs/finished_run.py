@@ -18,6 +18,7 @@ from nufed.runs.bounds_record import BoundsRecord
 from nufed.runs.directory import BOUNDS, PRIVACY
 from nufed.runs.federation_records import PrivacyRecord
 from nufed.runs.json_files import finite
+from nufed.runs.jumps import instability
 from nufed.runs.records import Inputs, SplitRecord, TimingLine, checked
 from nufed.runs.results import Line, Row, Trained, results_table
 
@@ -35,8 +36,8 @@ class RunWarning:
     """A warning about the results: its message, number of occurrences and first round.
 
     ``about`` is "numbers" (numerically unreliable results), "training" (it did not do what it is
-    for) or "updates" (some were left out). ``first_round`` is None where no round is named: of
-    training, and of left-out updates in a private run.
+    for) or "updates" (some were left out). ``first_round`` is None where no round is named, and of
+    left-out updates in a private run.
     """
 
     method: str
@@ -172,8 +173,8 @@ class Run:
         return sorted(found) if private else found
 
     def warnings(self) -> list[RunWarning]:
-        """Numerical problems, each message once, trainings that ended below their start, and the
-        number of updates that were left out."""
+        """Numerical problems, each message once, trainings that became unstable or ended below
+        their start, and the number of updates that were left out."""
         private = self.config.privacy.clip is not None
         found = [
             RunWarning(line.name, seed, "training", message, 1, None)
@@ -188,6 +189,9 @@ class Run:
             for seed, trained in part.items():
                 if caveat:
                     found.append(RunWarning(name, seed, "training", caveat, 1, None))
+                if jump := instability(trained):
+                    first, count, message = jump
+                    found.append(RunWarning(name, seed, "training", message, count, first))
                 counts = Counter(w.message for w in trained.warnings)
                 for message, count in counts.items():
                     first = min(w.round for w in trained.warnings if w.message == message)

@@ -13,9 +13,11 @@ from nufed.server import Progress
 def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
     """A round's cohort, rejected updates and cost, as a line of metrics.jsonl."""
     agents, sent = len(progress.cohort), algorithm.sent_in(progress.round)
-    faults: dict[str, Any] = {"dropped": progress.dropped} if progress.dropped else {}
+    more: dict[str, Any] = {"dropped": progress.dropped} if progress.dropped else {}
     if progress.attempts > 1:
-        faults["attempts"] = progress.attempts
+        more["attempts"] = progress.attempts
+    if progress.update_norm is not None:
+        more["update_norm"] = progress.update_norm
     return {
         "round": progress.round,
         "cohort": progress.cohort,
@@ -24,7 +26,7 @@ def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
         "hvps": progress.cost.hvps,
         "bytes_down": agents * _bytes(progress.server, algorithm.receives),
         "bytes_up": (agents - len(progress.dropped)) * _bytes(progress.server, sent),
-        **faults,
+        **more,
     }
 
 

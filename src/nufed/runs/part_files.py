@@ -61,12 +61,14 @@ class PartFiles:
         belongs_to: digests of the configuration, data and split, which a checkpoint must match.
 
     ``warnings`` are the numerical problems found, each with its round; checkpoints include them.
-    ``states`` are the agents' states.
+    ``states`` are the agents' states, ``lines`` the metrics of the rounds before the one that
+    training resumes with.
     """
 
     def __init__(self, folder: Path, belongs_to: Mapping[str, str]) -> None:
         self.folder, self.belongs_to = folder, belongs_to
         self.warnings: list[dict[str, Any]] = []
+        self.lines: list[MetricsLine] = []
         self.states = StoredStates(folder, belongs_to)
         self._metrics: IO[bytes] | None = None
         self._hash, self._length = hashlib.sha256(), 0
@@ -123,6 +125,7 @@ class PartFiles:
         self.states.begin(checkpoint.states if checkpoint else Inventory())
         before = path.read_bytes()[:length] if path.exists() else b""
         self._hash, self._length = hashlib.sha256(before), len(before)
+        self.lines = [checked(MetricsLine, line, path) for line in before.splitlines()]
         try:
             (self.folder / DONE).unlink(missing_ok=True)
             (self.folder / "failure.json").unlink(missing_ok=True)
@@ -133,8 +136,8 @@ class PartFiles:
             raise cannot_write(path, error) from error
         return checkpoint
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Write one line of metrics."""
+    def add(self, record: Mapping[str, Any]) -> MetricsLine:
+        """Write one line of metrics, and return it as it will be read back."""
         assert self._metrics is not None
         line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
         try:
@@ -143,6 +146,7 @@ class PartFiles:
             raise cannot_write(self.folder / "metrics.jsonl", error) from error
         self._hash.update(line)
         self._length += len(line)
+        return checked(MetricsLine, line, self.folder / "metrics.jsonl")
 
     def checkpoint(self, round: int, server: State, notes: Mapping[str, Any] | None = None) -> None:
         """Save a checkpoint."""

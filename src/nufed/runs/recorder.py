@@ -11,6 +11,7 @@ from nufed.evaluate import Evaluation
 from nufed.runs.directory import RunDirectory
 from nufed.runs.metric_lines import round_line
 from nufed.runs.part_files import PartFiles
+from nufed.runs.records import MetricsLine
 from nufed.server import Progress
 
 
@@ -85,8 +86,10 @@ class Recorder:
         *,
         checkpoint: bool,
         notes: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> MetricsLine | None:
         """Write a round's metrics, its model if due, and a checkpoint.
+
+        Returns the line of metrics; None if training resumed after this round, which has one.
 
         Args:
             progress: the training state after the round.
@@ -95,12 +98,13 @@ class Recorder:
             notes: what the engine needs to resume, as JSON.
         """
         if progress.round == self._resumed:
-            return
-        self.files.add({**round_line(self._algorithm, progress), **line})
+            return None
+        recorded = self.files.add({**round_line(self._algorithm, progress), **line})
         if is_due(self._config.save_every, progress.round):
             self._directory.write_model(self._method, self._seed, progress.server, progress.round)
         if checkpoint:
             self.files.checkpoint(progress.round, progress.server, notes)
+        return recorded
 
     def finish(self, evaluation: Evaluation, server: State) -> None:
         """Write the final scores and state, then mark the part as done."""

@@ -182,7 +182,12 @@ class Curves(Record):
 
 
 class MetricsLine(Record):
-    """A line of ``metrics.jsonl``: one round."""
+    """A line of ``metrics.jsonl``: one round.
+
+    ``update_norm`` is the Euclidean norm of the server's change of the model, ``training_loss`` the
+    mean loss on the training samples of the round's cohort, at evaluated rounds of a simulation
+    (:func:`nufed.evaluate.training_loss`).
+    """
 
     round: Whole
     cohort: list[Whole]
@@ -193,6 +198,8 @@ class MetricsLine(Record):
     bytes_up: Whole
     dropped: list[Whole] = []
     attempts: Count = 1
+    update_norm: Number = None
+    training_loss: Number = None
     evaluation: dict[Group, Curves] = {}
     evaluation_gradients: Whole = 0
     evaluation_hvps: Whole = 0

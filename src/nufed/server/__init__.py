@@ -10,6 +10,7 @@ from nufed.server.rounds import (
     close_round,
     cohort_size,
     to_send,
+    update_norm,
 )
 from nufed.server.states import AgentStates, MemoryStates, StatesOf
 
@@ -26,4 +27,5 @@ __all__ = [
     "close_round",
     "cohort_size",
     "to_send",
+    "update_norm",
 ]

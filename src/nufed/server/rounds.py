@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import builtins
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, State
 from nufed.errors import TrainingError, UpdateError, require
@@ -16,6 +19,7 @@ from nufed.server.states import AgentStates, MemoryStates
 
 LOG = logging.getLogger("nufed")
 TOO_LATE = "it answered too late"
+PIECE = 2**20  # numbers of a vector that are compared at once
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Progress:
     dropped: tuple[int, ...] = ()
     attempts: int = 1
     cost: Cost = field(default_factory=Cost)
+    update_norm: float | None = None  # of the server's change of the model; None before round 1
 
 
 def cohort_size(agents: int, participation: float) -> int:
@@ -79,6 +84,21 @@ def choose_cohort(
 def to_send(algorithm: Algorithm, server: State) -> State:
     """The part of the server's state that it broadcasts to agents."""
     return {name: server[name] for name in algorithm.receives}
+
+
+def update_norm(algorithm: Algorithm, before: State, after: State) -> float:
+    """‖w_k − w_{k−1}‖: the Euclidean norm of the server's change of its model in a round.
+
+    Where the server holds a part of the model only, it is the change of that part. The sum of
+    squares is taken in float64 and in pieces, so that a large model is not copied.
+    """
+    name = algorithm.server_model
+    names = [name] if name in after else list(algorithm.receives)
+    pairs = [tuple(torch.split(s[n].flatten(), PIECE) for s in (after, before)) for n in names]
+    squares = (
+        float((a.double() - b).square().sum()) for p in pairs for a, b in zip(*p, strict=True)
+    )
+    return math.sqrt(sum(squares))
 
 
 class QuorumError(TrainingError):

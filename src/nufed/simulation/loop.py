@@ -28,6 +28,7 @@ from nufed.server import (
     close_round,
     cohort_size,
     to_send,
+    update_norm,
 )
 from nufed.server.checks import NOT_FINITE
 from nufed.simulation.engine import Engine, work_of
@@ -170,6 +171,7 @@ def _attempt(
         rejected=tuple(rejected),
         dropped=tuple(fates.dropped),
         cost=sum((result.cost for result in results.values()), Cost()),
+        update_norm=update_norm(algorithm, progress.server, server),
     )
 
 

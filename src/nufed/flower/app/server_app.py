@@ -19,7 +19,7 @@ from nufed.flower.app.payload import KEEP, PayloadError, content, read_update
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy_account import Account
 from nufed.flower.app.score_payload import read_scores
-from nufed.server import Attempts, Progress, close_round, to_send
+from nufed.server import Attempts, Progress, close_round, to_send, update_norm
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ class Server:
             rejected=tuple(rejected),
             dropped=tuple(dropped),
             cost=cost,
+            update_norm=update_norm(plan.algorithm, before.server, server),
         )
 
     def evaluate(self, progress: Progress, choose: bool = False) -> Outcome:

@@ -1,0 +1,38 @@
+"""``nufed export``: parsing and printing only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nufed.cli.bundle_commands import Trust
+from nufed.cli.terminal import say
+from nufed.export import TARGETS, Chosen
+from nufed.export import export as export_run
+from nufed.runs import load_run
+
+TO = "; ".join(f"{name}: {target.about}" for name, target in TARGETS.items())
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A finished run directory.")],
+    to: Annotated[str, typer.Option(help=TO)],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write; each target has its own default.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="The method, for targets that write one model.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Its seed; default: the first.")] = None,
+    trust: Trust = False,
+) -> None:
+    """Write a finished run for other tools. Nothing is sent anywhere."""
+    finished = load_run(run, trust=trust)
+    for line in export_run(finished, to, out, Chosen(method, seed, trust)):
+        say(line)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(export)
