@@ -6,7 +6,7 @@ from nufed.bundle.from_run import make_bundle
 from nufed.bundle.personal import make_personal
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, NufedError, NumericalWarning
-from nufed.experiment import Event, Observer, resume, run
+from nufed.experiment import Event, Observer, resume, resume_sweep, run, sweep
 from nufed.meta.fine_tuning import adapt, trajectory
 from nufed.meta.meta_gradient import (
     Exact,
@@ -18,6 +18,7 @@ from nufed.meta.meta_gradient import (
 )
 from nufed.objective import Batch, Objective
 from nufed.runs import Run, load_run
+from nufed.runs.sweep_record import Sweep, load_sweep
 
 __version__ = "0.1.0.dev0"
 
@@ -39,18 +40,22 @@ __all__ = [
     "Run",
     "Samples",
     "Split",
+    "Sweep",
     "adapt",
     "fedavg",
     "gmeta",
     "load_adapted",
     "load_bundle",
     "load_run",
+    "load_sweep",
     "make_bundle",
     "make_personal",
     "meta_gradient",
     "meta_gradient_with_rates",
     "per_fedavg",
     "resume",
+    "resume_sweep",
     "run",
+    "sweep",
     "trajectory",
 ]

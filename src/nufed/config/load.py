@@ -44,14 +44,14 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The same without validating algorithms and their settings: it imports nothing."""
-    tables = dict(source) if isinstance(source, Mapping) else _read(source)
+    tables = read_tables(source)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not (key.strip() and equals):
             raise InputError(
                 f"{shown(override)} is not an override: write key=value, for example rounds=50"
             )
-        tables = _with(tables, key.strip().split("."), _value(text), override)
+        tables = with_value(tables, key.strip(), parse_value(text), override)
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
@@ -87,7 +87,10 @@ def known_fields(
             yield from known_fields(kind, f"{prefix}{name}.")
 
 
-def _read(source: str | Path) -> dict[str, Any]:
+def read_tables(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a preset, a TOML file or a mapping, not validated."""
+    if isinstance(source, Mapping):
+        return dict(source)
     path = Path(source)
     if str(source) in presets():
         text = (files("nufed.config") / "presets" / f"{source}.toml").read_text("utf-8")
@@ -118,7 +121,7 @@ def _text(path: Path) -> str:
         raise InputError(f"{path} can't be read as text: {error}") from None
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """The value of an override: TOML, or a string."""
     try:
         found = tomllib.loads(f"value = {text}")
@@ -127,17 +130,17 @@ def _value(text: str) -> Any:
     return found["value"] if len(found) == 1 else text
 
 
-def _with(tables: Mapping[str, Any], key: list[str], value: Any, override: str) -> dict[str, Any]:
-    """A copy of ``tables`` with one value set."""
-    first, *rest = key
-    if not rest:
+def with_value(tables: Mapping[str, Any], key: str, value: Any, setting: str) -> dict[str, Any]:
+    """A copy of ``tables`` with the value of a dotted key set; messages name the ``setting``."""
+    first, dot, rest = key.partition(".")
+    if not dot:
         return {**tables, first: value}
     inner = tables.get(first, {})
     if not isinstance(inner, Mapping):
-        raise InputError(f"{shown(override)} can't be set: {first} is a value, not a table")
-    if len(rest) > MAX_KEY_PARTS:
-        raise InputError(f"{shown(override)} can't be set: its key has too many parts")
-    return {**tables, first: _with(inner, rest, value, override)}
+        raise InputError(f"{shown(setting)} can't be set: {first} is a value, not a table")
+    if rest.count(".") >= MAX_KEY_PARTS:
+        raise InputError(f"{shown(setting)} can't be set: its key has too many parts")
+    return {**tables, first: with_value(inner, rest, value, setting)}
 
 
 def _keys_with_methods(tables: Mapping[str, Any]) -> list[str]:

@@ -167,12 +167,20 @@ class Problem:
 
     @classmethod
     def make(
-        cls, config: Config, given: Given | None = None, seeds: Sequence[int] | None = None
+        cls,
+        config: Config,
+        given: Given | None = None,
+        seeds: Sequence[int] | None = None,
+        samples: Samples | None = None,
     ) -> Problem:
-        """From a configuration, for all its seeds or some of them."""
+        """From a configuration, for all its seeds or some of them.
+
+        ``samples`` are its data if they are loaded already.
+        """
         given, seeds = given or Given(), config.seeds if seeds is None else seeds
         config = given.with_placeholders(config)
-        samples = build_samples(config.data) if given.data is None else as_samples(given.data)
+        if samples is None:
+            samples = build_samples(config.data) if given.data is None else as_samples(given.data)
         samples.check_finite(getattr(torch, config.dtype))
         loss = given.loss or build_loss(config, samples)
         algorithms = algorithms_of(config, given.methods)
@@ -196,6 +204,7 @@ class Problem:
         *,
         trust: bool,
         seeds: Sequence[int] | None = None,
+        samples: Samples | None = None,
     ) -> Problem:
         """Rebuild the problem of a run directory.
 
@@ -204,11 +213,12 @@ class Problem:
             given: the same objects that were passed to :func:`nufed.run`.
             trust: allow importing the code that the directory names, if any.
             seeds: some of its seeds; all by default.
+            samples: its data, if they are loaded already.
         """
         given = given or Given()
         recorded.check_trusted(given, trust)
         recorded.check_given(given, ("data.source", "data.partition", "model.name", "loss"))
-        problem = cls.make(recorded.config, given, seeds)
+        problem = cls.make(recorded.config, given, seeds, samples)
         now, then = problem.samples.fingerprint, recorded.data_sha256
         if now != then:
             raise RunError(

@@ -238,6 +238,11 @@ class Config(_Table):
     privacy: PrivacyConfig = Field(
         default=PrivacyConfig(), exclude_if=lambda value: value == PrivacyConfig()
     )
+    sweep: dict[str, Any] = Field(
+        default={},
+        exclude_if=lambda value: not value,
+        description='for `nufed sweep`: keys with a list of values or a range "0..5" each',
+    )
 
     @property
     def steps_shown(self) -> int:

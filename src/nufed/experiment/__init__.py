@@ -2,5 +2,6 @@
 
 from nufed.experiment.observers import Event, Observer
 from nufed.experiment.runner import resume, run
+from nufed.experiment.sweeping import resume_sweep, sweep
 
-__all__ = ["Event", "Observer", "resume", "run"]
+__all__ = ["Event", "Observer", "resume", "resume_sweep", "run", "sweep"]

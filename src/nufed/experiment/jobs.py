@@ -23,6 +23,9 @@ class Job:
     directory: RunDirectory
     part: RunPart
 
+    def __str__(self) -> str:
+        return str(self.part)
+
     @property
     def run(self) -> Callable[[Listener, int, Stop], None]:
         """Runs the part, given a listener, a number of processes and a stop flag."""
@@ -56,8 +59,8 @@ def _run_in_parallel(jobs: Sequence[Job], workers: int, listener: JobListener, s
             jobs[number].run(lambda event: notify((number, event)), workers // processes, stop)
 
     def describe(number: int, last: tuple[int, Event] | None) -> str:
-        part = jobs[number].part
-        return f"{part}, after round {last[1].round}" if last else str(part)
+        job = jobs[number]
+        return f"{job}, after round {last[1].round}" if last else str(job)
 
     def can_abandon(busy: list[int]) -> bool:
         return stop() and all(jobs[number].part.method == BASELINE_PART for number in busy)

@@ -16,6 +16,7 @@ from nufed.errors import InputError
 from nufed.evaluate import Metric
 from nufed.experiment.jobs import Job, run_jobs
 from nufed.experiment.observers import Listener, Observer, Observers
+from nufed.experiment.run_directories import begin_run, check_simulated, reopen_run
 from nufed.experiment.run_parts import parts_of
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
@@ -70,21 +71,17 @@ def run(
         The finished run, read back from its directory (``run.path``, ``run.rows()``).
     """
     checked = load_config(config, overrides)
-    _check_simulated(checked)
+    check_simulated(checked)
+    if checked.sweep:
+        raise InputError(
+            "[sweep] is for several runs: start them with `nufed sweep`, or remove the table"
+        )
     with torch_threads(checked.threads):
         given = Given(model, data, loss, metric, methods, partition)
         setup = Setup.make(Problem.make(checked, given))
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
         with locked(directory.path):
-            for seed, federation in setup.problem.federations.items():
-                directory.write_split(federation.split, federation.samples, seed)
-            Provenance(directory).write(
-                setup.config,
-                setup.measure,
-                setup.engine_names,
-                setup.samples,
-                setup.samples.fingerprint,
-            )
+            begin_run(setup, directory)
             told = Observers(observers, on_start, on_progress)
             return _train(setup, directory, figures, told, on_stop)
 
@@ -119,30 +116,12 @@ def resume(
     """
     directory = RunDirectory(Path(path))
     with locked(directory.existing()):
-        provenance = Provenance(directory)
-        config = provenance.read_to_resume(overrides)
         given = Given(model, data, loss, metric, methods, partition)
-        recorded = provenance.recorded(config)
-        recorded.check_trusted(given, trust)
-        engines = provenance.engines()
-        provenance.check_config(given.with_placeholders(config))
-        with torch_threads(config.threads):
-            problem = Problem.rebuild(recorded, given, trust=trust)
-            provenance.check_split_files({seed: f.split for seed, f in problem.federations.items()})
-            setup = Setup.make(problem, engines)
-            provenance.write_resumed(setup.config)
+        setup = reopen_run(directory, overrides, given, trust=trust)
+        with torch_threads(setup.config.threads):
+            Provenance(directory).write_resumed(setup.config)
             told = Observers(observers, on_start, on_progress)
             return _train(setup, directory, figures, told, on_stop)
-
-
-def _check_simulated(config: Config) -> None:
-    """Refuse the tables of a real federation."""
-    for table in ("federation", "privacy"):
-        if table in config.model_dump():
-            raise InputError(
-                f"[{table}] is for a federation whose sites keep their data: start it with `nufed "
-                "federate run`, or remove the table to simulate"
-            )
 
 
 def _train(

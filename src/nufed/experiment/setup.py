@@ -96,7 +96,7 @@ class Setup:
             engines,
             names,
             {seed: _evaluated(config, f.split, seed) for seed, f in federations.items()},
-            _workers(config),
+            worker_count(config),
         )
 
 
@@ -145,7 +145,7 @@ def _evaluated(config: Config, split: Split, seed: int) -> list[int]:
     return chosen
 
 
-def _workers(config: Config) -> int:
+def worker_count(config: Config) -> int:
     """``workers`` as a number; ``auto`` is one per core if processes can be forked."""
     obstacles = [
         (not can_fork(), "this system can't fork processes safely"),

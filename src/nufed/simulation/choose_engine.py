@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Literal
 
@@ -61,6 +61,10 @@ class Engines:
             assert engine is not None, name
             self._made[name] = engine
         return self._made[name]
+
+    def fresh(self) -> Engines:
+        """The same without the engines made so far, whose caches take memory."""
+        return replace(self, _made={})
 
     def choose(
         self,
