@@ -1,0 +1,100 @@
+"""What all charts share: colours and symbols of methods, sizes, axes and the two themes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+# Okabe and Ito's colour-blind-safe palette; purple instead of black, which is invisible when dark
+PALETTE = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#9467BD"]
+GREY = "#808080"
+SHAPES = ["circle", "square", "triangle-up", "cross", "diamond", "triangle-right", "triangle-down",
+          "triangle-left"]  # fmt: skip
+WIDTH, HEIGHT = 560, 320
+LEGEND_COLUMNS = 6  # methods in a row of a legend
+DASHED = [5, 4]  # strokes of a null baseline
+DOTTED = [2, 3]  # and of a global model
+MAX_TICKS = 12  # up to so many steps or rounds, each has a tick
+ROW = 28  # height of a method in a chart with a row for each
+
+
+def _theme(ink: str, faint: str, grid: str, ramp: Sequence[str]) -> dict[str, Any]:
+    """A Vega-Lite configuration; the background is that of the page."""
+    text = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
+    return {
+        "axis": {**text, "gridColor": grid, "domainColor": faint, "tickColor": faint},
+        "legend": {**text, "labelLimit": 0},
+        "title": {"color": ink},
+        "view": {"stroke": grid},
+        "range": {"ramp": list(ramp), "heatmap": list(ramp)},
+    }
+
+
+LIGHT = _theme("#1b1b1b", "#888888", "#e2e2e2", ["#ffffff", "#08519c"])
+DARK = _theme("#e6e6e6", "#888888", "#3a3d42", ["#1f2329", "#7db8f0"])
+
+
+@dataclass(frozen=True)
+class Styles:
+    """The colour and symbol of every method, the same in all charts of a page."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> Styles:
+        """Of methods in their order; a name that occurs again is the same method."""
+        return cls(tuple(dict.fromkeys(names)))
+
+    def colours(self, names: Sequence[str]) -> list[str]:
+        """The colours of these methods; grey of others. They repeat after eight."""
+        place = self._places()
+        return [PALETTE[place[n] % len(PALETTE)] if n in place else GREY for n in names]
+
+    def shapes(self, names: Sequence[str]) -> list[str]:
+        """Their symbols, such that no two of up to 64 share both colour and symbol."""
+        place = self._places()
+        found = [(place.get(n, 0) + place.get(n, 0) // len(PALETTE)) for n in names]
+        return [SHAPES[i % len(SHAPES)] for i in found]
+
+    def _places(self) -> Mapping[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+
+def colours(names: Sequence[str]) -> list[str]:
+    """A colour for each name, in their order; repeated after eight."""
+    return Styles.of(names).colours(names)
+
+
+def plot(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A chart of these rows."""
+    return alt.Chart(alt.InlineData(values=[dict(row) for row in rows]))
+
+
+def number_format(percent: bool) -> str:
+    """Of scores in tooltips."""
+    return ".1%" if percent else ".4~g"
+
+
+def score_axis(channel: Any, field: str, title: str, percent: bool, domain: Any = None) -> Any:
+    """The axis of a score; ``domain`` fixes its range, so that charts can be compared."""
+    scale = alt.Scale(zero=False) if domain is None else alt.Scale(domain=domain, zero=False)
+    axis = alt.Axis(format="%" if percent else "~g")
+    return channel(f"{field}:Q", title=title, scale=scale, axis=axis)
+
+
+def method_colour(names: Sequence[str], styles: Styles, *, legend: bool = True) -> Any:
+    """The colour of a method, with a legend above the chart."""
+    shown = alt.Legend(
+        title=None, orient="top", symbolOpacity=1, symbolSize=80, columns=LEGEND_COLUMNS
+    )
+    scale = alt.Scale(domain=list(names), range=styles.colours(names))
+    return alt.Color("method:N", scale=scale, legend=shown if legend else None)
+
+
+def method_shape(names: Sequence[str], styles: Styles) -> Any:
+    """The symbol of a method."""
+    scale = alt.Scale(domain=list(names), range=styles.shapes(names))
+    return alt.Shape("method:N", scale=scale, legend=None)
