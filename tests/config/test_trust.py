@@ -94,6 +94,7 @@ COMMANDS = {
     "bundle": ["bundle", "run", "--method", "gmeta"],
     "bundle of an agent": ["bundle", "run", "--method", "gmeta", "--agent", "1"],
     "resume": ["run", "--resume", "run"],
+    "sweep": ["sweep", "--resume", "sweep"],
 }
 REBUILDING = {
     "bounds_of_run": lambda run, **how: bounds_of_run(run, **how),
@@ -101,7 +102,12 @@ REBUILDING = {
     "make_bundle": lambda run, **how: make_bundle(run, "gmeta", **how),
     "make_personal": lambda run, **how: make_personal(run, "gmeta", 1, **how),
 }
-FUNCTIONS = {"resume": library.resume, "load_run": load_run} | {
+FUNCTIONS = {
+    "resume": library.resume,
+    "load_run": load_run,
+    "resume_sweep": lambda path, **how: library.resume_sweep("sweep", **how),
+    "load_sweep": lambda path, **how: library.load_sweep("sweep", **how),
+} | {
     name: lambda path, rebuild=rebuild, **how: rebuild(load_run(path, **how), **how)
     for name, rebuild in REBUILDING.items()
 }
@@ -125,6 +131,7 @@ def made(tmp_path_factory):
         patch.chdir(folder)
         patch.setattr(sys, "path", list(sys.path))
         library.run(CONFIG, out="run")
+        library.sweep(CONFIG, {"rounds": [1, 2]}, out="sweep", figures=False)
         forget()
     return folder
 
@@ -207,7 +214,7 @@ def test_commands_and_functions_that_take_trust_are_all_tested():
         if inspect.isfunction(it) and "trust" in inspect.signature(it).parameters
     }
     public = {name for name in found if not name.startswith("_")}
-    shared = {"require_trust", "rebuild_objective"}  # what they call
+    shared = {"require_trust", "rebuild_objective", "reopen_run", "prepare_again"}  # what they call
     assert public - shared - FUNCTIONS_OF_FILES == FUNCTIONS.keys()
 
 

@@ -99,9 +99,12 @@ class Display(Observer):
             * pace.get(m, slowest)
             for m, rounds in self._rounds.items()
         )
-        return (
-            f"about {seconds / 60:.1f} min left" if seconds > 90 else f"about {seconds:.0f} s left"
-        )
+        return time_left(seconds)
+
+
+def time_left(seconds: float) -> str:
+    """Remaining time, as text."""
+    return f"about {seconds / 60:.1f} min left" if seconds > 90 else f"about {seconds:.0f} s left"
 
 
 class _FirstWarnings(logging.Handler):
@@ -126,19 +129,26 @@ class _FirstWarnings(logging.Handler):
 
 
 @contextmanager
-def show_progress(console: Console) -> Iterator[Display]:
-    """A display that always restores the terminal.
-
-    It also shows the first warnings of the log (for example rejected updates), and counts the rest.
-    """
-    display, log, warned = Display(console), logging.getLogger("nufed"), _FirstWarnings(console)
+def show_warnings(console: Console) -> Iterator[None]:
+    """Shows the first warnings of the log (for example rejected updates), and counts the rest."""
+    log, warned = logging.getLogger("nufed"), _FirstWarnings(console)
     log.addHandler(warned)
     try:
-        yield display
+        yield
     finally:
-        display.stop()
         log.removeHandler(warned)
         warned.print_count()
+
+
+@contextmanager
+def show_progress(console: Console) -> Iterator[Display]:
+    """A display that always restores the terminal, and the first warnings of the log."""
+    display = Display(console)
+    with show_warnings(console):
+        try:
+            yield display
+        finally:
+            display.stop()
 
 
 @contextmanager

@@ -2,68 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from nufed.algorithms.protocol import Algorithm
-from nufed.config.build import build_samples
 from nufed.config.load import read_config
-from nufed.config.problem import Given, Problem, Recorded
-from nufed.config.schema import OWN, DataConfig
-from nufed.config.sweep_grid import MAX_RUNS, Grid, Point, in_words, make_grid, of_run
+from nufed.config.problem import Given, Problem
+from nufed.config.sweep_grid import MAX_RUNS, Grid, make_grid
 from nufed.config.trust import named_code, require_trust
-from nufed.data import Partition, Samples, as_samples
-from nufed.errors import InputError, RunError, TrainingError, in_short
+from nufed.data import Partition
+from nufed.errors import InputError, RunError, TrainingError
 from nufed.evaluate import Metric
 from nufed.experiment.jobs import Job, run_jobs
-from nufed.experiment.run_directories import begin_run, check_simulated, reopen_run
-from nufed.experiment.run_parts import BASELINE_PART, Event, Listener, parts_of
+from nufed.experiment.run_directories import begin_run, check_simulated
+from nufed.experiment.run_parts import BASELINE_PART, Event
 from nufed.experiment.setup import Setup, worker_count
 from nufed.experiment.stopping import Stop
+from nufed.experiment.sweep_runs import (
+    LoadedSamples,
+    PreparedRun,
+    check_comparable,
+    light,
+    naming,
+    prepare_again,
+    prepare_new,
+)
 from nufed.files import locked
 from nufed.objective import Loss
 from nufed.objective.threads import torch_threads
 from nufed.report.finish import finish
 from nufed.report.sweep_results import write_results
 from nufed.runs import Run, RunDirectory, load_run
-from nufed.runs.part_files import PartFiles
 from nufed.runs.provenance import Provenance
-from nufed.runs.sweep_record import MANIFEST, Sweep, read_manifest, run_path, write_manifest
+from nufed.runs.sweep_record import MANIFEST, Sweep, read_manifest, write_manifest
 
 LOG = logging.getLogger("nufed")
-
-
-@dataclass(frozen=True)
-class SweepJob(Job):
-    """A part of a run of a sweep. If it fails, the others continue."""
-
-    def __str__(self) -> str:
-        return f"{self.directory.path.name}: {self.part}"
-
-    @property
-    def run(self) -> Callable[[Listener, int, Stop], None]:
-        return self._run
-
-    def _run(self, listener: Listener, workers: int, stop: Stop) -> None:
-        """Run the part on engines of its own, whose memory is freed at its end."""
-        engines = {self.part.seed: self.setup.engines[self.part.seed].fresh()}
-        job = Job(replace(self.setup, engines=engines), self.directory, self.part)
-        try:
-            job.run(listener, workers, stop)
-        except RunError:  # for example a full disk, which the others would find, too
-            raise
-        except Exception as error:  # the user's model, loss, metric or algorithm may raise anything
-            reason = str(error) if isinstance(error, TrainingError) else in_short(error)
-            if self.part.method != BASELINE_PART:
-                self.directory.write_failure(self.part.method, self.part.seed, reason)
-            LOG.warning("%s failed: %s", self, reason)
 
 
 @dataclass(frozen=True)
@@ -73,46 +52,6 @@ class SweepStart:
     path: Path
     jobs: Sequence[Job]
     names_code: bool
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """Data by its source, so that runs with the same data share it."""
-
-    given: Given
-    _found: dict[str, Samples] = field(default_factory=dict)
-
-    def __call__(self, data: DataConfig) -> Samples | None:
-        """The samples; None if they were given in Python then but not now."""
-        if self.given.data is None and data.source == OWN:
-            return None
-        key = json.dumps([data.source, data.args], sort_keys=True, default=repr)
-        if self.given.data is not None:
-            key = OWN
-        if key not in self._found:
-            own = self.given.data
-            self._found[key] = build_samples(data) if own is None else as_samples(own)
-        return self._found[key]
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A run of a sweep that can start."""
-
-    point: Point
-    setup: Setup
-    directory: RunDirectory
-    new: bool = False
-
-    def jobs(self) -> Iterator[SweepJob]:
-        """Its unfinished parts."""
-        for part in parts_of(self.setup):
-            if part.method != BASELINE_PART:
-                folder = self.directory.part("methods", part.method, part.seed)
-                files = PartFiles(folder, self.setup.problem.belongs_to(part.seed))
-                if files.is_done(self.setup.config.rounds):
-                    continue
-            yield SweepJob(self.setup, self.directory, part)
 
 
 @dataclass(frozen=True)
@@ -164,15 +103,15 @@ def sweep(
     """
     grid = make_grid(config, values, overrides, max_runs=max_runs)
     given = Given(model, data, loss, metric, methods, partition)
-    loaded = _Loaded(given)
+    loaded = LoadedSamples(given)
     with torch_threads(grid.base.threads):
         setups = []
         for point in grid.points:
             check_simulated(point.config)
-            with _naming(point):
+            with naming(point):
                 samples = loaded(point.config.data)
-                setups.append(_light(Setup.make(Problem.make(point.config, given, None, samples))))
-        _check_comparable(grid, setups)
+                setups.append(light(Setup.make(Problem.make(point.config, given, None, samples))))
+        check_comparable(grid, setups)
         configs = zip(grid.points, setups, strict=True)
         grid = replace(grid, points=[replace(p, config=s.config) for p, s in configs])
         path = _create(grid.base.name, None if out is None else Path(out))
@@ -181,7 +120,7 @@ def sweep(
             stack.enter_context(locked(path))
             write_manifest(path, grid)
             prepared = [
-                _started(path, point, setup, stack)
+                prepare_new(path, point, setup, stack)
                 for point, setup in zip(grid.points, setups, strict=True)
             ]
             return _train(path, grid, prepared, _Follow(figures, on_start, on_progress, on_stop))
@@ -222,11 +161,13 @@ def resume_sweep(
     given = Given(model, data, loss, metric, methods, partition)
     for point in grid.points:
         require_trust(path, given.with_placeholders(point.config), trust)
-    loaded = _Loaded(given)
+    loaded = LoadedSamples(given)
     with ExitStack() as stack:
         for context in (_resumable(path), locked(path), torch_threads(grid.base.threads)):
             stack.enter_context(context)
-        prepared = [_reopened(path, point, given, loaded, trust, stack) for point in grid.points]
+        prepared = [
+            prepare_again(path, point, given, loaded, trust, stack) for point in grid.points
+        ]
         for run in prepared:
             if run.new:
                 begin_run(run.setup, run.directory)
@@ -237,7 +178,7 @@ def resume_sweep(
         return _train(path, grid, prepared, _Follow(figures, on_start, on_progress, on_stop))
 
 
-def _train(path: Path, grid: Grid, prepared: Sequence[_Prepared], follow: _Follow) -> Sweep:
+def _train(path: Path, grid: Grid, prepared: Sequence[PreparedRun], follow: _Follow) -> Sweep:
     """Run all unfinished parts; then write the runs' reports, the results and the page."""
     jobs = [job for run in prepared for job in run.jobs()]
     if follow.on_start:
@@ -268,7 +209,7 @@ def _train(path: Path, grid: Grid, prepared: Sequence[_Prepared], follow: _Follo
     return found
 
 
-def _finished(run: _Prepared, *, changed: bool) -> Run:
+def _finished(run: PreparedRun, *, changed: bool) -> Run:
     """Read a run back; write its results and page if they are missing or outdated."""
     path = run.directory.path
     if not changed and (path / "report.html").exists():
@@ -292,29 +233,6 @@ def _changed_workers(grid: Grid, overrides: Sequence[str]) -> int | None:
     return worker_count(read_config(grid.base.model_dump(exclude_none=True), overrides))
 
 
-def _light(setup: Setup) -> Setup:
-    """The same without the engines made for its checks: a sweep holds the setups of all runs."""
-    return replace(setup, engines={seed: e.fresh() for seed, e in setup.engines.items()})
-
-
-def _check_comparable(grid: Grid, setups: Sequence[Setup]) -> None:
-    """Refuse runs whose scores can't be compared, and runs that are the same."""
-    measured = {(s.measure.name, s.config.eval_on): s for s in setups}
-    if len(measured) > 1:
-        words = " and ".join(f"{on} {name}" for name, on in measured)
-        raise InputError(
-            f"the runs have different scores ({words}), which can't be compared: sweep other keys"
-        )
-    first: dict[tuple[str, int], Point] = {}
-    for point, setup in zip(grid.points, setups, strict=True):
-        same = first.setdefault((setup.config.fingerprint, setup.config.rounds), point)
-        if same is not point:
-            raise InputError(
-                f"the runs with {in_words(same.values)} and with {in_words(point.values)} have "
-                "the same settings: remove one, or the object in Python that replaces the key"
-            )
-
-
 def _create(name: str, out: Path | None) -> Path:
     """A new directory for a sweep."""
     if out is not None and (out / MANIFEST).exists():
@@ -323,48 +241,6 @@ def _create(name: str, out: Path | None) -> Path:
             f"with `nufed sweep --resume {out}`"
         )
     return RunDirectory.create(f"{name}-sweep", out).path
-
-
-def _started(path: Path, point: Point, setup: Setup, stack: ExitStack) -> _Prepared:
-    """A run that is new: its directory is created, locked and written."""
-    directory = RunDirectory.create(point.name, run_path(path, point.name))
-    stack.enter_context(locked(directory.path))
-    begin_run(setup, directory)
-    return _Prepared(point, setup, directory)
-
-
-def _reopened(
-    path: Path, point: Point, given: Given, loaded: _Loaded, trust: bool, stack: ExitStack
-) -> _Prepared:
-    """A run of a sweep to resume, or one whose directory is still to be written (``new``)."""
-    directory = RunDirectory(run_path(path, point.name))
-    if not (directory.path / "run.json").exists():
-        recorded = Recorded(path, point.config, "", {})
-        recorded.check_given(given, ("data.source", "data.partition", "model.name", "loss"))
-        problem = Problem.make(point.config, given, None, loaded(point.config.data))
-        setup = _light(Setup.make(problem))
-        if not directory.path.exists():
-            RunDirectory.create(point.name, directory.path)
-        stack.enter_context(locked(directory.path))
-        return _Prepared(point, setup, directory, new=True)
-    stack.enter_context(locked(directory.path))
-    setup = _light(reopen_run(directory, (), given, trust=trust, load_samples=loaded))
-    then, now = point.config, setup.config
-    if (then.fingerprint, then.rounds) != (now.fingerprint, now.rounds):
-        raise RunError(
-            f"{directory.path} has other settings than {path / MANIFEST} records for it: restore "
-            "it from a backup, or start a new sweep"
-        )
-    return _Prepared(point, setup, directory)
-
-
-@contextmanager
-def _naming(point: Point) -> Iterator[None]:
-    """Errors name the run whose settings they are about."""
-    try:
-        yield
-    except InputError as error:
-        raise of_run(error, point.values) from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from nufed.errors import InputError, RunError, visible
 from nufed.report.bounds_charts import bounds_charts
 from nufed.report.bounds_tables import bounds_notes, bounds_tables
 from nufed.report.charts import all_charts
-from nufed.report.figures import draw, spec_of
+from nufed.report.figures import Drawn, draw, spec_of
 from nufed.report.settings_tables import costs_table, methods_table, settings_table
 from nufed.report.tables import (
     agents_table,
@@ -46,7 +46,7 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
     bounded = list(bounds_charts(bounds)) if bounds else []
     specs = {name: spec_of(chart) for name, _, chart in (*charts, *bounded)}
     drawn = draw(specs if figures else {}, javascript=True)
-    page = _template().render(
+    page = template("page.html.j2").render(
         title=" and ".join(run_name(run, runs) for run in runs),
         headlines=[headline(run) for run in runs],
         results=[(group, results_table(runs, group)) for group in all_groups(runs)],
@@ -75,6 +75,11 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
         below_start=[str(w) for run in runs for w in run.warnings() if w.about == "training"],
         unscored=[line for run in runs for line in run.unscored()],
     )
+    return save_page(page, drawn, out, "nufed report")
+
+
+def save_page(page: str, drawn: Drawn, out: Path, command: str) -> Path:
+    """Write ``report.html`` and its figures; ``command`` makes them again."""
     try:
         for name, figure in drawn.figures.items():
             figure.save(out / "figures", name)
@@ -82,16 +87,21 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
         (out / "report.html").write_bytes(page.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
-    drawn.warn(f"{out / 'report.html'} has tables but lacks charts; `nufed report` retries")
+    drawn.warn(f"{out / 'report.html'} has tables but lacks charts; `{command}` retries")
     return out / "report.html"
 
 
 @cache
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A template of this room; text is escaped in it."""
+    folder = files("nufed.report")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, finalize=_finalize
+        loader=jinja2.FunctionLoader(lambda other: (folder / other).read_text("utf-8")),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_finalize,
     )
-    return environment.from_string((files("nufed.report") / "page.html.j2").read_text("utf-8"))
+    return environment.get_template(name)
 
 
 def _finalize(value: Any) -> Any:

@@ -27,7 +27,7 @@ def write_results(sweep: Sweep) -> str | None:
     writer.writerows([_cell(record[column]) for column in columns] for record in records)
     write_durably(sweep.path / "results.csv", text.getvalue().encode("utf-8", "backslashreplace"))
     try:
-        import pyarrow
+        import pyarrow  # type: ignore[import-untyped]
         from pyarrow import parquet
     except ImportError:
         return 'results.parquet was left out, it needs pyarrow: pip install "nufed[frames]"'

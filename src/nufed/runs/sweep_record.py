@@ -85,7 +85,9 @@ def read_manifest(path: Path) -> Grid:
         )
     about = checked(SweepAbout, content, file)
     names = [run.name for run in about.runs]
-    if len(set(names)) < len(names) or any(run.values.keys() != about.keys.keys() for run in about.runs):
+    if len(set(names)) < len(names) or any(
+        run.values.keys() != about.keys.keys() for run in about.runs
+    ):
         raise RunError(f"{file} is invalid: its runs need distinct names and a value of every key")
     points = [Point(run.name, run.values, _config(run.config, file)) for run in about.runs]
     return Grid(about.keys, _config(about.config, file), points)
@@ -115,6 +117,7 @@ class Sweep:
 
     Args:
         path: its directory.
+        base: the configuration without the swept keys.
         keys: the swept keys with their values.
         values: the values of every run, by its name, in the order of the grid.
         runs: the runs by name, without those that can't be read.
@@ -122,6 +125,7 @@ class Sweep:
     """
 
     path: Path
+    base: Config
     keys: Mapping[str, Sequence[Any]]
     values: Mapping[str, Mapping[str, Any]]
     runs: Mapping[str, Run]
@@ -131,7 +135,9 @@ class Sweep:
         return f"Sweep({str(self.path)!r}, {len(self.runs)} runs over {', '.join(self.keys)})"
 
     @classmethod
-    def of(cls, path: Path, grid: Grid, runs: Mapping[str, Run], unread: Mapping[str, str]) -> Sweep:
+    def of(
+        cls, path: Path, grid: Grid, runs: Mapping[str, Run], unread: Mapping[str, str]
+    ) -> Sweep:
         """From the runs that were read, and the reasons why others were not."""
         values = {point.name: point.values for point in grid.points}
         failures = [
@@ -139,7 +145,7 @@ class Sweep:
             for name in values
             for reason in (runs[name].failures if name in runs else [unread[name]])
         ]
-        return cls(path, grid.keys, values, runs, failures)
+        return cls(path, grid.base, grid.keys, values, runs, failures)
 
     def records(self) -> list[dict[str, Any]]:
         """One row per run, method (or null baseline), group of agents and seed.

@@ -1,0 +1,172 @@
+"""The command ``nufed sweep``: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, TextColumn
+
+from nufed.cli.bundle_commands import Trust
+from nufed.cli.data_commands import AsJson
+from nufed.cli.progress import show_warnings, time_left
+from nufed.cli.terminal import console, say, styled, table
+from nufed.config.sweep_grid import MAX_RUNS
+from nufed.errors import InputError, visible
+from nufed.experiment import Event, resume_sweep
+from nufed.experiment import sweep as run_sweep
+from nufed.experiment.run_parts import BASELINE_PART
+from nufed.experiment.sweeping import SweepStart
+from nufed.report.sweep_tables import sweep_groups, sweep_headline, sweep_table
+from nufed.runs.sweep_record import Sweep
+
+
+def sweep(
+    source: Annotated[
+        str | None, typer.Argument(help="A preset (see `nufed list`) or a TOML file.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Keys to sweep as key=a,b,c or key=0..5, and settings of all runs as key=value."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The sweep directory to create.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Number of seeds: 0, 1, …; default: as configured.")
+    ] = None,
+    max_runs: Annotated[
+        int, typer.Option("--max-runs", min=1, help="Largest number of runs to accept.")
+    ] = MAX_RUNS,
+    resume: Annotated[Path | None, typer.Option(help="Resume this sweep directory.")] = None,
+    trust: Trust = False,
+    no_figures: Annotated[
+        bool, typer.Option("--no-figures", help="Write only HTML pages, no SVG and PNG files.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a configuration for every combination of the values of some keys, and compare the runs.
+
+    Example: nufed sweep quickstart data.dirichlet=0.01,0.1,1 method.adapt_steps=0..5
+    """
+    given = [*([source] if source and resume else ()), *(settings or ())]
+    if seeds:
+        given.append(f"seeds={list(range(seeds))}")
+    if source is None and resume is None:
+        raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume SWEEP")
+    terminal = console(stderr=True)
+    display = SweepDisplay(terminal)
+    follow: dict[str, Any] = {
+        "on_start": display.start,
+        "on_progress": display.update,
+        "on_stop": lambda: say(
+            "stopping after this round; press Ctrl-C again to stop now", error=True
+        ),
+        "figures": not no_figures,
+    }
+    with show_warnings(terminal):
+        try:
+            if resume is not None:
+                found = resume_sweep(resume, given, trust=trust, **follow)
+            else:
+                assert source is not None
+                found = run_sweep(source, None, given, out=out, max_runs=max_runs, **follow)
+        except KeyboardInterrupt:
+            how = f"; resume with: {display.resume}" if display.resume else ""
+            say(f"stopped{how}", error=True)
+            raise typer.Exit(130) from None
+        finally:
+            display.stop()
+    if as_json:
+        print(json.dumps({"directory": str(found.path), **found.to_json()}))
+    else:
+        _print_sweep(found)
+    if found.failures:
+        raise typer.Exit(1)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(sweep)
+
+
+def _print_sweep(found: Sweep) -> None:
+    terminal = console()
+    terminal.print(styled(sweep_headline(found)))
+    for group in sweep_groups(found):
+        terminal.print()
+        shown = sweep_table(found, group, narrow=True)
+        made = table(
+            shown.rows, shown.headings, title=f"agents {group} in training", right=True, gap=1
+        )
+        wide = terminal.options.update(width=10_000)
+        width = max(terminal.width, Measurement.get(terminal, wide, made).maximum)
+        terminal.print(made, width=width, crop=False)  # a narrow terminal wraps, and loses no digit
+    for line in found.failures:
+        terminal.print(styled(("could not be trained", "red"), f", left out above: {line}"))
+    say(f"results: {found.path / 'results.csv'}")
+    say(f"report: {found.path / 'report.html'}")
+
+
+class SweepDisplay:
+    """Shows the progress of all runs of a sweep, and the remaining time from the work done."""
+
+    def __init__(self, terminal: Console) -> None:
+        self._console = terminal
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f} %  {task.fields[left]}"),
+            console=terminal,
+            disable=not terminal.is_terminal,
+            transient=True,
+        )
+        self._done: dict[tuple[str, str, int], float] = {}  # work by run, method and seed
+        self._before = 0.0  # work that was done before a resume
+        self.resume: str | None = None  # the command that resumes the sweep
+
+    def start(self, begun: SweepStart) -> None:
+        """Called before training."""
+        where = shlex.quote(str(begun.path))
+        self.resume = f"nufed sweep --resume {where}" + " --trust" * begun.names_code
+        jobs = [job for job in begun.jobs if job.part.method != BASELINE_PART]
+        self._parts = {
+            (job.directory.path.name, job.part.method, job.part.seed): (
+                job.part.work,
+                job.setup.config.rounds,
+            )
+            for job in jobs
+        }
+        self._total = sum(work for work, _ in self._parts.values())
+        runs = len({run for run, _, _ in self._parts})
+        self._console.print(styled(f"sweep directory: {begun.path}"), soft_wrap=True)
+        self._console.print(styled(f"{len(self._parts)} parts of {runs} runs to train"))
+        self._bar.start()
+        self._task = self._bar.add_task("", total=self._total, left="")
+        self._began = time.monotonic()
+
+    def update(self, run: str, event: Event) -> None:
+        """Called after every round (round 0: a part starts)."""
+        part = (run, event.method, event.seed)
+        if part not in self._parts or not event.round:
+            return
+        work, rounds = self._parts[part]
+        if part not in self._done:
+            self._before += work * (event.round - 1) / rounds
+        self._done[part] = work * event.round / rounds
+        done = sum(self._done.values())
+        spent = time.monotonic() - self._began
+        left = time_left(spent * (self._total - done) / (done - self._before))
+        score = "" if event.score is None else f"  {event.score:.3f}"
+        where = f"{run}  seed {event.seed}  {event.method}  round {event.round}/{rounds}{score}"
+        self._bar.update(self._task, completed=done, description=visible(where), left=left)
+        if not self._console.is_terminal and event.round == rounds:
+            self._console.print(styled(f"{where}  {left}"), soft_wrap=True)
+
+    def stop(self) -> None:
+        self._bar.stop()
