@@ -27,7 +27,7 @@ CONFIG = {
     "eval_every": 2,
     "checkpoint_every": 1,
     "participation": 0.5,
-    "seeds": [0, 1],
+    "seeds": [0, 1, 2],
     "workers": 1,
     "baselines": ["majority"],
     "data": {"agents": 4, "samples_per_agent": 20, "test": 0.25, "unseen_agents": 1},
@@ -116,7 +116,7 @@ def test_a_killed_sweep_resumes_to_the_same_bits(whole, tmp_path, events, worker
         figures=False,
         on_start=lambda start: seen.append(len(start.jobs)),
     )
-    assert seen == [4 * 2 * 3 - done]  # finished parts are skipped; baselines look for themselves
+    assert seen == [4 * 3 * 3 - done]  # finished parts are skipped; baselines look for themselves
     assert file_hashes(path) == file_hashes(whole[0].path)
 
 
@@ -165,7 +165,7 @@ def test_a_full_disk_keeps_what_was_finished(whole, tmp_path, monkeypatch):
         nufed.sweep(CONFIG, overrides=STEPS, out=path, figures=False)
     monkeypatch.setattr(os, "fsync", sync)
     finished = list(path.glob("runs/*/methods/*/seed-*/done.json"))
-    assert 1 < len(finished) < 16
+    assert 1 < len(finished) < 24
     kept = {file: file.read_bytes() for file in finished}
     nufed.resume_sweep(path, figures=False)
     assert all(file.read_bytes() == content for file, content in kept.items())
@@ -200,7 +200,7 @@ def test_results_have_a_row_per_run_method_group_and_seed(whole):
     with (sweep.path / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     keys = ("run", "method", "group", "seed")
-    assert len(rows) == len({tuple(row[k] for k in keys) for row in rows}) == 4 * 3 * 2 * 2
+    assert len(rows) == len({tuple(row[k] for k in keys) for row in rows}) == 4 * 3 * 2 * 3
     for row, record in zip(rows, sweep.records(), strict=True):
         run = sweep.runs[row["run"]]
         part = run.baselines if record["kind"] == "baseline" else run.methods
@@ -231,7 +231,7 @@ def test_the_page_links_every_run_and_charts_every_key(whole):
     assert "[methods.ditto]" in page  # the shared configuration
     names = [name for name, _, _ in sweep_charts(sweep)]
     for group in ("seen", "unseen"):
-        assert {f"key-1-{group}", f"key-2-{group}"} <= set(names)
+        assert {f"by-key-1-{group}", f"by-key-2-{group}"} <= set(names)
         assert {f"map-1-{n}-{group}" for n in (1, 2)} <= set(names)  # one per method
     assert sweep_headline(sweep).startswith("4 runs over data.dirichlet and methods.gmeta.adapt_st")
     assert any("for 1 and 2 steps" in note for note in sweep_notes(sweep))
@@ -246,11 +246,11 @@ def test_scores_by_one_key_are_means_over_the_others(whole):
             if (r["method"], r["group"]) == (score.method, "seen")
             and r["data.dirichlet"] == score.keys["data.dirichlet"]
         ]
-        assert len(rows) == 4 and score.mean == pytest.approx(
+        assert len(rows) == 6 and score.mean == pytest.approx(
             np.mean([r["personal"] for r in rows])
         )
-        by_seed = [np.mean([r["personal"] for r in rows if r["seed"] == s]) for s in (0, 1)]
-        half = 12.706 * np.std(by_seed, ddof=1) / np.sqrt(2)
+        by_seed = [np.mean([r["personal"] for r in rows if r["seed"] == s]) for s in range(3)]
+        half = 4.303 * np.std(by_seed, ddof=1) / np.sqrt(3)
         assert score.half_width == pytest.approx(half)
         assert score.baseline == (score.method == "majority")
     assert len(keyed_scores(sweep, "seen")) == 4 * 3

@@ -16,8 +16,8 @@ from nufed.config.sweep_grid import Grid, Point, in_words, of_run
 from nufed.data import Samples, as_samples
 from nufed.errors import InputError, RunError, TrainingError, in_short
 from nufed.experiment.jobs import Job
-from nufed.experiment.run_directories import begin_run, reopen_run
 from nufed.experiment.observers import Listener
+from nufed.experiment.run_directories import begin_run, reopen_run
 from nufed.experiment.run_parts import BASELINE_PART, parts_of
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop

@@ -20,8 +20,9 @@ from nufed.data import Partition
 from nufed.errors import InputError, RunError, TrainingError
 from nufed.evaluate import Metric
 from nufed.experiment.jobs import Job, run_jobs
+from nufed.experiment.observers import Event
 from nufed.experiment.run_directories import begin_run, check_simulated
-from nufed.experiment.run_parts import BASELINE_PART, Event
+from nufed.experiment.run_parts import BASELINE_PART
 from nufed.experiment.setup import Setup, worker_count
 from nufed.experiment.stopping import Stop
 from nufed.experiment.sweep_runs import (

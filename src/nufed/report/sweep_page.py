@@ -26,6 +26,8 @@ from nufed.report.tables import Table
 from nufed.runs.results import Estimate, Line
 from nufed.runs.sweep_record import Sweep
 
+MIN_SEEDS = 3  # for an interval
+
 
 def build_sweep_page(sweep: Sweep, *, figures: bool = True) -> Path:
     """Write ``report.html`` and ``figures/`` of a sweep into its directory.
@@ -72,13 +74,12 @@ def sweep_charts(sweep: Sweep) -> Iterator[tuple[str, str, Any]]:
             mean = f", mean over the values of {others}" if others else ""
             caption = (
                 f"{score.capitalize()} of personal models by {key}{mean}; {agents}. Bars: 95 % "
-                "confidence intervals of the mean over seeds (of one run with one seed: over "
-                "agents); dashed: null baselines."
+                "confidence intervals of the mean; dashed: null baselines."
             )
             scores = marginal_scores(sweep, group, key)
             styles = Styles.of(labels(sweep, "method"))
             yield (
-                f"key-{number}-{group}",
+                f"by-key-{number}-{group}",
                 caption,
                 score_by_key(scores, key, styles=styles, **style),
             )
@@ -114,7 +115,8 @@ def keyed_scores(sweep: Sweep, group: str) -> list[KeyedScore]:
 def marginal_scores(sweep: Sweep, group: str, key: str) -> list[KeyedScore]:
     """Scores by the values of one key, averaged over those of the others.
 
-    The interval of such a mean is that over seeds, each averaged over the same runs.
+    The interval of such a mean is that over seeds, each averaged over the same runs; there is none
+    with fewer than three.
     """
     if len(sweep.runs) == len(sweep.keys[key]):
         return keyed_scores(sweep, group)
@@ -131,7 +133,8 @@ def marginal_scores(sweep: Sweep, group: str, key: str) -> list[KeyedScore]:
         by_seed = [float(np.mean([means[seed] for means in runs])) for seed in sorted(common)]
         if by_seed:
             mean = Estimate.of(by_seed)
-            scores.append(KeyedScore({key: value}, method, mean.mean, mean.half_width, baseline))
+            half = mean.half_width if len(by_seed) >= MIN_SEEDS else None
+            scores.append(KeyedScore({key: value}, method, mean.mean, half, baseline))
     return scores
 
 
