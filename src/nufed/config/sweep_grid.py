@@ -79,6 +79,8 @@ def make_grid(
     overrides = []
     for setting in settings:
         key, equals, text = setting.partition("=")
+        if key.partition(".")[0].strip() == "sweep":
+            raise InputError(f"{shown(setting)}: write the swept key itself, such as rounds=10,20")
         found = _on_command_line(text) if equals else None
         if found is None:
             overrides.append(setting)
