@@ -39,12 +39,13 @@ from nufed.runs.records import (
 from nufed.runs.results import Trained
 
 
-def load_run(path: Path, *, trust: bool = False) -> Run:
+def load_run(path: str | Path, *, trust: bool = False) -> Run:
     """Read a run directory back.
 
     A file that violates its schema or digest or contradicts other files is refused and named.
     ``trust`` allows importing the algorithms that it names as ``package.module:Class``, if any.
     """
+    path = Path(path)
     check_entries(path)
     directory = RunDirectory(path)
     provenance = Provenance(directory)
