@@ -14,7 +14,7 @@ from nufed.errors import InputError, RunError, visible
 from nufed.report.bounds_charts import bounds_charts
 from nufed.report.bounds_tables import bounds_notes, bounds_tables
 from nufed.report.charts import all_charts
-from nufed.report.figures import draw, spec_of
+from nufed.report.figures import Drawn, draw, spec_of
 from nufed.report.settings_tables import costs_table, methods_table, settings_table
 from nufed.report.tables import (
     agents_table,
@@ -35,6 +35,20 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
     Without ``figures`` no SVG and PNG files are drawn. If drawing fails, the page is written
     without the missing charts and says so, and a :class:`~nufed.errors.ReportWarning` is issued.
     """
+    page, drawn = page_of(runs, figures=figures)
+    try:
+        for name, figure in drawn.figures.items():
+            figure.save(out / "figures", name)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.html").write_bytes(page)
+    except OSError as error:
+        raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
+    drawn.warn(f"{out / 'report.html'} has tables but lacks charts; `nufed report` retries")
+    return out / "report.html"
+
+
+def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn]:
+    """The page in UTF-8, and with ``figures`` its charts as SVG and PNG."""
     if len({run.measure.name for run in runs}) > 1:
         scores = ", ".join(f"{run.path.name}: {run.measure.name}" for run in runs)
         raise InputError(f"these runs have different measures ({scores}): compare runs of one")
@@ -75,15 +89,7 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
         below_start=[str(w) for run in runs for w in run.warnings() if w.about == "training"],
         unscored=[line for run in runs for line in run.unscored()],
     )
-    try:
-        for name, figure in drawn.figures.items():
-            figure.save(out / "figures", name)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.html").write_bytes(page.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
-    drawn.warn(f"{out / 'report.html'} has tables but lacks charts; `nufed report` retries")
-    return out / "report.html"
+    return page.encode("utf-8", "backslashreplace"), drawn
 
 
 @cache

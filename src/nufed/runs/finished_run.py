@@ -75,8 +75,8 @@ class Run:
     inputs: Inputs | None  # None: not one array
 
     def __repr__(self) -> str:
-        methods = visible(", ".join([*self.methods, *self.baselines]))
-        return f"<Run {visible(self.path)}: {methods}; {self.config.rounds} rounds, seeds {self.config.seeds}>"
+        names, rounds = ", ".join([*self.methods, *self.baselines]), self.config.rounds
+        return visible(f"<Run {self.path}: {names}; {rounds} rounds, seeds {self.config.seeds}>")
 
     @property
     def groups(self) -> list[str]:
