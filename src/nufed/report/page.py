@@ -60,7 +60,7 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
     bounded = list(bounds_charts(bounds)) if bounds else []
     specs = {name: spec_of(chart) for name, _, chart in (*charts, *bounded)}
     drawn = draw(specs if figures else {}, javascript=True)
-    page = _template().render(
+    page = template("page.html.j2").render(
         title=" and ".join(run_name(run, runs) for run in runs),
         headlines=[headline(run) for run in runs],
         results=[(group, results_table(runs, group)) for group in all_groups(runs)],
@@ -93,11 +93,12 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
 
 
 @cache
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A template of this room; text is escaped."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, finalize=_finalize
     )
-    return environment.from_string((files("nufed.report") / "page.html.j2").read_text("utf-8"))
+    return environment.from_string((files("nufed.report") / name).read_text("utf-8"))
 
 
 def _finalize(value: Any) -> Any:
