@@ -28,6 +28,7 @@ def write_onnx(model: Adapted, out: Path) -> list[str]:
 
     The batch size is free. Class names are in the file's metadata (``classes``, a JSON list).
     """
+    _check_module(model)
     check_new(out, ONNX)
     with needed("writing ONNX files", "onnx"):
         import onnx
@@ -60,6 +61,7 @@ def write_onnx(model: Adapted, out: Path) -> list[str]:
 def write_state_dict(model: Adapted, out: Path) -> list[str]:
     """Write the module's parameters and buffers by name, and a JSON file with the class names,
     the format of inputs, and how the module is built."""
+    _check_module(model)
     check_new(out, STATE_DICT)
     about = out.with_suffix(".json")
     check_new(about, ".json")
@@ -90,7 +92,7 @@ def export_model(path: Path, to: str, out: Path | None, *, trust: bool = False) 
             "run directory"
         )
     write, suffix = WRITERS[to]
-    return write(_usable(load_model(path, trust=trust)), out or Path(f"{path.stem}{suffix}"))
+    return write(load_model(path, trust=trust), out or Path(f"{path.stem}{suffix}"))
 
 
 def export_of_run(run: Run, to: str, out: Path, chosen: Chosen) -> list[str]:
@@ -115,13 +117,12 @@ def load_model(path: Path, *, trust: bool = False) -> Adapted:
     )
 
 
-def _usable(model: Adapted) -> Adapted:
+def _check_module(model: Adapted) -> None:
     if model.about.personal is not None:
         raise InputError(
             f"this personal model is more than a module: {shown(model.about.personal.algorithm)} "
             "predicts with further tensors, so only nufed can use it (`nufed predict`)"
         )
-    return model
 
 
 def _about(model: Adapted) -> dict[str, Any]:
