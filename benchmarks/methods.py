@@ -220,7 +220,9 @@ class FedRoD(Loop):
     def train(self, agent):
         s = self.settings
         body, head = self.model[:-1], self.model[-1]
-        counts = torch.bincount(self.samples.targets[self.samples.train[agent]], minlength=head.out_features)
+        counts = torch.bincount(
+            self.samples.targets[self.samples.train[agent]], minlength=head.out_features
+        )
         smallest = torch.finfo(self.w[0].dtype).tiny
         shift = (counts.to(self.w[0].dtype) ** s.balance).clamp(min=smallest).log()
         phi = self.states.get(agent)
@@ -258,7 +260,9 @@ class ANIL(Meta):
         d = self.gradient(*self.iterate(nu), outer)
         batches = self.samples.draw(agent, "curvature", nu, t)
         for place in reversed(range(nu)):
-            torch._foreach_sub_(d, self.of_head(*self.chain[place], batches[place], d[-2:]), alpha=alpha)
+            torch._foreach_sub_(
+                d, self.of_head(*self.chain[place], batches[place], d[-2:]), alpha=alpha
+            )
         return d
 
     @torch.enable_grad()

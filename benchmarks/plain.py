@@ -89,7 +89,11 @@ class Loop:
     def descend(self, agent):
         """Local steps of ``self.parameters``."""
         for batch in self.batches(agent):
-            step(self.parameters, self.gradient(self.model, self.parameters, batch), self.settings.meta_lr)
+            step(
+                self.parameters,
+                self.gradient(self.model, self.parameters, batch),
+                self.settings.meta_lr,
+            )
 
     def batches(self, agent, purpose="outer", steps=None):
         for t in range(self.settings.local_steps if steps is None else steps):
@@ -153,7 +157,9 @@ class Meta(Loop):
             product = self.exact if self.curvature == "Exact" else self.difference
             batches = self.samples.draw(agent, "curvature", nu, t)
             for number in reversed(range(nu)):
-                torch._foreach_sub_(d, product(*self.chain[number], batches[number], d), alpha=alpha)
+                torch._foreach_sub_(
+                    d, product(*self.chain[number], batches[number], d), alpha=alpha
+                )
         return d
 
     @torch.enable_grad()

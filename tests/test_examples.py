@@ -1,13 +1,24 @@
 import csv
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
+
+import nbformat
 
 from nufed.config import load_config
 from nufed.config.build import build_samples, build_split
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+# in a process of its own: nbclient leaves sockets open
+EXECUTE = """
+import nbclient, nbformat
+notebook = nbformat.read({!r}, 4)
+nbclient.execute(notebook, cwd=".", timeout=120)
+nbformat.write(notebook, "executed.ipynb")
+"""
 
 
 def test_the_tutorial_and_what_its_page_says(tmp_path, monkeypatch, capsys):
@@ -50,3 +61,31 @@ def test_own_model(tmp_path, monkeypatch, capsys):
     assert rows["gmeta"] < rows["local"] < rows["untrained"]
     for name in ("own-classification", "own-regression"):
         assert (tmp_path / "runs" / f"{name}-001" / "report.html").exists()
+
+
+def test_the_notebook(tmp_path):
+    """Every cell runs, and shows what a person is to see: without fetching anything."""
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    script = EXECUTE.format(str(EXAMPLES / "notebook.ipynb"))
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    notebook = nbformat.read(tmp_path / "executed.ipynb", 4)
+    shown = [
+        output["data"]["text/html"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if "text/html" in output.get("data", ())
+    ]
+    bar, table, chart, frame, history, page = shown
+    assert '<progress value="20" max="20">' in bar and "runs/notebook-001" in bar
+    assert table.count("<table>") == 2 and re.search(r"<td>gmeta</td><td>[\d.]+ %</td>", table)
+    for framed in (chart, page):
+        assert framed.startswith('<div><iframe sandbox="allow-scripts"')
+        assert not re.search(r'(src|href)=(&quot;|")https?:', framed)
+    assert "vegaEmbed(&quot;#chart&quot;, {" in chart and "communication round" in chart
+    assert "fedavg" in frame and "bytes_up" in history and "Results" in page
+    values = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert [v for v in values if v["output_type"] in ("stream", "error")] == []

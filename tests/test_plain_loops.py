@@ -16,8 +16,8 @@ from nufed.server import Progress
 from nufed.simulation import DirectEngine, run_round
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from method_rows import LOOPS, module_of, objective_of  # noqa: E402
-from plain import DELTA  # noqa: E402
+from method_rows import LOOPS, module_of, objective_of
+from plain import DELTA
 
 AGENTS, INPUTS, BATCH, ROUNDS = 4, 5, 6, 3
 COMMON = {"meta_lr": 0.1, "adapt_lr": 0.2, "local_steps": 2, "batch_size": BATCH}

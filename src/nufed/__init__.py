@@ -17,7 +17,8 @@ from nufed.meta.meta_gradient import (
     meta_gradient_with_rates,
 )
 from nufed.objective import Batch, Objective
-from nufed.runs import Run, load_run
+from nufed.report.shown_run import ShownRun as Run
+from nufed.report.shown_run import load as load_run
 from nufed.runs.sweep_record import Sweep, load_sweep
 
 __version__ = "0.1.0.dev0"

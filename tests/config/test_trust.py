@@ -14,7 +14,7 @@ import typer
 from torch import nn
 
 import nufed as library
-from nufed import GMeta, InputError, load_run, make_bundle
+from nufed import GMeta, InputError, load_run, make_bundle, runs
 from nufed.analysis.advise import advise
 from nufed.analysis.run_bounds import bounds_of_run
 from nufed.bundle.personal import make_personal
@@ -22,6 +22,8 @@ from nufed.cli.commands import app
 from nufed.config import load_config
 from nufed.config.load import read_config
 from nufed.config.trust import named_code, require_trust
+from nufed.report.watch_server import WatchServer
+from nufed.runs.training_state import training_state
 
 CODE = """
 from dataclasses import dataclass
@@ -95,6 +97,8 @@ COMMANDS = {
     "bundle of an agent": ["bundle", "run", "--method", "gmeta", "--agent", "1"],
     "resume": ["run", "--resume", "run"],
     "sweep": ["sweep", "--resume", "sweep"],
+    "export": ["export", "run", "--to", "csv"],
+    "watch": ["watch", "run"],
 }
 REBUILDING = {
     "bounds_of_run": lambda run, **how: bounds_of_run(run, **how),
@@ -102,9 +106,10 @@ REBUILDING = {
     "make_bundle": lambda run, **how: make_bundle(run, "gmeta", **how),
     "make_personal": lambda run, **how: make_personal(run, "gmeta", 1, **how),
 }
+READING = {"load_run": runs.load_run, "load": load_run, "training_state": training_state}
 FUNCTIONS = {
     "resume": library.resume,
-    "load_run": load_run,
+    **READING,
     "resume_sweep": lambda path, **how: library.resume_sweep("sweep", **how),
     "load_sweep": lambda path, **how: library.load_sweep("sweep", **how),
 } | {
@@ -114,6 +119,7 @@ FUNCTIONS = {
 # they read a file of a model, not a run directory: tests/bundle and tests/cli
 COMMANDS_OF_FILES = {"inspect", "adapt", "predict"}
 FUNCTIONS_OF_FILES = {"load_bundle", "load_adapted", "build_model", "build_loss", "build_personal"}
+FUNCTIONS_OF_FILES |= {"load_model", "export_model"}
 
 
 def forget():
@@ -141,6 +147,7 @@ def theirs(tmp_path, made, monkeypatch):
     shutil.copytree(made, tmp_path / "theirs")
     monkeypatch.chdir(tmp_path / "theirs")
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(WatchServer, "serve_forever", lambda server: None)
     forget()
     yield tmp_path / "theirs"
     forget()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from nufed.bundle.about import (
     About,
@@ -230,7 +231,24 @@ def load_bundle(
         trust: allow importing the functions that it names to build its model and loss, if any.
         module, loss: for bundles that were made from objects: the same module and loss.
     """
-    path = Path(path)
+    with _opened(Path(path)) as (about, tensors):
+        built = build_model(about, tensors, trust, module)
+        bundle = Bundle(about, built, build_loss(about, trust, loss))
+        bundle.rate()
+        _ = bundle.card
+        bundle.objective.initial()
+    return bundle
+
+
+def read_card(path: str | Path) -> tuple[About, str]:
+    """The metadata and the card of a bundle; builds no model and imports nothing."""
+    with _opened(Path(path)) as (about, _):
+        return about, card_of(about)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[About, Mapping[str, Tensor]]]:
+    """The metadata and weights of a bundle; an error inside this context names the file."""
     if not path.is_file():
         raise InputError(f"{path} is not a file: give a bundle, a {SUFFIX} file")
     try:
@@ -239,17 +257,11 @@ def load_bundle(
         found = unseal(path.read_bytes())
         if "bundle" not in found.about:
             raise InputError("it does not contain a bundle")
-        about = read_about(found.about["bundle"])
-        built = build_model(about, found.tensors, trust, module)
-        bundle = Bundle(about, built, build_loss(about, trust, loss))
-        bundle.rate()
-        _ = bundle.card
-        bundle.objective.initial()
+        yield read_about(found.about["bundle"]), found.tensors
     except Exception as error:  # a crafted bundle may raise anything
         raise InputError(
             f"{path} can't be used as a bundle ({error}): get it again from its source"
         ) from error
-    return bundle
 
 
 def _dtype_name(module: nn.Module) -> Any:

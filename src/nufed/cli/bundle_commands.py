@@ -13,7 +13,7 @@ import typer
 from rich.markdown import Markdown
 
 from nufed.bundle import Adapted, Prediction, load_adapted, load_bundle
-from nufed.bundle.bundle import SUFFIX
+from nufed.bundle.bundle import SUFFIX, read_card
 from nufed.bundle.data_file import LABEL, Data, read_data, to_cell
 from nufed.bundle.from_run import make_bundle
 from nufed.bundle.personal import make_personal
@@ -92,12 +92,23 @@ def bundle(
 
 
 def inspect(bundle: BundlePath, trust: Trust = False, as_json: AsJson = False) -> None:
-    """Check a bundle and print its card."""
-    found = load_bundle(bundle, trust=trust)
+    """Print a bundle's card, and check that its model can be built.
+
+    Code that it names is imported only with --trust; the card is printed without it.
+    """
+    about, card = read_card(bundle)
     if as_json:
-        print(json.dumps(found.about.model_dump(mode="json")))
+        print(json.dumps(about.model_dump(mode="json")))
     else:
-        console().print(Markdown(found.card, hyperlinks=False))
+        console().print(Markdown(card, hyperlinks=False))
+    code = [name for name in (about.model.build, about.loss) if name and ":" in name]
+    if about.model.build is None or about.loss is None:
+        say("its model was not built, which needs the object that it was made from", error=True)
+    elif code and not trust:
+        named = " and ".join(code)
+        say(f"its model was not built, as that imports {named}: --trust allows it", error=True)
+    else:
+        load_bundle(bundle, trust=trust)
 
 
 def adapt(

@@ -17,7 +17,7 @@ from nufed.analysis.advise import advise
 from nufed.analysis.numeric_bounds import bounds_of_numbers
 from nufed.analysis.run_bounds import bounds_of_run
 from nufed.bundle.from_run import can_be_bundled
-from nufed.cli import bundle_commands, export_commands, sweep_commands
+from nufed.cli import bundle_commands, export_commands, sweep_commands, watch_command
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.data_commands import AsJson, Overrides, data_app
 from nufed.cli.doctor import examine
@@ -57,6 +57,7 @@ app.add_typer(federate_app, name="federate")
 bundle_commands.register(app)
 export_commands.register(app)
 sweep_commands.register(app)
+watch_command.register(app)
 
 
 @app.command()

@@ -9,7 +9,8 @@ import typer
 
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.terminal import say
-from nufed.export import TARGETS, Chosen
+from nufed.errors import InputError
+from nufed.export import TARGETS, Chosen, export_model
 from nufed.export import export as export_run
 from nufed.runs import load_run
 
@@ -17,7 +18,9 @@ TO = "; ".join(f"{name}: {target.about}" for name, target in TARGETS.items())
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A finished run directory.")],
+    run: Annotated[
+        Path, typer.Argument(help="A finished run directory; or a bundle or adapted model.")
+    ],
     to: Annotated[str, typer.Option(help=TO)],
     out: Annotated[
         Path | None, typer.Option(help="Where to write; each target has its own default.")
@@ -28,7 +31,16 @@ def export(
     seed: Annotated[int | None, typer.Option(min=0, help="Its seed; default: the first.")] = None,
     trust: Trust = False,
 ) -> None:
-    """Write a finished run for other tools. Nothing is sent anywhere."""
+    """Write a finished run, or a model, for other tools. Nothing is sent anywhere.
+
+    Examples: nufed export runs/quickstart-001 --to parquet; nufed export mine.safetensors --to onnx
+    """
+    if run.is_file():
+        if method is not None or seed is not None:
+            raise InputError(f"{run} is one model: leave out --method and --seed")
+        for line in export_model(run, to, out, trust=trust):
+            say(line)
+        return
     finished = load_run(run, trust=trust)
     for line in export_run(finished, to, out, Chosen(method, seed, trust)):
         say(line)

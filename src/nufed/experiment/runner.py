@@ -15,6 +15,7 @@ from nufed.data import Partition
 from nufed.errors import InputError
 from nufed.evaluate import Metric
 from nufed.experiment.jobs import Job, run_jobs
+from nufed.experiment.notebook_bar import with_notebook_bar
 from nufed.experiment.observers import Listener, Observer, Observers
 from nufed.experiment.run_directories import begin_run, check_simulated, reopen_run
 from nufed.experiment.run_parts import parts_of
@@ -24,7 +25,8 @@ from nufed.files import locked
 from nufed.objective import Loss
 from nufed.objective.threads import torch_threads
 from nufed.report.finish import finish
-from nufed.runs import Run, RunDirectory
+from nufed.report.shown_run import ShownRun
+from nufed.runs import RunDirectory
 from nufed.runs.provenance import Provenance
 
 
@@ -44,7 +46,7 @@ def run(
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
     observers: Sequence[Observer] = (),
-) -> Run:
+) -> ShownRun:
     """Train and evaluate every method of a configuration, as ``nufed run`` does.
 
     Args:
@@ -61,9 +63,10 @@ def run(
             instead of ``[data] partition`` (docs/algorithms.md).
         out: the run directory to create; by default the next free ``runs/NAME-001``.
         figures: whether to also write the report's charts as SVG and PNG files.
-        on_start, on_progress, on_stop: called with the directory, after every round, and on Ctrl-C
-            or SIGTERM: current rounds are then finished and saved before KeyboardInterrupt is
-            raised, and :func:`resume` resumes from there.
+        on_start, on_progress, on_stop: called with the directory, after every round (by default a
+            notebook shows a progress bar), and on Ctrl-C or SIGTERM: current rounds are then
+            finished and saved before KeyboardInterrupt is raised, and :func:`resume` resumes from
+            there.
         observers: told about starts, rounds, evaluations and the end (docs/tracking.md); what they
             raise is a warning.
 
@@ -82,7 +85,7 @@ def run(
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
         with locked(directory.path):
             begin_run(setup, directory)
-            told = Observers(observers, on_start, on_progress)
+            told = Observers(with_notebook_bar(observers, on_progress), on_start, on_progress)
             return _train(setup, directory, figures, told, on_stop)
 
 
@@ -102,7 +105,7 @@ def resume(
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
     observers: Sequence[Observer] = (),
-) -> Run:
+) -> ShownRun:
     """Resume a stopped or killed run, to the same bits as an uninterrupted one.
 
     Args:
@@ -120,7 +123,7 @@ def resume(
         setup = reopen_run(directory, overrides, given, trust=trust)
         with torch_threads(setup.config.threads):
             Provenance(directory).write_resumed(setup.config)
-            told = Observers(observers, on_start, on_progress)
+            told = Observers(with_notebook_bar(observers, on_progress), on_start, on_progress)
             return _train(setup, directory, figures, told, on_stop)
 
 
@@ -130,7 +133,7 @@ def _train(
     figures: bool,
     observers: Observers,
     on_stop: Callable[[], None] | None,
-) -> Run:
+) -> ShownRun:
     """Run all unfinished parts, then read the run back and write its report."""
     observers.start(setup.config, directory.path)
     stop, finished = Stop(on_stop or (lambda: None)), None

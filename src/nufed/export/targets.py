@@ -12,6 +12,8 @@ from pathlib import Path
 from nufed.errors import InputError, shown
 from nufed.export.mlflow_store import FOLDER as MLFLOW
 from nufed.export.mlflow_store import write_mlflow
+from nufed.export.model_files import export_of_run
+from nufed.export.table_files import write_csv, write_parquet
 from nufed.export.target import Chosen, Target
 from nufed.export.tensorboard_files import FOLDER as TENSORBOARD
 from nufed.export.tensorboard_files import write_tensorboard
@@ -25,6 +27,28 @@ TARGETS: Mapping[str, Target] = {
     ),
     "mlflow": Target("a local tracking store, ./mlruns", write_mlflow, lambda run: Path(MLFLOW)),
     "wandb": Target("offline W&B runs, into ./wandb", write_wandb, lambda run: Path()),
+    "csv": Target(
+        "every final score, and the curves by round, as CSV files",
+        lambda run, out, chosen: write_csv(run, out),
+        lambda run: Path(f"{run.path.name}.csv"),
+    ),
+    "parquet": Target(
+        "the same as Parquet files",
+        lambda run, out, chosen: write_parquet(run, out),
+        lambda run: Path(f"{run.path.name}.parquet"),
+    ),
+    "onnx": Target(
+        "a model with its preprocessing, also of a bundle or adapted model",
+        lambda run, out, chosen: export_of_run(run, "onnx", out, chosen),
+        lambda run: Path(f"{run.path.name}.onnx"),
+        chooses=True,
+    ),
+    "state_dict": Target(
+        "a model's parameters as safetensors, and its classes as JSON",
+        lambda run, out, chosen: export_of_run(run, "state_dict", out, chosen),
+        lambda run: Path(f"{run.path.name}.safetensors"),
+        chooses=True,
+    ),
 }
 
 

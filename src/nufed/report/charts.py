@@ -13,6 +13,7 @@ import numpy as np
 from nufed.report.fits_chart import fits_caption, fits_chart
 from nufed.report.tables import all_groups, label, run_name
 from nufed.runs import Run
+from nufed.runs.records import MetricsLine
 from nufed.runs.results import Line
 
 # Okabe and Ito's colour-blind-safe palette
@@ -87,7 +88,7 @@ def rounds_chart(runs: Sequence[Run], group: str) -> Any:
         key = evaluation_by_round(run)
         seeds = [[m for m in t.metrics if group in getattr(m, key)] for t in line.seeds.values()]
         own = []
-        for same_round in zip(*seeds, strict=True):
+        for same_round in _by_round(seeds):
             found, at = [getattr(m, key)[group] for m in same_round], same_round[0].round
             points.append(_point(name, "round", at, [f.score[line.steps] for f in found]))
             own.append(
@@ -101,6 +102,14 @@ def rounds_chart(runs: Sequence[Run], group: str) -> Any:
         shared.setdefault((str(run.path), line.name), own)
     dotted = [point for own in shared.values() for point in own]
     return _curves(runs, points, "round", "communication round", group, True, dotted)
+
+
+def _by_round(seeds: Sequence[Sequence[MetricsLine]]) -> list[list[MetricsLine]]:
+    """The lines of each round, of the seeds that have reached it."""
+    found: dict[int, list[MetricsLine]] = {}
+    for line in (line for lines in seeds for line in lines):
+        found.setdefault(line.round, []).append(line)
+    return [found[round] for round in sorted(found)]
 
 
 def steps_chart(runs: Sequence[Run]) -> Any:

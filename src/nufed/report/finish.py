@@ -10,7 +10,8 @@ from nufed.algorithms.protocol import Algorithm
 from nufed.bundle.from_run import NoBundleError, bundle_of, can_be_bundled
 from nufed.errors import TrainingError
 from nufed.objective import Objective
-from nufed.runs import Run, RunDirectory, load_run
+from nufed.report.shown_run import ShownRun, load
+from nufed.runs import Run, RunDirectory
 from nufed.runs.json_files import write_json
 
 
@@ -20,7 +21,7 @@ def finish(
     algorithms: Mapping[str, Algorithm],
     *,
     figures: bool = True,
-) -> Run:
+) -> ShownRun:
     """Read a run back, and write its bundles, results and report.
 
     Args:
@@ -29,7 +30,7 @@ def finish(
         algorithms: its methods.
         figures: whether to also write the report's charts as SVG and PNG files.
     """
-    run = load_run(directory.path)
+    run = load(directory.path)
     if not run.methods:
         raise TrainingError(f"no method could be trained: {run.failures[0]}")
     _write_bundles(run, objectives, algorithms, directory.bundles())

@@ -35,6 +35,12 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
     Without ``figures`` no SVG and PNG files are drawn. If drawing fails, the page is written
     without the missing charts and says so, and a :class:`~nufed.errors.ReportWarning` is issued.
     """
+    page, drawn = page_of(runs, figures=figures)
+    return save_page(page, drawn, out, "nufed report")
+
+
+def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn]:
+    """The page in UTF-8, and with ``figures`` its charts as SVG and PNG."""
     if len({run.measure.name for run in runs}) > 1:
         scores = ", ".join(f"{run.path.name}: {run.measure.name}" for run in runs)
         raise InputError(f"these runs have different measures ({scores}): compare runs of one")
@@ -75,16 +81,16 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
         below_start=[str(w) for run in runs for w in run.warnings() if w.about == "training"],
         unscored=[line for run in runs for line in run.unscored()],
     )
-    return save_page(page, drawn, out, "nufed report")
+    return page.encode("utf-8", "backslashreplace"), drawn
 
 
-def save_page(page: str, drawn: Drawn, out: Path, command: str) -> Path:
+def save_page(page: bytes, drawn: Drawn, out: Path, command: str) -> Path:
     """Write ``report.html`` and its figures; ``command`` makes them again."""
     try:
         for name, figure in drawn.figures.items():
             figure.save(out / "figures", name)
         out.mkdir(parents=True, exist_ok=True)
-        (out / "report.html").write_bytes(page.encode("utf-8", "backslashreplace"))
+        (out / "report.html").write_bytes(page)
     except OSError as error:
         raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
     drawn.warn(f"{out / 'report.html'} has tables but lacks charts; `{command}` retries")

@@ -57,7 +57,9 @@ def build_sweep_page(sweep: Sweep, *, figures: bool = True) -> Path:
         specs=specs,
         drawn=drawn,
     )
-    return save_page(page, drawn, sweep.path, "nufed sweep --resume")
+    return save_page(
+        page.encode("utf-8", "backslashreplace"), drawn, sweep.path, "nufed sweep --resume"
+    )
 
 
 def sweep_charts(sweep: Sweep) -> Iterator[tuple[str, str, Any]]:

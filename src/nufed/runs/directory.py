@@ -109,7 +109,11 @@ class RunDirectory:
 
     def read_split(self, seed: int) -> SplitRecord:
         """The record of a seed's split."""
-        return read_record(self.path / "splits" / f"seed-{seed}.json", SplitRecord)
+        return read_record(self.split_file(seed), SplitRecord)
+
+    def split_file(self, seed: int) -> Path:
+        """The file of that record."""
+        return self.path / "splits" / f"seed-{seed}.json"
 
     def write_split(self, split: Split, samples: Samples, seed: int) -> None:
         folder = _make(self.path / "splits")

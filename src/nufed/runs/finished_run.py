@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nufed.algorithms.gmeta import local_sgd
 from nufed.config.problem import Recorded
 from nufed.config.schema import Config
-from nufed.errors import RunError
+from nufed.errors import RunError, visible
 from nufed.evaluate import Measure
 from nufed.files import read_sealed
+from nufed.runs import frames
 from nufed.runs.below_start import below_start
 from nufed.runs.bounds_record import BoundsRecord
 from nufed.runs.directory import BOUNDS, PRIVACY
@@ -21,6 +22,9 @@ from nufed.runs.json_files import finite
 from nufed.runs.jumps import instability
 from nufed.runs.records import Inputs, SplitRecord, TimingLine, checked
 from nufed.runs.results import Line, Row, Trained, results_table
+
+if TYPE_CHECKING:
+    import pandas as pd  # type: ignore[import-untyped]
 
 GROUPS = ("seen", "unseen")
 BASELINES = {
@@ -53,7 +57,7 @@ class RunWarning:
         return f"{self.method}, seed {self.seed}{when}: {self.message}{times}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """The contents of a run directory, as :func:`nufed.load_run` returns them."""
 
@@ -69,6 +73,10 @@ class Run:
     engines: dict[str, str]
     data_sha256: str
     inputs: Inputs | None  # None: not one array
+
+    def __repr__(self) -> str:
+        names, rounds = ", ".join([*self.methods, *self.baselines]), self.config.rounds
+        return visible(f"<Run {self.path}: {names}; {rounds} rounds, seeds {self.config.seeds}>")
 
     @property
     def groups(self) -> list[str]:
@@ -119,6 +127,24 @@ class Run:
             return algorithms[line.name].fixed_rate
         first = next(iter(algorithms.values()))
         return local_sgd(first).meta_lr if line.name == "local" else first.initial_rate
+
+    def frame(self) -> pd.DataFrame:
+        """Every score of the final models as a pandas data frame, one row per method (or null
+        baseline), seed, agent, model, number of fine-tuning steps and step size.
+
+        The columns are those of :class:`nufed.runs.frames.ScoreRow`.
+        """
+        return frames.frame(self)
+
+    def history(self) -> pd.DataFrame:
+        """The curves by round as a pandas data frame, one row per method, seed, round, group of
+        agents and step size of fine-tuning ("as_trained", for every round, or "chosen").
+
+        ``global`` and ``personal`` are mean scores, the latter after the steps that results show;
+        ``personal_0``, ``personal_1``, … after so many. They are missing in rounds that were not
+        evaluated. The costs and other numbers of the round are the same in all rows of a round.
+        """
+        return frames.history(self)
 
     def costs(self, name: str) -> dict[str, float]:
         """The cost of training a method, per seed: gradients, HVPs, traffic and seconds; and that

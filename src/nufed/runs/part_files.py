@@ -142,6 +142,7 @@ class PartFiles:
         line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
         try:
             self._metrics.write(line)
+            self._metrics.flush()  # for `nufed watch`
         except OSError as error:
             raise cannot_write(self.folder / "metrics.jsonl", error) from error
         self._hash.update(line)

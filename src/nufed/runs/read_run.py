@@ -39,21 +39,25 @@ from nufed.runs.records import (
 from nufed.runs.results import Trained
 
 
-def load_run(path: Path, *, trust: bool = False) -> Run:
+def load_run(path: str | Path, *, trust: bool = False, partial: bool = False) -> Run:
     """Read a run directory back.
 
     A file that violates its schema or digest or contradicts other files is refused and named.
     ``trust`` allows importing the algorithms that it names as ``package.module:Class``, if any.
+    ``partial`` reads a run that is not finished, without the methods and seeds that are not.
     """
+    path = Path(path)
     check_entries(path)
     directory = RunDirectory(path)
     provenance = Provenance(directory)
     try:
         about, config = provenance.about(), provenance.read(trust)
-        splits = {seed: directory.read_split(seed) for seed in config.seeds}
+        # a federation writes its split last
+        seeds = [s for s in config.seeds if not partial or directory.split_file(s).exists()]
+        splits = {seed: directory.read_split(seed) for seed in seeds}
     except RunError as error:
         raise RunError(f"{path} can't be read as a run directory: {error}") from error
-    reader = _Reader(path, config, splits)
+    reader = _Reader(path, config, splits, partial)
     methods = {name: reader.parts("methods", name) for name in config.algorithms()}
     kept = {name: part for name, part in methods.items() if part}
     baselines = {
@@ -61,6 +65,7 @@ def load_run(path: Path, *, trust: bool = False) -> Run:
         for name in BASELINES
         if (path / "baselines" / name).is_dir()
     }
+    baselines = {name: part for name, part in baselines.items() if len(part) == len(config.seeds)}
     measure = about.measure
     return Run(
         path=path,
@@ -97,8 +102,10 @@ def _failures(path: Path, config: Config) -> Iterator[str]:
 class _Reader:
     """Reads the parts of a run and checks that they are consistent."""
 
-    def __init__(self, path: Path, config: Config, splits: Mapping[int, SplitRecord]) -> None:
-        self._path, self._config, self._splits = path, config, splits
+    def __init__(
+        self, path: Path, config: Config, splits: Mapping[int, SplitRecord], partial: bool
+    ) -> None:
+        self._path, self._config, self._splits, self._partial = path, config, splits, partial
         # taken from the part that is read first; all others must agree
         self._agents: dict[int, list[int]] = {}  # agents with scores, by seed
         self._groups: set[bool] | None = None  # values of ``seen`` among them
@@ -107,6 +114,8 @@ class _Reader:
     def parts(self, kind: str, name: str) -> dict[int, Trained]:
         """A method or baseline by seed, without seeds that failed."""
         folders = {s: self._path / kind / name / f"seed-{s}" for s in self._config.seeds}
+        if self._partial:
+            folders = {seed: own for seed, own in folders.items() if self._is_done(own)}
         if kind == "baselines":
             return {
                 seed: self._part(folder, seed, BASELINE_FILES) for seed, folder in folders.items()
@@ -116,6 +125,10 @@ class _Reader:
             for seed, folder in folders.items()
             if not (folder / "failure.json").exists()
         }
+
+    def _is_done(self, folder: Path) -> bool:
+        finished = (folder / DONE).exists()
+        return finished and check_done(folder).rounds == self._config.rounds
 
     def _part(self, folder: Path, seed: int, files: Sequence[str]) -> Trained:
         how = f"resume it with `nufed run --resume {self._path}`"

@@ -1,0 +1,139 @@
+"""Serves the report of a run on this machine's loopback interface, read only.
+
+It reads the run's files, takes no lock and writes nothing. One page is served, at a path with a
+secret that only its user is told, since other users of the machine can connect, too. Requests that
+name another host are refused: a foreign web site could have pointed its name here.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import threading
+from html import escape
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingTCPServer
+from typing import cast
+
+from nufed.errors import InputError, RunError, visible
+from nufed.report.training_page import watched_page
+from nufed.runs.training_state import training_state, version_of
+
+ADDRESS = "127.0.0.1"
+POLL_SECONDS = 3
+RELOAD = """<script>
+setInterval(async () => {
+  const found = await fetch(location.href, {method: "HEAD", cache: "no-store"}).catch(() => null);
+  if (found && found.headers.get("ETag") !== %s) location.reload();
+}, %d);
+</script></body>"""
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "script-src 'unsafe-inline' 'unsafe-eval'; connect-src 'self'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class WatchedPage:
+    """The page of a run, drawn again when its files have changed."""
+
+    def __init__(self, run: Path, trust: bool) -> None:
+        self._run, self._trust = run, trust
+        self._lock = threading.Lock()
+        self._drawn: tuple[str, bytes] | None = None
+
+    def version(self) -> str:
+        """Changes when the run makes progress."""
+        return f'"{version_of(self._run)}"'
+
+    def draw(self) -> tuple[str, bytes]:
+        """The version and the page; raises RunError or OSError if the run can't be read."""
+        with self._lock:
+            version = self.version()
+            if self._drawn is None or self._drawn[0] != version:
+                page = watched_page(training_state(self._run, trust=self._trust))
+                reload = RELOAD % (json.dumps(version), 1000 * POLL_SECONDS)
+                before, _, after = page.rpartition(b"</body>")
+                self._drawn = version, before + reload.encode() + after
+            return self._drawn
+
+
+class WatchServer(ThreadingTCPServer):
+    """A server of one page on the loopback interface.
+
+    Args:
+        page: what to serve.
+        port: 0 for a free one.
+    """
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, page: WatchedPage, port: int = 0) -> None:
+        self.page, self.path = page, f"/{secrets.token_urlsafe(16)}/"
+        try:
+            super().__init__((ADDRESS, port), WatchHandler)
+        except OSError as error:
+            raise InputError(
+                f"--port {port} can't be used ({error.strerror}): choose another, or 0 for any"
+            ) from error
+        self.hosts = [f"{name}:{self.server_address[1]}" for name in (ADDRESS, "localhost")]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.hosts[0]}{self.path}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print unexpected errors; a closed connection is none."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
+class WatchHandler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD of the page; refuses all else."""
+
+    server_version, sys_version = "nufed", ""
+    timeout = 10  # seconds for a request
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, with_body: bool) -> None:
+        server = cast(WatchServer, self.server)
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or hosts[0] not in server.hosts:
+            self.send_error(HTTPStatus.FORBIDDEN)
+        elif not secrets.compare_digest(self.path.encode(), server.path.encode()):
+            self.send_error(HTTPStatus.NOT_FOUND)
+        elif not with_body:
+            self._send(HTTPStatus.OK, server.page.version(), b"")
+        else:
+            try:
+                self._send(HTTPStatus.OK, *server.page.draw())
+            except (RunError, OSError) as error:  # for example a file that was replaced meanwhile
+                self._send(HTTPStatus.SERVICE_UNAVAILABLE, '""', _retry(str(error)))
+
+    def _send(self, status: HTTPStatus, version: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, "ETag": version}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Requests are not logged."""
+
+
+def _retry(reason: str) -> bytes:
+    page = f"<p>This run can't be read just now: {escape(visible(reason))}</p>"
+    refresh = f'<meta http-equiv="refresh" content="{POLL_SECONDS}">'
+    return f'<!doctype html><meta charset="utf-8">{refresh}{page}'.encode("utf-8", "replace")
