@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,7 @@ def write_onnx(model: Adapted, out: Path) -> list[str]:
     dtype = getattr(torch, model.about.inputs.dtype)
     example = torch.zeros(2, *model.about.inputs.shape, dtype=dtype)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporter, about itself
+        with _quiet():
             program = torch.onnx.export(
                 model.module,
                 (example,),
@@ -56,6 +57,20 @@ def write_onnx(model: Adapted, out: Path) -> list[str]:
     onnx.helper.set_model_props(proto, {k: json.dumps(v) for k, v in _about(model).items()})
     write_durably(out, proto.SerializeToString())
     return [f"model: {out} (inputs: {_inputs(model)})"]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the exporter says about itself: warnings, and packages that it lacks."""
+    log = logging.getLogger("torch.onnx")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
 
 
 def write_state_dict(model: Adapted, out: Path) -> list[str]:

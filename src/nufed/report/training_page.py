@@ -46,25 +46,29 @@ def watched_page(state: TrainingState) -> bytes:
 
 
 def progress_table(state: TrainingState) -> Table:
-    """Every method and seed: its state, round, last scores, and the signals of its last round."""
+    """Every method and seed: its state, round, latest scores and signals."""
     rounds, show = state.run.config.rounds, number_format(state.run)
-    scalars = {
-        name: None
-        for part in state.parts
-        for line in part.metrics[-1:]
-        for name, value in signals(line).items()
-        if isinstance(value, float)
-    }
+    last = [_last_signals(part) for part in state.parts]
+    scalars = dict.fromkeys(name for found in last for name in found)
     rows = []
-    for part in state.parts:
-        last = signals(part.metrics[-1]) if part.metrics else {}
+    for part, found in zip(state.parts, last, strict=True):
         at = f"{part.metrics[-1].round} of {rounds}" if part.metrics else "–"
         scores = [show(score) if score == score else "–" for score in _last_scores(state, part)]
-        more = [f"{last[name]:.4g}" if name in last else "–" for name in scalars]
+        more = [f"{found[name]:.4g}" if name in found else "–" for name in scalars]
         rows.append([part.method, str(part.seed), part.state, at, *scores, *more])
     titles = ["", "seed", "state", "round", "global", "personal"]
     names = [name.replace("_", " ") for name in scalars]
     return Table([*titles, *names], rows, [part.state == "waiting" for part in state.parts])
+
+
+def _last_signals(part: PartState) -> dict[str, float]:
+    """The latest value of each signal of training, such as the update norm."""
+    return {
+        name: value
+        for line in part.metrics
+        for name, value in signals(line).items()
+        if isinstance(value, float) and value == value
+    }
 
 
 def _last_scores(state: TrainingState, part: PartState) -> Iterator[float]:
