@@ -71,7 +71,7 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
         failures=[line for run in runs for line in run.failures],
         unanswered=[line for run in runs for line in run.unanswered()],
         rejected=[line for run in runs for line in run.rejected()],
-        warnings=[str(w) for run in runs for w in run.warnings() if w.about == "numbers"],
+        warnings=[str(w) for run in runs for w in run.warnings() if w.about in ("data", "numbers")],
         below_start=[str(w) for run in runs for w in run.warnings() if w.about == "training"],
         unscored=[line for run in runs for line in run.unscored()],
     )
