@@ -6,7 +6,7 @@ from nufed.bundle.from_run import make_bundle
 from nufed.bundle.personal import make_personal
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, NufedError, NumericalWarning
-from nufed.experiment import resume, run
+from nufed.experiment import Tuning, resume, run, tune
 from nufed.meta.fine_tuning import adapt, trajectory
 from nufed.meta.meta_gradient import (
     Exact,
@@ -37,6 +37,7 @@ __all__ = [
     "Run",
     "Samples",
     "Split",
+    "Tuning",
     "adapt",
     "fedavg",
     "gmeta",
@@ -51,4 +52,5 @@ __all__ = [
     "resume",
     "run",
     "trajectory",
+    "tune",
 ]

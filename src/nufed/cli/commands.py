@@ -17,7 +17,7 @@ from nufed.analysis.advise import advise
 from nufed.analysis.numeric_bounds import bounds_of_numbers
 from nufed.analysis.run_bounds import bounds_of_run
 from nufed.bundle.from_run import can_be_bundled
-from nufed.cli import bundle_commands
+from nufed.cli import bundle_commands, tune_commands
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.data_commands import AsJson, Overrides, data_app
 from nufed.cli.doctor import examine
@@ -54,6 +54,7 @@ NoFigures = Annotated[
 app.add_typer(data_app, name="data")
 app.add_typer(federate_app, name="federate")
 bundle_commands.register(app)
+tune_commands.register(app)
 
 
 @app.command()
@@ -69,6 +70,10 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(help="Resume this run directory; rounds=N trains longer.")
     ] = None,
+    tuned: Annotated[
+        bool, typer.Option("--tuned", help="Search the settings of every method first.")
+    ] = False,
+    budget: tune_commands.Budget = None,
     trust: Trust = False,
     no_figures: NoFigures = False,
     as_json: AsJson = False,
@@ -79,6 +84,11 @@ def run(
         settings.append(f"seeds={list(range(seeds))}")
     if source is None and resume is None:
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
+    if budget is not None and not tuned:
+        raise InputError("--budget is that of a search: add --tuned")
+    if tuned:
+        search = None if resume else source
+        source, settings = tune_commands.tune_first(search, settings, budget, not no_figures), []
     with show_progress(console(stderr=True)) as display:
         follow: dict[str, Any] = {
             "on_start": display.start,

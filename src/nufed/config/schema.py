@@ -18,6 +18,7 @@ from nufed.config.methods import MethodConfig, make_methods, write_out
 from nufed.config.names import AT_SITES as AT_SITES
 from nufed.config.names import OWN as OWN
 from nufed.config.names import EngineName, Name
+from nufed.config.tune_table import TunedTable, TuneTable
 from nufed.data import PARTITIONS, SHIFTS, Reuse, ScoredOn, SmallAgents
 from nufed.errors import InputError
 from nufed.evaluate import EvalLr
@@ -232,6 +233,12 @@ class Config(_Table):
     privacy: PrivacyConfig = Field(
         default=PrivacyConfig(), exclude_if=lambda value: value == PrivacyConfig()
     )
+    tune: TuneTable = Field(default=TuneTable(), exclude_if=lambda value: value == TuneTable())
+    tuned: TunedTable | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="written by `nufed tune`: the search that chose the methods' settings",
+    )
 
     @property
     def steps_shown(self) -> int:
@@ -273,7 +280,9 @@ class Config(_Table):
     @property
     def fingerprint(self) -> str:
         """The SHA-256 of everything that determines bits, except ``rounds``."""
-        return sha256(self.model_dump_json(exclude={"name", "rounds", "workers"}).encode())
+        return sha256(
+            self.model_dump_json(exclude={"name", "rounds", "workers", "tune", "tuned"}).encode()
+        )
 
     def to_toml(self) -> str:
         """The configuration as TOML; loading it restores it."""

@@ -2,5 +2,6 @@
 
 from nufed.experiment.run_parts import Event
 from nufed.experiment.runner import resume, run
+from nufed.experiment.tuning import Tuning, tune
 
-__all__ = ["Event", "resume", "run"]
+__all__ = ["Event", "Tuning", "resume", "run", "tune"]

@@ -66,7 +66,7 @@ def run(
         The finished run, read back from its directory (``run.path``, ``run.rows()``).
     """
     checked = load_config(config, overrides)
-    _check_simulated(checked)
+    check_simulated(checked)
     with torch_threads(checked.threads):
         given = Given(model, data, loss, metric, methods, partition)
         setup = Setup.make(Problem.make(checked, given))
@@ -128,7 +128,7 @@ def resume(
             return _train(setup, directory, figures, on_start, on_progress, on_stop)
 
 
-def _check_simulated(config: Config) -> None:
+def check_simulated(config: Config) -> None:
     """Refuse the tables of a real federation."""
     for table in ("federation", "privacy"):
         if table in config.model_dump():
