@@ -56,9 +56,12 @@ def tune_command(
 
     Example: nufed tune sinusoid --budget 50, then nufed run runs/sinusoid-tune-001/tuned.toml
     """
+    settings = list(overrides or ())
+    if resume is not None and source is not None and "=" in source:
+        source, settings = None, [source, *settings]
     found = tune_and_show(
         source,
-        list(overrides or ()),
+        settings,
         budget=budget,
         out=out,
         resume=resume,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import altair as alt
@@ -31,7 +32,8 @@ def tune_charts(record: TuningRecord) -> Iterator[tuple[str, str, Any]]:
             yield (
                 f"tune-{setting}",
                 f"Validation {search.measure} of all trials by {setting}, after the rounds that "
-                "each was trained for; other settings vary, too. Filled: trained to the end.",
+                "each was trained for; other settings vary, too. Filled: trained to the end. Much "
+                "worse trials are drawn at the edge.",
                 setting_chart(record, setting, values),
             )
 
@@ -40,7 +42,11 @@ def best_chart(record: TuningRecord, points: list[dict[str, Any]]) -> Any:
     """Best score so far by work, a line for each method."""
     names = list(record.search.methods)
     base = plot(points).encode(
-        x=alt.X("work:Q", title="work spent (full trainings by the cheapest method)"),
+        x=alt.X(
+            "work:Q",
+            title="work spent (full trainings by the cheapest method)",
+            scale=alt.Scale(domain=[0, record.search.budget], nice=False),
+        ),
         y=_score_axis(record),
         color=_colour(names),
         tooltip=["method:N", "work:Q", "score:Q", "trials:Q"],
@@ -84,7 +90,7 @@ def setting_chart(record: TuningRecord, setting: str, points: list[dict[str, Any
         .mark_point(size=60)
         .encode(
             x=x,
-            y=_score_axis(record),
+            y=_score_axis(record, _limits(record, [point["score"] for point in points])),
             color=_colour(names),
             shape=_shape(names),
             fillOpacity=alt.condition("datum.whole", alt.value(1), alt.value(0)),
@@ -107,12 +113,23 @@ def _shape(names: Sequence[str]) -> Any:
     return alt.Shape("method:N", scale=scale, legend=None)
 
 
-def _score_axis(record: TuningRecord) -> Any:
+def _limits(record: TuningRecord, scores: list[float]) -> list[float] | None:
+    """Where to clip an axis of scores: as far beyond the median as it is from the best, twice."""
+    sign = 1 if record.search.higher_is_better else -1
+    best, middle = sign * max(sign * score for score in scores), median(scores)
+    worst = middle + 2 * (middle - best)
+    if middle == best or all(sign * score >= sign * worst for score in scores):
+        return None
+    return sorted([best, worst])
+
+
+def _score_axis(record: TuningRecord, limits: list[float] | None = None) -> Any:
+    scale = alt.Scale(zero=False) if limits is None else alt.Scale(domain=limits, clamp=True)
     percent = record.search.measure == "accuracy"
     return alt.Y(
         "score:Q",
         title=f"validation {record.search.measure}",
-        scale=alt.Scale(zero=False),
+        scale=scale,
         axis=alt.Axis(format="%" if percent else "~g"),
     )
 

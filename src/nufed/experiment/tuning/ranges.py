@@ -61,7 +61,7 @@ def ranges_of_methods(
     for key in named:
         if not any(key in settings for settings in active.values()):
             every = sorted({key for settings in active.values() for key in settings})
-            raise _no_setting(f"tune.ranges.{key}", "no method of this configuration", every, key)
+            raise _no_setting(f"tune.ranges.{key}", ", ".join(active), every, key)
     found = {}
     for method, settings in active.items():
         own = by_method.get(method, {})
@@ -185,5 +185,5 @@ def _check(where: str, field: Field, value: Any) -> None:
 
 def _no_setting(where: str, who: str, known: list[str], key: str) -> InputError:
     return InputError(
-        f"{where}: {who} has no such setting; there are {', '.join(known)}{suggest(key, known)}"
+        f"{where}: not a setting of {who}; these are {', '.join(known)}{suggest(key, known)}"
     )

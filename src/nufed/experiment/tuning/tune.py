@@ -219,7 +219,7 @@ def _plan(
     packages = ["nufed", "torch", "numpy", *(["optuna"] if sampler == "tpe" else [])]
     return SearchRecord(
         command=command,
-        config=plain_settings(config),
+        config=_recorded(config),
         **_digests(setup),
         measure=setup.measure.name,
         higher_is_better=setup.measure.higher_is_better,
@@ -245,6 +245,11 @@ def _plan(
         },
         software={package: version(package) for package in packages},
     )
+
+
+def _recorded(config: Config) -> dict[str, Any]:
+    """A configuration as plain data, with ``[tune]`` written out."""
+    return {**plain_settings(config), "tune": config.tune.model_dump()}
 
 
 def _digests(setup: Setup) -> dict[str, Any]:
@@ -286,7 +291,7 @@ def _resumed(path: Path, config: Config, setup: Setup) -> SearchRecord:
         raise RunError(f"{path} is not the directory of a search: it has no {SEARCH}")
     check_entries(path)
     plan = read_record(path / SEARCH, SearchRecord)
-    changed = flat_differences(plan.config, plain_settings(config))
+    changed = flat_differences(plan.config, _recorded(config))
     if changed:
         words = "; ".join(f"{k} was {shown(a)} and is {shown(b)}" for k, (a, b) in changed.items())
         raise InputError(
