@@ -58,7 +58,7 @@ def tune_command(
     """
     settings = list(overrides or ())
     if resume is not None and source is not None and "=" in source:
-        source, settings = None, [source, *settings]
+        settings, source = [source, *settings], None
     found = tune_and_show(
         source,
         settings,
