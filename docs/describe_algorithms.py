@@ -31,10 +31,11 @@ def tables() -> str:
         lines.append(f"| {link} | {title} | {about['a newcomer']} | {about['agents keep']} |")
     lines += [
         "",
-        "Settings of all algorithms with local steps; each page lists those of its own.",
+        "Settings of all algorithms with local steps; each page lists those of its own. *Tuned*: "
+        "the range that [`nufed tune`](tuning.md) searches by default.",
         "",
     ]
-    lines += ["| setting | meaning | allowed | default |", "|---|---|---|---|"]
+    lines += ["| setting | meaning | allowed | default | tuned |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *rows_of(LocalTraining)]) + "\n"
 
 
@@ -66,7 +67,12 @@ def page_of(name: str) -> str:
     lines = [f"# {name}", "", title, "", f"Code: [{source.name}](../../{source}).", ""]
     lines += ["## Definition", definition.strip(), "", "## At a glance", "| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in about.items()]
-    lines += ["", "## Settings", "| key | meaning | allowed | default |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "## Settings",
+        "| key | meaning | allowed | default | tuned |",
+        "|---|---|---|---|---|",
+    ]
     lines += rows_of(cls, without=LocalTraining)
     if issubclass(cls, LocalTraining):
         lines += ["", "And the [settings of local steps and of the server](../algorithms.md)."]

@@ -6,7 +6,16 @@ from nufed.bundle.from_run import make_bundle
 from nufed.bundle.personal import make_personal
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, NufedError, NumericalWarning
-from nufed.experiment import Event, Observer, resume, resume_sweep, run, sweep
+from nufed.experiment import (
+    Event,
+    Observer,
+    Tuning,
+    resume,
+    resume_sweep,
+    run,
+    sweep,
+    tune,
+)
 from nufed.meta.fine_tuning import adapt, trajectory
 from nufed.meta.meta_gradient import (
     Exact,
@@ -42,6 +51,7 @@ __all__ = [
     "Samples",
     "Split",
     "Sweep",
+    "Tuning",
     "adapt",
     "fedavg",
     "gmeta",
@@ -59,4 +69,5 @@ __all__ = [
     "run",
     "sweep",
     "trajectory",
+    "tune",
 ]

@@ -27,6 +27,25 @@ KEY = "nufed setting"
 
 
 @dataclass(frozen=True)
+class Search:
+    """The range that ``nufed tune`` searches by default, with both ends.
+
+    ``step_size``: it multiplies gradients of the loss, so that 2/L is a natural upper end where the
+    smoothness L is known.
+    """
+
+    low: float
+    high: float
+    step_size: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.low:g} to {self.high:g}"
+
+
+STEP_SIZES = Search(1e-3, 1.0, step_size=True)
+
+
+@dataclass(frozen=True)
 class Setting:
     """Range and description of one field; type and default are the field's own.
 
@@ -36,6 +55,7 @@ class Setting:
         above, below: exclusive bounds.
         choices: for fields that hold an object with settings of its own (an aggregation rule, a
             curvature): its classes by name.
+        search: what ``nufed tune`` searches by default; None: it leaves the setting as configured.
     """
 
     about: str
@@ -44,6 +64,7 @@ class Setting:
     most: float | None = None
     below: float | None = None
     choices: Mapping[str, type] | None = None
+    search: Search | None = None
 
     def allowed(self, whole: bool) -> str:
         """Text that states the allowed values."""
@@ -59,6 +80,11 @@ class Setting:
         ]
         kind = "a whole number" if whole else "a finite number"
         return kind + (f", {' and '.join(bounds)}" if bounds else "")
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is bounded above, and so not a matter of magnitude."""
+        return self.most is not None or self.below is not None
 
     def accepts(self, value: Any) -> bool:
         """Whether a number lies within the bounds."""
@@ -80,9 +106,10 @@ def setting(
     most: float | None = None,
     below: float | None = None,
     choices: Mapping[str, type] | None = None,
+    search: Search | None = None,
 ) -> Any:
     """A dataclass field that is a setting; arguments are those of :class:`Setting`."""
-    found = Setting(about, least, above, most, below, choices)
+    found = Setting(about, least, above, most, below, choices, search)
     return dataclasses.field(default=default, metadata={KEY: found})
 
 

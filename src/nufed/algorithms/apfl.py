@@ -40,7 +40,7 @@ from torch import Tensor
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Personal, State
 from nufed.objective import AnyObjective, Batch
-from nufed.settings import setting
+from nufed.settings import Search, setting
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,13 @@ class APFL(LocalTraining):
         others: as for :class:`LocalTraining`; ``meta_lr`` is η, of w and of v.
     """
 
-    mixing: float = setting(0.5, "initial α, weight of the agent's own model", least=0, most=1)
+    mixing: float = setting(
+        0.5,
+        "initial α, weight of the agent's own model",
+        least=0,
+        most=1,
+        search=Search(0.0, 1.0),
+    )
     mixing_lr: float = setting(0.1, "η_α, step size of α; 0: fixed", least=0)
 
     newcomer: ClassVar[str] = "trains v from the global model for one round's steps"

@@ -24,7 +24,7 @@ from torch import Tensor
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Personal, State
 from nufed.objective import AnyObjective
-from nufed.settings import setting
+from nufed.settings import STEP_SIZES, Search, setting
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,12 @@ class Ditto(LocalTraining):
         others: as for :class:`LocalTraining`, of the global model.
     """
 
-    weight: float = setting(1.0, "λ, weight of the proximal term", least=0)
-    personal_lr: float = setting(0.01, "η_v, step size of the personal model", least=0)
+    weight: float = setting(
+        1.0, "λ, weight of the proximal term", least=0, search=Search(0.01, 10.0)
+    )
+    personal_lr: float = setting(
+        0.01, "η_v, step size of the personal model", least=0, search=STEP_SIZES
+    )
     personal_steps: int = setting(4, "τ_v, steps of the personal model per round", least=1)
 
     newcomer: ClassVar[str] = "takes personal_steps steps of v from the global model"

@@ -61,7 +61,7 @@ from nufed.errors import require
 from nufed.meta.fine_tuning import Rate, adapt, per_coordinate, per_tensor, trajectory
 from nufed.objective import AnyObjective, Batch
 from nufed.seeding import torch_seed
-from nufed.settings import setting
+from nufed.settings import Search, setting
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ class FedL2P(LocalTraining):
     pretrain_rounds: int = setting(10, "rounds of FedAvg before λ is learned", least=0)
     adapt_steps: int = setting(4, "K, fine-tuning steps that λ is learned for", least=1)
     neumann_steps: int = setting(3, "Q, terms of the Neumann series beyond the first", least=0)
-    net_lr: float = setting(0.001, "ζ, step size of the meta-nets", least=0)
+    net_lr: float = setting(
+        0.001, "ζ, step size of the meta-nets", least=0, search=Search(1e-4, 0.1)
+    )
     base_lr: float = setting(0.0001, "step size of η̃, the multipliers of step sizes", least=0)
     clamp: float = setting(1.0, "largest coordinate of a hypergradient; 0: any", least=0)
     most_rate: float = setting(1000.0, "η_max, largest output of LRNet", above=0)

@@ -28,7 +28,7 @@ from torch import Tensor
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, State
 from nufed.objective import Batch
-from nufed.settings import setting
+from nufed.settings import Search, setting
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class FedProx(LocalTraining):
         others: as for :class:`LocalTraining`; ``meta_lr`` is η, ``local_steps`` is τ.
     """
 
-    weight: float = setting(0.1, "μ, weight of the proximal term", least=0)
+    weight: float = setting(
+        0.1, "μ, weight of the proximal term", least=0, search=Search(1e-3, 10.0)
+    )
 
     newcomer: ClassVar[str] = "fine-tunes the global model"
 

@@ -42,7 +42,7 @@ from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Personal,
 from nufed.errors import InputError
 from nufed.meta.fine_tuning import Rate, descend
 from nufed.objective import AnyObjective, Batch, Inputs, Objective
-from nufed.settings import setting
+from nufed.settings import STEP_SIZES, setting
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ class FedRoD(LocalTraining):
     """
 
     balance: float = setting(1.0, "γ, exponent of class counts in the balanced loss", least=0)
-    personal_lr: float = setting(0.01, "η_p, step size of the personal head", least=0)
+    personal_lr: float = setting(
+        0.01, "η_p, step size of the personal head", least=0, search=STEP_SIZES
+    )
 
     newcomer: ClassVar[str] = "trains a personal head, from 0, for as many steps as a round has"
     optimized: ClassVar[str] = "steps of the shared model and of the personal head"

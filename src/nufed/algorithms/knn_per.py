@@ -43,7 +43,7 @@ from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Personal, State
 from nufed.errors import InputError
 from nufed.objective import AnyObjective, Inputs
-from nufed.settings import setting
+from nufed.settings import Search, setting
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ class KNNPer(LocalTraining):
         others: as for :class:`LocalTraining`, of the global model.
     """
 
-    knn_weight: float = setting(0.5, "λ, weight of the nearest neighbours", least=0, most=1)
+    knn_weight: float = setting(
+        0.5, "λ, weight of the nearest neighbours", least=0, most=1, search=Search(0.0, 1.0)
+    )
     neighbours: int = setting(10, "k, nearest neighbours", least=1)
     distance_scale: float = setting(1.0, "σ, scale of distances", above=0)
 

@@ -15,7 +15,7 @@ from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
 from nufed.meta.fine_tuning import Rate
 from nufed.objective import Batch
 from nufed.objective.parts import Part
-from nufed.settings import setting
+from nufed.settings import STEP_SIZES, setting
 
 Gradient: TypeAlias = Callable[[Tensor, Batch], Tensor]
 """The direction of a local step as a function of the current vector and the batch."""
@@ -37,14 +37,14 @@ class LocalTraining(Algorithm):
         server_optimizer: the optimiser to which the server passes the combined change.
     """
 
-    meta_lr: float = setting(0.001, "β, step size of a local update", least=0)
+    meta_lr: float = setting(0.001, "β, step size of a local update", least=0, search=STEP_SIZES)
     local_steps: int = setting(4, "τ, local updates per round", least=1)
     local_epochs: int = setting(
         0, "epochs over the training part per round, instead of local_steps; 0: off", least=0
     )
     batch_size: int = setting(40, "D, samples per batch", least=1)
     optimizer: SGD = setting(SGD(), "optimiser of local steps", choices={"sgd": SGD})
-    adapt_lr: Rate = setting(0.01, "α, step size of fine-tuning", least=0)
+    adapt_lr: Rate = setting(0.01, "α, step size of fine-tuning", least=0, search=STEP_SIZES)
     aggregation: Aggregation = setting(
         Mean(), "how the server combines updates; all but mean are robust", choices=AGGREGATIONS
     )

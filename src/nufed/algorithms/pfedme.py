@@ -49,7 +49,7 @@ from nufed.algorithms.protocol import (
 )
 from nufed.meta.fine_tuning import descend
 from nufed.objective import AnyObjective, Batch
-from nufed.settings import setting
+from nufed.settings import STEP_SIZES, Search, setting
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,14 @@ class PFedMe(LocalTraining):
         others: as for :class:`LocalTraining`; ``meta_lr`` is η, ``local_steps`` is R.
     """
 
-    weight: float = setting(15.0, "λ, weight of the proximal term", above=0)
-    inner_lr: float = setting(0.05, "α, step size of inner steps", above=0)
+    weight: float = setting(
+        15.0, "λ, weight of the proximal term", above=0, search=Search(0.1, 100.0)
+    )
+    inner_lr: float = setting(0.05, "α, step size of inner steps", above=0, search=STEP_SIZES)
     inner_steps: int = setting(5, "K, inner steps per local iteration", least=1)
-    server_lr: float = setting(1.0, "β, weight of the agents' mean at the server", above=0)
+    server_lr: float = setting(
+        1.0, "β, weight of the agents' mean at the server", above=0, search=Search(0.1, 3.0)
+    )
 
     newcomer: ClassVar[str] = "takes inner_steps steps of θ from the global model"
     optimized: ClassVar[str] = "steps of w_i; inner steps are plain"

@@ -32,7 +32,7 @@ from nufed.algorithms.protocol import (
     Cost,
     State,
 )
-from nufed.settings import setting
+from nufed.settings import Search, setting
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Reptile(LocalTraining):
         others: as for :class:`LocalTraining`; ``meta_lr`` is η, ``local_steps`` is τ (their k).
     """
 
-    server_lr: float = setting(0.5, "ε, step size of the server", above=0)
+    server_lr: float = setting(0.5, "ε, step size of the server", above=0, search=Search(0.03, 1.0))
 
     newcomer: ClassVar[str] = "fine-tunes the global model"
 

@@ -29,7 +29,7 @@ from nufed.algorithms.aggregation import Mean
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, AgentUpdate, Context, Cost, State
 from nufed.objective import AnyObjective, Batch
-from nufed.settings import setting
+from nufed.settings import STEP_SIZES, Search, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,10 @@ class Scaffold(LocalTraining):
             control variates are always averaged.
     """
 
-    meta_lr: float = setting(0.001, "η, step size of a local step", above=0)
-    server_lr: float = setting(1.0, "η_g, step size of the server", above=0)
+    meta_lr: float = setting(0.001, "η, step size of a local step", above=0, search=STEP_SIZES)
+    server_lr: float = setting(
+        1.0, "η_g, step size of the server", above=0, search=Search(0.1, 3.0)
+    )
 
     receives: ClassVar[tuple[str, ...]] = ("model", "control")
     sends: ClassVar[tuple[str, ...]] = ("model", "control")

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nufed.settings import check_settings, setting
+from nufed.settings import Search, check_settings, setting
 
 MOMENTUM, VARIANCE = OPTIMIZER_STATE = "optimizer_momentum", "optimizer_variance"
 
@@ -56,7 +56,9 @@ class AvgM(Plain):
         optimizer_momentum: β₁ (their β).
     """
 
-    optimizer_lr: float = setting(1.0, "η, step size of the server's optimiser", above=0)
+    optimizer_lr: float = setting(
+        1.0, "η, step size of the server's optimiser", above=0, search=Search(0.03, 3.0)
+    )
     optimizer_momentum: float = setting(0.9, "β₁, momentum of the server", least=0, below=1)
 
     def __post_init__(self) -> None:
@@ -82,7 +84,9 @@ class Adagrad(Plain):
         optimizer_tau: τ, the degree of adaptivity; v starts at τ².
     """
 
-    optimizer_lr: float = setting(0.1, "η, step size of the server's optimiser", above=0)
+    optimizer_lr: float = setting(
+        0.1, "η, step size of the server's optimiser", above=0, search=Search(1e-3, 1.0)
+    )
     optimizer_momentum: float = setting(0.0, "β₁, momentum of the server", least=0, below=1)
     optimizer_tau: float = setting(1e-3, "τ, adaptivity of the server", above=0)
 
@@ -117,7 +121,9 @@ class Adam(Adagrad):
         optimizer_beta2: β₂.
     """
 
-    optimizer_lr: float = setting(0.01, "η, step size of the server's optimiser", above=0)
+    optimizer_lr: float = setting(
+        0.01, "η, step size of the server's optimiser", above=0, search=Search(1e-4, 0.3)
+    )
     optimizer_momentum: float = setting(0.9, "β₁, momentum of the server", least=0, below=1)
     optimizer_beta2: float = setting(0.99, "β₂, decay of the server's v", least=0, below=1)
 

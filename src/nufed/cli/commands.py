@@ -17,7 +17,13 @@ from nufed.analysis.advise import advise
 from nufed.analysis.numeric_bounds import bounds_of_numbers
 from nufed.analysis.run_bounds import bounds_of_run
 from nufed.bundle.from_run import can_be_bundled
-from nufed.cli import bundle_commands, export_commands, sweep_commands, watch_command
+from nufed.cli import (
+    bundle_commands,
+    export_commands,
+    sweep_commands,
+    tune_commands,
+    watch_command,
+)
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.completion import (
     complete_bounds,
@@ -65,6 +71,7 @@ bundle_commands.register(app)
 export_commands.register(app)
 sweep_commands.register(app)
 watch_command.register(app)
+tune_commands.register(app)
 
 
 @app.command()
@@ -86,6 +93,10 @@ def run(
             help="Resume this run directory; rounds=N trains longer.", autocompletion=complete_run
         ),
     ] = None,
+    tuned: Annotated[
+        bool, typer.Option("--tuned", help="Search the settings of every method first.")
+    ] = False,
+    budget: tune_commands.Budget = None,
     trust: Trust = False,
     no_figures: NoFigures = False,
     tensorboard: Annotated[
@@ -100,6 +111,11 @@ def run(
         settings.append(f"seeds={list(range(seeds))}")
     if source is None and resume is None:
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
+    if budget is not None and not tuned:
+        raise InputError("--budget is that of a search: add --tuned")
+    if tuned:
+        search = None if resume else source
+        source, settings = tune_commands.tune_first(search, settings, budget, not no_figures), []
     with show_progress(console(stderr=True)) as display:
         follow: dict[str, Any] = {
             "observers": [display, *([TensorBoard()] if tensorboard else ())],

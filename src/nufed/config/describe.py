@@ -19,9 +19,11 @@ class Described(NamedTuple):
     about: str
     allowed: str
     default: str
+    tuned: str  # the range that `nufed tune` searches by default, if any
 
     def __str__(self) -> str:
-        return f"{self.about}; {self.allowed} (default {self.default})"
+        tuned = f"; tuned from {self.tuned}" if self.tuned else ""
+        return f"{self.about}; {self.allowed} (default {self.default}{tuned})"
 
 
 def described(cls: type) -> list[Described]:
@@ -37,6 +39,7 @@ def described(cls: type) -> list[Described]:
             field.setting.about + (f", with {where}" if where else ""),
             field.allowed() or "only in Python",
             _default(field),
+            str(field.setting.search or ""),
         )
         for field, where in every_setting(cls)
     ]

@@ -18,6 +18,7 @@ from nufed.config.methods import MethodConfig, make_methods, write_out
 from nufed.config.names import AT_SITES as AT_SITES
 from nufed.config.names import OWN as OWN
 from nufed.config.names import EngineName, Name
+from nufed.config.tune_table import TunedTable, TuneTable
 from nufed.data import PARTITIONS, SHIFTS, Reuse, ScoredOn, SmallAgents
 from nufed.errors import InputError
 from nufed.evaluate import EvalLr
@@ -243,6 +244,12 @@ class Config(_Table):
         exclude_if=lambda value: not value,
         description='for `nufed sweep`: keys with a list of values or a range "0..5" each',
     )
+    tune: TuneTable = Field(default=TuneTable(), exclude_if=lambda value: value == TuneTable())
+    tuned: TunedTable | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="written by `nufed tune`: the search that chose the methods' settings",
+    )
 
     @property
     def steps_shown(self) -> int:
@@ -284,7 +291,8 @@ class Config(_Table):
     @property
     def fingerprint(self) -> str:
         """The SHA-256 of everything that determines bits, except ``rounds``."""
-        return sha256(self.model_dump_json(exclude={"name", "note", "rounds", "workers"}).encode())
+        others = {"name", "note", "rounds", "workers", "tune", "tuned"}
+        return sha256(self.model_dump_json(exclude=others).encode())
 
     def to_toml(self) -> str:
         """The configuration as TOML; loading it restores it."""

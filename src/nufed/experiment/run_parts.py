@@ -80,7 +80,7 @@ def run_method(
         warnings.warn(f"{name}, seed {seed}: {message}", NumericalWarning, stacklevel=2)
 
     with (
-        _engine(setup, seed, setup.engine_names[name], workers) as engine,
+        open_engine(setup, seed, setup.engine_names[name], workers) as engine,
         _failure_written(directory, part, files),
         Recorder(directory, files, config, name, algorithm, seed) as recorder,
     ):
@@ -159,7 +159,8 @@ def _engines(setup: Setup, seed: int, workers: int) -> Iterator[Callable[[Engine
 
 
 @contextmanager
-def _engine(setup: Setup, seed: int, name: EngineName, workers: int) -> Iterator[Engine]:
+def open_engine(setup: Setup, seed: int, name: EngineName, workers: int) -> Iterator[Engine]:
+    """An engine of a seed, with ``workers`` processes."""
     with _engines(setup, seed, workers) as get_engine:
         yield get_engine(name)
 

@@ -9,6 +9,7 @@ from nufed.analysis.advice_records import Advice
 from nufed.errors import RunError
 from nufed.runs import Run
 from nufed.runs.bounds_record import BoundsRecord
+from nufed.runs.tuning_record import TuningRecord
 
 
 def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Path:
@@ -19,6 +20,13 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
     from nufed.report import page  # altair is slow to import
 
     return page.build_report(runs, out, figures=figures)
+
+
+def build_tune_page(record: TuningRecord, out: Path, *, figures: bool = True) -> Path:
+    """Write ``tune.html`` and ``figures/`` of a finished search into ``out``."""
+    from nufed.report import tune_page  # altair is slow to import
+
+    return tune_page.build_tune_page(record, out, figures=figures)
 
 
 def save_bounds_charts(bounds: BoundsRecord, folder: Path) -> list[Path]:
@@ -56,4 +64,10 @@ def save_counts_chart(
     path.write_bytes(figure.png if path.suffix == ".png" else figure.svg.encode())
 
 
-__all__ = ["build_report", "save_advice_chart", "save_bounds_charts", "save_counts_chart"]
+__all__ = [
+    "build_report",
+    "build_tune_page",
+    "save_advice_chart",
+    "save_bounds_charts",
+    "save_counts_chart",
+]

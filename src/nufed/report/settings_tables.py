@@ -12,6 +12,7 @@ from nufed.algorithms.protocol import Algorithm
 from nufed.config.schema import DataConfig
 from nufed.data import PARTITIONS, settings_taken
 from nufed.report.tables import Table, evaluated_agents, label, steps_shown
+from nufed.report.tuned_rows import tuned_rows
 from nufed.runs import Run
 from nufed.settings import Field, settings_of, text_of
 
@@ -117,6 +118,7 @@ def settings_table(run: Run) -> Table:
         ),
         "software": ", ".join(f"{k} {v}" for k, v in run.software.items()),
         **_privacy(run),
+        **tuned_rows(config),
     }
     return Table(["", ""], [[k, v] for k, v in rows.items()], [False] * len(rows))
 

@@ -284,6 +284,7 @@ class Run:
             "eval_lr": "chosen" if self.step_sizes_chosen else "as_trained",
             "notes": self.step_size_notes(),
             "seeds": self.config.seeds,
+            **({"tuned": self.config.tuned.model_dump()} if self.config.tuned else {}),
             "rows": [finite(row.record()) for row in self.rows()],
             "warnings": [asdict(warned) for warned in self.warnings()],
         }

@@ -64,7 +64,7 @@ class Provenance:
             "format": FORMAT,
             "measure": {"name": measure.name, "higher_is_better": measure.higher_is_better},
             "engines": dict(engines),
-            "config": _settings(config),
+            "config": plain_settings(config),
             "data_sha256": data_sha256,
             "inputs": _describe(samples, ranges),
             **({"data_warnings": told} if told else {}),
@@ -136,7 +136,7 @@ class Provenance:
         if changed or now < then:
             raise self._was_changed(changed or {"rounds": (then, now)})
         longer = read_config(self.path / "config.toml", overrides)
-        different = _flat_differences(_settings(config), _settings(longer))
+        different = flat_differences(plain_settings(config), plain_settings(longer))
         if different.keys() - {"rounds"} or longer.rounds < config.rounds:
             raise InputError(
                 f"{' '.join(overrides)}: a resumed run keeps its settings; only rounds may be "
@@ -162,7 +162,7 @@ class Provenance:
         except ValidationError as error:
             reason = sentence(error, (), dict(known_fields()))
             raise RunError(f"{path} is invalid: in its config, {reason}") from None
-        changed = _flat_differences(_settings(original), _settings(config))
+        changed = flat_differences(plain_settings(original), plain_settings(config))
         orders = list(original.methods), list(config.methods)  # baselines use the first's settings
         return changed or ({} if orders[0] == orders[1] else {"the order of methods": orders})
 
@@ -190,7 +190,7 @@ class Provenance:
                 stacklevel=2,
             )
         self._write_config(config)
-        updated = content | {"config": _settings(config)}
+        updated = content | {"config": plain_settings(config)}
         if versions != (about.resumed or [began])[-1]:
             updated["resumed"] = [*about.resumed, versions]
         if updated != content:
@@ -239,7 +239,7 @@ def _versions() -> dict[str, str]:
     return {package: version(package) for package in ("nufed", "torch", "numpy")}
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def plain_settings(config: Config) -> dict[str, Any]:
     """A configuration as plain data, without ``workers``, which changes no bits."""
     settings: dict[str, Any] = json.loads(config.model_dump_json(exclude={"workers"}))
     return settings
@@ -260,7 +260,7 @@ def _describe(samples: Samples, ranges: Mapping[str, InputRange]) -> dict[str, A
     }
 
 
-def _flat_differences(
+def flat_differences(
     then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
     """The dotted keys whose values differ, with both values."""
@@ -268,7 +268,7 @@ def _flat_differences(
     for key in {**then, **now}:
         a, b = then.get(key), now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found |= _flat_differences(a, b, f"{prefix}{key}.")
+            found |= flat_differences(a, b, f"{prefix}{key}.")
         elif a != b:
             found[prefix + key] = a, b
     return found

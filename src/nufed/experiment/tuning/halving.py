@@ -1,0 +1,200 @@
+"""The search: batches of trials for every method, each halved over rounds, within one budget.
+
+Trials are asked in batches of a fixed size, for all methods at once, and told in their order. Each
+trial of a batch is trained to the first rung; the best third is trained further, to three times as
+many rounds, and so on (synchronous successive halving: Jamieson and Talwalkar 2016). Every method
+may spend the same work. Only real training is counted: a promoted trial resumes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from nufed.errors import InputError
+from nufed.experiment.tuning.sampling import propose
+from nufed.runs.tuning_record import AskedTrial, MethodSearch, RungScore, SearchRecord, Trial
+
+KEEP = 3  # one in so many trials is promoted
+BATCH = 9  # trials of a method asked together, whatever the number of workers
+
+Predict: TypeAlias = Callable[[str, Mapping[str, Any]], float]
+"""The predicted work of a round, of a method with some settings."""
+Train: TypeAlias = Callable[[Sequence[AskedTrial], int], Sequence[RungScore]]
+"""Trains trials further, to so many rounds, and scores them."""
+
+
+def rungs_of(rounds: int, halvings: int) -> list[int]:
+    """The numbers of rounds after which trials are compared; the last is all of them.
+
+    >>> rungs_of(100, 2), rungs_of(2, 2)
+    ([12, 34, 100], [1, 2])
+    """
+    return sorted({math.ceil(rounds / KEEP**k) for k in range(halvings + 1)})
+
+
+def check_budget(budget: float, work: Mapping[str, float]) -> float:
+    """The unit of the budget, the work of a full training by the cheapest method.
+
+    Refuses a budget below one full training of every method.
+    """
+    cheapest, dearest = min(work, key=lambda m: work[m]), max(work, key=lambda m: work[m])
+    unit = work[cheapest]
+    if budget * unit < work[dearest]:
+        least = math.ceil(work[dearest] / unit)
+        raise InputError(
+            f"tune.budget = {budget:g}: must be {least} or more, one full training of every method:"
+            f" {dearest} takes {work[dearest]:,.0f} gradients, and the unit of the budget is "
+            f"{unit:,.0f}, a full training of {cheapest}"
+        )
+    return unit
+
+
+@dataclass
+class _Account:
+    """One method's side of the search."""
+
+    name: str
+    search: MethodSearch
+    allowed: float
+    predict: Predict
+    rungs: Sequence[int]
+    trials: list[Trial] = field(default_factory=list)
+    spent: int = 0
+    ratio: float = 1.0  # of real to predicted work, so far
+
+    def cost(self, asked: AskedTrial, rounds: int) -> float:
+        """The predicted work of training a trial for so many rounds."""
+        return self.ratio * rounds * self.predict(self.name, asked.settings)
+
+    def affordable(self, asked: Sequence[AskedTrial]) -> int:
+        """How many of these trials the rest of the budget pays for, with their promotions."""
+        for number in range(len(asked), 0, -1):
+            some, before, total = list(asked[:number]), 0, 0.0
+            for rounds in self.rungs:
+                total += sum(self.cost(each, rounds - before) for each in some)
+                some.sort(key=lambda each: -self.cost(each, 1))  # the dearest may be the best
+                some, before = some[: promoted_of(len(some))], rounds
+            if self.spent + total <= self.allowed * (1 + 1e-9):
+                return number
+        return 0
+
+
+def promoted_of(trials: int) -> int:
+    """How many of so many trials are trained further."""
+    return max(1, trials // KEEP)
+
+
+def search(
+    plan: SearchRecord,
+    predict: Predict,
+    train: Train,
+    discard: Callable[[AskedTrial], None],
+    on_told: Callable[[Sequence[Trial]], None] = lambda trials: None,
+) -> list[Trial]:
+    """All trials of a search, in the order in which they were asked.
+
+    Args:
+        plan: what is searched.
+        predict: the work of a round.
+        train: trains trials to a rung; a trial that was there before resumes.
+        discard: called for every trial that is over.
+        on_told: called with all trials after each batch.
+    """
+    accounts = {
+        name: _Account(name, own, plan.allowed, predict, plan.rungs)
+        for name, own in plan.methods.items()
+    }
+    trials: list[Trial] = []
+    for batch in itertools.count():
+        asked: list[AskedTrial] = []
+        for account in accounts.values():
+            asked += _ask(plan, account, batch, first=len(trials) + len(asked))
+        if not asked:
+            return trials
+        scores = _halve(plan, accounts, asked, train, discard)
+        told = [Trial(**each.model_dump(), rungs=scores[each.number]) for each in asked]
+        for trial in told:
+            accounts[trial.method].trials.append(trial)
+        trials += told
+        on_told(trials)
+    raise AssertionError("a search ends when its budget is spent")
+
+
+def _ask(plan: SearchRecord, account: _Account, batch: int, first: int) -> list[AskedTrial]:
+    """A method's trials of a batch, as many as its budget pays for."""
+    proposed = propose(
+        plan.sampler,
+        account.search.ranges,
+        account.search.configured,
+        account.trials,
+        BATCH,
+        seed=plan.seed,
+        batch=batch,
+        higher_is_better=plan.higher_is_better,
+    )
+    seed = plan.config["seeds"][0]
+    asked = [
+        AskedTrial(number=first + k, method=account.name, batch=batch, seed=seed, settings=settings)
+        for k, settings in enumerate(proposed)
+    ]
+    return asked[: account.affordable(asked)]
+
+
+def _halve(
+    plan: SearchRecord,
+    accounts: Mapping[str, _Account],
+    asked: Sequence[AskedTrial],
+    train: Train,
+    discard: Callable[[AskedTrial], None],
+) -> dict[int, list[RungScore]]:
+    """The scores of a batch by trial: of all at the first rung, of the promoted at the others."""
+    scores: dict[int, list[RungScore]] = {each.number: [] for each in asked}
+    live = list(asked)
+    for rounds in plan.rungs:
+        for each, score in zip(live, train(live, rounds), strict=True):
+            account, own = accounts[each.method], scores[each.number]
+            account.spent += score.work - (own[-1].work if own else 0)
+            own.append(score)
+        promoted: list[AskedTrial] = []
+        if rounds != plan.rungs[-1]:
+            for account in accounts.values():
+                rivals = [each for each in live if each.method == account.name]
+                promoted += _promoted(plan, account, rivals, scores, rounds)
+        for each in live:
+            if each not in promoted:
+                discard(each)
+        live = promoted
+    return scores
+
+
+def _promoted(
+    plan: SearchRecord,
+    account: _Account,
+    live: Sequence[AskedTrial],
+    scores: Mapping[int, list[RungScore]],
+    rounds: int,
+) -> list[AskedTrial]:
+    """The best third of a method's trials, as far as the rest of the budget pays for them.
+
+    The best one is promoted while any budget is left: where predictions were too low, a method
+    may spend one rung of one trial too much.
+    """
+    done = [each for each in live if scores[each.number][-1].failure is None]
+    predicted = sum(rounds * account.predict(account.name, each.settings) for each in done)
+    if predicted:
+        account.ratio = sum(scores[each.number][-1].work for each in done) / predicted
+    best = sorted(
+        done, key=lambda each: scores[each.number][-1].rank(plan.higher_is_better), reverse=True
+    )
+    further = plan.rungs[plan.rungs.index(rounds) + 1] - rounds
+    found: list[AskedTrial] = []
+    left = account.allowed * (1 + 1e-9) - account.spent
+    for each in best[: promoted_of(len(live))]:
+        left -= account.cost(each, further)
+        if left >= 0 or (each is best[0] and account.spent < account.allowed):
+            found.append(each)
+    return sorted(found, key=lambda each: each.number)

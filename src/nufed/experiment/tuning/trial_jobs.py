@@ -1,0 +1,244 @@
+"""Trains one trial to its next rung and scores it on validation samples, never on test samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nufed.algorithms.protocol import Algorithm, State
+from nufed.config.methods import MethodConfig
+from nufed.config.tune_table import ScoredAgents
+from nufed.errors import InputError, TrainingError, UpdateError
+from nufed.evaluate import ByScale, choose_step_sizes, summarise
+from nufed.experiment.jobs import Job
+from nufed.experiment.observers import Event, Listener
+from nufed.experiment.run_parts import open_engine
+from nufed.experiment.setup import Setup
+from nufed.experiment.stopping import Stop
+from nufed.files import write_sealed
+from nufed.runs.json_files import finite, read_lines, read_record
+from nufed.runs.part_files import PartFiles
+from nufed.runs.recorder import Recorder, is_due
+from nufed.runs.records import MetricsLine
+from nufed.runs.tuning_record import AskedTrial, RungScore
+from nufed.server import AgentStates, StatesOf, to_send
+from nufed.simulation import Engine, train
+
+METRICS = "metrics.jsonl"
+KEPT = ("trial.json", "rung-*.json")  # of a trial that is over
+
+
+@dataclass(frozen=True)
+class TrialJob(Job):
+    """A trial's training to ``rounds``; ``setup`` is its own, with its settings."""
+
+    trial: AskedTrial
+    rounds: int
+    folder: Path
+    agents: ScoredAgents
+
+    @property
+    def run(self) -> Callable[[Listener, int, Stop], None]:
+        return partial(run_trial, self)
+
+
+def setup_of(base: Setup, method: str, settings: Mapping[str, Any]) -> Setup:
+    """The setup of a trial: that of the search, with other settings of one method.
+
+    Raises an :class:`~nufed.errors.InputError` if the algorithm can't have these settings.
+    """
+    config, problem = base.config, base.problem
+    shared = MethodConfig(algorithm=config.method.algorithm)
+    table = config.methods.get(method, shared).model_dump()
+    tables = {**config.methods, method: MethodConfig(**{**table, **settings})}
+    own = dict(problem.given.methods or {})
+    if method in own:
+        own[method] = dataclasses.replace(own[method], **settings)
+    changed = config.model_copy(update={"methods": tables})
+    algorithm = changed.algorithms(own)[method].without_checks()
+    engine = base.engine_names[method]
+    if _engine_key(algorithm) != _engine_key(base.algorithms[method]):
+        engine = base.engines[config.seeds[0]].choose(algorithm, config.engine)
+    return dataclasses.replace(
+        base,
+        config=changed,
+        problem=dataclasses.replace(problem, config=changed),
+        algorithms={method: algorithm},
+        engine_names={method: engine},
+    )
+
+
+def _engine_key(algorithm: Algorithm) -> Any:
+    """What the choice of an engine depends on, beside the problem."""
+    draws = [(draw.size, draw.number) for draw in algorithm.update_draws()]
+    return algorithm.combines, algorithm.batch_size, algorithm.receives, algorithm.sends, draws
+
+
+def rung_path(folder: Path, rounds: int) -> Path:
+    return folder / f"rung-{rounds:06d}.json"
+
+
+def read_rung(folder: Path, rounds: int) -> RungScore | None:
+    """The score of a trial after so many rounds; None if it is not trained so long."""
+    path = rung_path(folder, rounds)
+    return read_record(path, RungScore) if path.exists() else None
+
+
+def write_rung(folder: Path, score: RungScore) -> None:
+    write_sealed(rung_path(folder, score.rounds), finite(score.model_dump()))
+
+
+def discard_training(folder: Path) -> None:
+    """Remove the checkpoints and states of a trial that is over."""
+    kept = {path for pattern in KEPT for path in folder.glob(pattern)}
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path not in kept:
+            path.unlink()
+
+
+def run_trial(job: TrialJob, listener: Listener, workers: int, stop: Stop) -> None:
+    """Train a trial from its last checkpoint to ``job.rounds`` rounds and write its score.
+
+    A training that fails gets no score, and the reason is recorded instead.
+    """
+    setup, trial = job.setup, job.trial
+    listener(Event(trial.seed, trial.method, 0, None))
+    if rung_path(job.folder, job.rounds).exists():
+        return
+    files = PartFiles(job.folder, setup.problem.belongs_to(trial.seed))
+    try:
+        with _quiet():
+            found = _train(job, files, listener, workers, stop)
+    except (TrainingError, UpdateError, InputError) as error:
+        found = RungScore(rounds=job.rounds, failure=str(error))
+    if found is not None:
+        path = job.folder / METRICS
+        spent = read_lines(path, MetricsLine) if path.exists() else []
+        work = {key: sum(getattr(line, key) for line in spent) for key in ("gradients", "hvps")}
+        write_rung(job.folder, found.model_copy(update=work))
+
+
+def _train(
+    job: TrialJob, files: PartFiles, listener: Listener, workers: int, stop: Stop
+) -> RungScore | None:
+    """The score after the last round; None if stopped before."""
+    setup, name, seed = job.setup, job.trial.method, job.trial.seed
+    config = setup.config.model_copy(update={"rounds": job.rounds, "save_every": 0})
+    algorithm = setup.algorithms[name]
+    with (
+        open_engine(setup, seed, setup.engine_names[name], workers) as engine,
+        Recorder(job.directory, files, config, name, algorithm, seed) as recorder,
+    ):
+        objective = engine.objective
+        start = recorder.resume(
+            lambda: algorithm.initial_server(objective, objective.initial()), eval_every=1
+        )
+        training = train(
+            algorithm,
+            engine,
+            objective.initial(),
+            rounds=job.rounds,
+            participation=config.participation,
+            start=start,
+            states=files.states,
+            rules=setup.rules,
+            faults=setup.faults,
+        )
+        del start
+        for progress in training:
+            last = recorder.is_last(progress)
+            due = last or stop() or is_due(config.checkpoint_every, progress.round)
+            recorder.record(progress, {}, checkpoint=due)
+            if last:
+                received = to_send(algorithm, progress.server)
+                found = validation_score(job, engine, algorithm, received, progress.states)
+                listener(Event(seed, name, progress.round, found.score))
+                return found
+            listener(Event(seed, name, progress.round, None))
+            if stop():
+                break
+    return None
+
+
+def validation_score(
+    job: TrialJob, engine: Engine, algorithm: Algorithm, received: State, states: AgentStates
+) -> RungScore:
+    """The mean score of agents on their validation samples, after the steps that are shown.
+
+    The step size of fine-tuning is chosen on the validation samples of seen agents, as for final
+    results, unless ``eval_lr = "as_trained"``. It costs evaluation, but no training.
+    """
+    setup, seed, measure = job.setup, job.trial.seed, job.setup.measure
+    config, steps = setup.config, setup.config.steps_of(job.trial.method)[0]
+
+    def on(agents: Sequence[int]) -> ByScale:
+        own = StatesOf(agents, states)
+        return lambda scales: engine.evaluate_scales(
+            algorithm,
+            received,
+            own,
+            steps=steps,
+            measure=measure,
+            scales=scales,
+            part="validation",
+        )
+
+    scale, gradients, hvps = 1.0, 0, 0
+    if steps and config.eval_lr != "as_trained":
+        sizes = choose_step_sizes(on(sorted(setup.validated(seed))), [steps], measure)
+        if sizes is not None:
+            scale, gradients, hvps = sizes.scale(steps), sizes.gradients, sizes.hvps
+            if job.agents == "seen":
+                own = sizes.chosen[0]
+                return _rung(job.rounds, own.score, own.loss, scale, gradients, hvps)
+    (scores,) = on(scored_agents(setup, seed, job.agents))([scale])
+    gradients += len(scores) * steps + sum(each.personal_gradients for each in scores)
+    hvps += sum(each.personal_hvps for each in scores)
+    found = summarise(scores, steps, measure)
+    return _rung(job.rounds, found.mean, found.loss, scale, gradients, hvps)
+
+
+def _rung(
+    rounds: int, score: float, loss: float, scale: float, gradients: int, hvps: int
+) -> RungScore:
+    failure = f"the validation score after {rounds} rounds is not finite: it diverged"
+    return RungScore(
+        rounds=rounds,
+        score=score,
+        loss=loss,
+        scale=scale,
+        evaluation_gradients=gradients,
+        evaluation_hvps=hvps,
+        failure=None if math.isfinite(score) else failure,
+    )
+
+
+def scored_agents(setup: Setup, seed: int, agents: ScoredAgents) -> list[int]:
+    """The evaluated agents, seen or unseen, that have validation samples."""
+    if agents == "seen":
+        return sorted(setup.validated(seed))
+    federation = setup.federations[seed].scoring("validation")
+    unseen = set(federation.split.unseen)
+    return federation.scorable(agent for agent in setup.evaluated[seed] if agent in unseen)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without log messages about updates that are left out: a bad trial has many."""
+    log = logging.getLogger("nufed")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -1,0 +1,239 @@
+"""The records of ``nufed tune``: ranges, trials and their scores; the schema of ``tune.json``.
+
+::
+
+    config.toml                 the configuration
+    search.json                 sealed: what is searched, within which budget; written last at start
+    trials/NAME-0007/           a trial of the method NAME
+        trial.json              sealed: its settings
+        rung-000011.json        sealed: its validation score after 11 rounds, and the work so far
+        metrics.jsonl, checkpoint-…, states/    while it may be trained further
+    repeats/NAME-0007-seed-1/   the same of a finalist with another seed
+    tune.json                   sealed: everything above in one record, and what follows from it
+    tuned.toml                  the configuration with the chosen settings
+    tune.html, figures/         a page drawn from tune.json
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from nufed.config.tune_table import SamplerName, ScoredAgents
+from nufed.runs.json_files import finite
+from nufed.runs.records import Number, Record, Whole
+
+FACTOR = 3.0  # a step in a logarithmic range
+HVP_WORK = 2  # gradients that a Hessian-vector product counts as
+DIGITS = 3  # significant digits of values that are tried
+
+
+class Range(Record):
+    """What is searched of one setting: numbers from ``low`` to ``high``, or ``choices``.
+
+    ``origin`` says where the range comes from. A value's *position* is 0 at ``low`` and 1 at
+    ``high``, on a logarithmic scale if ``log``.
+    """
+
+    setting: str
+    low: float = 0.0
+    high: float = 1.0
+    log: bool = False
+    whole: bool = False
+    choices: list[Any] = Field(default=[])
+    origin: str = "declared"
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.choices and not (self.low < self.high and (self.low > 0 or not self.log)):
+            raise ValueError("low must be below high, and above 0 on a logarithmic scale")
+        return self
+
+    def at(self, position: float) -> Any:
+        """The value at a position from 0 to 1, rounded to three digits.
+
+        >>> Range(setting="meta_lr", low=0.001, high=1.0, log=True).at(0.5)
+        0.0316
+        """
+        if self.choices:
+            return self.choices[min(int(position * len(self.choices)), len(self.choices) - 1)]
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        value = low + position * (high - low)
+        value = math.exp(value) if self.log else value
+        rounded = round(value) if self.whole else float(f"{value:.{DIGITS}g}")
+        return min(max(rounded, self.low), self.high) if not self.whole else rounded
+
+    def position(self, value: Any) -> float:
+        """The inverse of :meth:`at`."""
+        if self.choices:
+            return (self.choices.index(value) + 0.5) / len(self.choices)
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        return (self._scaled(value) - low) / (high - low)
+
+    def steps(self) -> float:
+        """Its width in factors of 3, or, on a linear scale, in thirds."""
+        return math.log(self.high / self.low, FACTOR) if self.log else 3.0
+
+    def grid(self) -> list[Any]:
+        """Evenly spaced values, about a factor of 3 (or a third) apart, with both ends."""
+        if self.choices:
+            return list(self.choices)
+        number = max(2, round(self.steps()) + 1)
+        return list(dict.fromkeys(self.at(k / (number - 1)) for k in range(number)))
+
+    def contains(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        return isinstance(value, int | float) and self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        if self.choices:
+            return " or ".join(map(str, self.choices))
+        return f"{self.low:g} to {self.high:g}"
+
+    def _scaled(self, value: float) -> float:
+        if not self.log:
+            return float(value)
+        return math.log(value) if value > 0 else -math.inf
+
+
+class RungScore(Record):
+    """A trial's validation score after so many rounds, and the work of its training so far.
+
+    ``scale`` is that of the step size of fine-tuning, chosen on the same samples.
+    ``evaluation_gradients`` and ``evaluation_hvps`` are of this score alone. ``failure`` is why
+    there is none; the trial is then over.
+    """
+
+    rounds: Whole
+    score: Number = math.nan
+    loss: Number = math.nan
+    scale: float = 1.0
+    gradients: Whole = 0
+    hvps: Whole = 0
+    evaluation_gradients: Whole = 0
+    evaluation_hvps: Whole = 0
+    failure: str | None = None
+
+    @property
+    def work(self) -> int:
+        """Of training, in gradients."""
+        return self.gradients + HVP_WORK * self.hvps
+
+    @property
+    def evaluation_work(self) -> int:
+        return self.evaluation_gradients + HVP_WORK * self.evaluation_hvps
+
+    def rank(self, higher_is_better: bool) -> tuple[float, float]:
+        """Greater is better: by score, then by loss; a failed trial ranks worst."""
+        score = (self.score or 0.0) if higher_is_better else -(self.score or 0.0)
+        loss = -(self.loss or 0.0)
+        if self.failure is not None:
+            return -math.inf, -math.inf
+        return score, loss if math.isfinite(loss) else -math.inf
+
+
+class AskedTrial(Record):
+    """``trial.json``: a method with settings to try. ``batch`` and ``number`` count from 0."""
+
+    number: Whole
+    method: str
+    batch: Whole
+    seed: Whole
+    settings: dict[str, Any]
+
+
+class Trial(AskedTrial):
+    """A trial and its scores, one for each rung that it reached."""
+
+    rungs: list[RungScore] = Field(min_length=1)
+
+    @property
+    def last(self) -> RungScore:
+        return self.rungs[-1]
+
+    @property
+    def failure(self) -> str | None:
+        return self.last.failure
+
+    def after(self, rounds: int) -> RungScore | None:
+        """Its score after so many rounds; None if it was not trained so long."""
+        return next((r for r in self.rungs if r.rounds == rounds and not r.failure), None)
+
+
+class MethodSearch(Record):
+    """What is searched for one method, and the predicted work of one full training of it."""
+
+    ranges: list[Range]
+    configured: dict[str, Any]
+    work: float
+    notes: list[str] = Field(default=[])
+
+
+class SearchRecord(Record):
+    """``search.json``: everything that determines a search.
+
+    ``unit`` is the predicted work of a full training by the cheapest method; a method may spend
+    ``budget`` times as much. ``command`` repeats the search.
+    """
+
+    format: Literal[1] = 1
+    command: str
+    config: dict[str, Any]
+    data_sha256: str
+    splits: dict[str, str]
+    measure: str
+    higher_is_better: bool
+    budget: float
+    unit: float
+    seed: Whole
+    repeat_seeds: list[Whole]
+    sampler: SamplerName
+    agents: ScoredAgents
+    rungs: list[Whole] = Field(min_length=1)
+    methods: dict[str, MethodSearch]
+    software: dict[str, str]
+
+    @property
+    def allowed(self) -> float:
+        """The work that the search may spend on each method."""
+        return self.budget * self.unit
+
+
+class TuningRecord(Record):
+    """``tune.json``: a finished search. ``chosen`` are the numbers of trials, by method.
+
+    A method of which every trial failed is not in ``chosen``.
+    """
+
+    search: SearchRecord
+    trials: list[Trial]
+    repeats: list[Trial]
+    chosen: dict[str, Whole]
+
+    def of(self, method: str) -> list[Trial]:
+        """The trials of a method, in their order."""
+        return [trial for trial in self.trials if trial.method == method]
+
+    def choice(self, method: str) -> Trial:
+        """The trial whose settings were chosen for a method."""
+        return next(trial for trial in self.trials if trial.number == self.chosen[method])
+
+    def spent(self, method: str) -> int:
+        """The work of all trials of a method."""
+        return sum(trial.last.work for trial in self.of(method))
+
+    def record(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        found: dict[str, Any] = finite(self.model_dump())
+        return found
+
+
+def finalists(trials: list[Trial], rounds: int, number: int, higher_is_better: bool) -> list[Trial]:
+    """The best fully trained trials, best first; equally good ones in their order."""
+    scored = [(trial, trial.after(rounds)) for trial in trials]
+    full = [(trial, score) for trial, score in scored if score is not None]
+    ranked = sorted(full, key=lambda pair: pair[1].rank(higher_is_better), reverse=True)
+    return [trial for trial, _ in ranked[:number]]
