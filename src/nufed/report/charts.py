@@ -84,7 +84,7 @@ def rounds_chart(runs: Sequence[Run], group: str) -> Any:
         key = evaluation_by_round(run)
         seeds = [[m for m in t.metrics if group in getattr(m, key)] for t in line.seeds.values()]
         own = []
-        for same_round in zip(*seeds, strict=True):
+        for same_round in zip(*seeds, strict=False):  # until one stopped early
             found, at = [getattr(m, key)[group] for m in same_round], same_round[0].round
             points.append(_point(name, "round", at, [f.score[line.steps] for f in found]))
             own.append(
