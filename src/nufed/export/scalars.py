@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from nufed.evaluate import summarise
@@ -35,6 +36,12 @@ def evaluation_scalars(event: Event) -> dict[str, float]:
     )
 
 
+def trained_parts(run: Run | None) -> Iterator[tuple[str, int]]:
+    """Every method and seed of a finished run that was trained; none of one that was stopped."""
+    for method, part in run.methods.items() if run else ():
+        yield from ((method, seed) for seed in part)
+
+
 def final_scalars(run: Run, method: str, seed: int) -> dict[str, float]:
     """The final scores that results show, with chosen step sizes where there are any."""
     found: dict[str, float | None] = {}
@@ -57,6 +64,7 @@ def replay(run: Run, observer: Observer) -> None:
             observer.part(replace(event, starts=True))
             for line in trained.metrics:
                 event = event.after(line, run.config.steps_of(method)[0])
+                event = replace(event, last=line is trained.metrics[-1])
                 if event.round:
                     observer.round(event)
                 if event.evaluated:
