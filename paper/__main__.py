@@ -65,7 +65,7 @@ def _search(name: str) -> dict[str, Any]:
             break
         runs += 1
         directory = WHERE.runs / f"{name}-{runs}"
-        run = _train(STAGES[name].config() | {"methods": tuning.methods_of(points)}, directory)
+        run = _train(tuning.tables_of(STAGES[name].config(), points), directory)
         tuning.read_scores(run, scores)
         seconds += _seconds(directory)
     return summarise_search(name, run, scores, seconds)

@@ -53,6 +53,18 @@ def best(scores: Mapping[Point, float]) -> Point:
     return max(scores, key=lambda point: (scores[point] == scores[point], scores[point]))
 
 
+def tables_of(tables: dict[str, Any], points: Mapping[str, Iterable[Point]]) -> dict[str, Any]:
+    """The configuration of a search with the methods at every point to be tried.
+
+    ν is shared by the methods that have it; FedAvg's and Per-FedAvg's is fixed.
+    """
+    methods = methods_of(points)
+    shared = dict(tables["method"])
+    if all("algorithm" in own for own in methods.values()):
+        del shared["adapt_steps"]
+    return tables | {"method": shared, "methods": methods}
+
+
 def methods_of(points: Mapping[str, Iterable[Point]]) -> dict[str, Any]:
     """Methods of a configuration: every method of the page at every point to be tried."""
     return {

@@ -194,3 +194,11 @@ def test_a_short_figure_1_on_real_data_from_run_to_page(real_data, nufed, tmp_pa
     assert f"{100 * row.balanced.mean:.1f} ±" in text and f"{100 * row.minority.mean:.1f} ±" in text
     assert "gmeta-fo against per-fedavg-fo" in text and "Not run yet: fig2" in text
     assert (tmp_path / "fig1.svg").stat().st_size > 10_000
+
+
+def test_a_search_may_end_with_methods_of_fixed_steps_only():
+    tables = STAGES["tuning"].config()
+    for points, shares in (({"per-fedavg-fo": [(1, 5)]}, False), ({"gmeta-fo": [(1, 5)]}, True)):
+        config = tuning.tables_of(tables, {**points, "fedavg": [(0, 1)]})
+        assert ("adapt_steps" in config["method"]) == shares
+        assert load_config(config).algorithms()  # unused keys are refused
