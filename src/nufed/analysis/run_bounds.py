@@ -137,14 +137,14 @@ def _models(run: Run, name: str, seed: int, problem: Problem) -> list[tuple[int,
     """The saved models of a method by round: the initial, those in between, and the final one."""
     folder = run.path / "methods" / name / f"seed-{seed}"
     algorithm, objective = problem.algorithms[name], problem.objectives[seed]
+    final = run.methods[name][seed].round
     saved = {
         int(number): path
         for path in sorted(folder.glob("model-round-*.safetensors"))
-        if (number := path.stem.removeprefix("model-round-")).isdecimal()
-        and int(number) < run.config.rounds
+        if (number := path.stem.removeprefix("model-round-")).isdecimal() and int(number) < final
     }
     found = [(0, objective.double.initial())]
-    for round, path in {**saved, run.config.rounds: folder / "model.safetensors"}.items():
+    for round, path in {**saved, final: folder / "model.safetensors"}.items():
         model = algorithm.global_model(objective, read_received(path, algorithm, objective))
         assert model is not None  # which the theory covers
         found.append((round, model.double()))

@@ -159,7 +159,7 @@ def trained_as(run: Run, method: str, seed: int, algorithm: Algorithm) -> dict[s
             for field, value in settings
         },
         **algorithm.describe(),
-        "rounds": config.rounds,
+        "rounds": run.methods[method][seed].round,
         "agents": run.agents,
         "participation": config.participation,
         "seed": seed,

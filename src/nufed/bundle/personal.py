@@ -111,7 +111,8 @@ def _personal_model(
     folder = run.path / "methods" / method / f"seed-{seed}"
     device = objective.initial().device
     received = _on(device, read_received(folder / "model.safetensors", algorithm, objective))
-    state = final_state(folder, problem.belongs_to(seed), run.config.rounds, agent)
+    round = run.methods[method][seed].round
+    state = final_state(folder, problem.belongs_to(seed), round, agent)
     batches = federation.batches(agent, seed, "evaluate")
     context = evaluation_context(federation, objective, batches, batches.samples)
     own = None if state is None else _on(device, state)
@@ -123,7 +124,7 @@ def _personal_model(
 def final_state(
     folder: Path, belongs_to: Mapping[str, str], rounds: int, agent: int
 ) -> State | None:
-    """The agent's state after the last round; None if it never took part."""
+    """The agent's state after so many rounds; None if it had not taken part."""
     return StoredStates(folder, belongs_to, [rounds]).get(agent)
 
 

@@ -63,7 +63,7 @@ class Display(Observer):
 
     def round(self, event: Event) -> None:
         self._spent.setdefault(event.method, []).append(time.monotonic() - self._last)
-        self._done[event.method, event.seed] = event.round
+        self._done[event.method, event.seed] = self._config.rounds if event.last else event.round
         self._show(event)
 
     def evaluation(self, event: Event) -> None:
@@ -82,7 +82,7 @@ class Display(Observer):
         done = sum(self._done.values())
         self._bar.update(self._task, completed=done, description=visible(where) + score, left=left)
         plain = not self._console.is_terminal
-        if plain and event.round and event.round in (self._config.rounds // 2, self._config.rounds):
+        if plain and event.round and (event.last or event.round == self._config.rounds // 2):
             self._console.print(styled(f"{where}{score}  {left}"), soft_wrap=True)
 
     def stop(self) -> None:

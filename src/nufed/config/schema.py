@@ -209,6 +209,19 @@ class Config(_Table):
     save_every: Annotated[int, Field(ge=0)] = Field(
         default=0, description="rounds between saved models; 0: none"
     )
+    # not written if off, so that files and fingerprints of other runs do not change
+    stop_when: Count | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="early stopping: evaluations without a better validation score after which "
+        "training ends; off",
+    )
+    keep: Literal["last", "best"] = Field(
+        default="last",
+        exclude_if=lambda value: value == "last",
+        description="the model that results show: of the last round, or of the one with the best "
+        "validation score",
+    )
     loss: str = Field(default="auto", description="cross_entropy, mse, or package.module:function")
     metric: str = Field(
         default="auto",

@@ -18,7 +18,7 @@ from nufed.evaluate import (
 from nufed.experiment.evaluation import evaluate
 from nufed.experiment.setup import Setup
 from nufed.objective import AnyObjective
-from nufed.server import MemoryStates
+from nufed.server import Progress
 from nufed.simulation import Engine, EngineName
 from nufed.simulation.engine_kinds import STACK
 
@@ -40,7 +40,7 @@ def baselines(
     initial = {"model": engine.objective.initial()}
     if "untrained" in wanted:
         choose = chooses(config.eval_lr, True)
-        yield "untrained", evaluate(setup, engine, local, initial, MemoryStates(), choose)
+        yield "untrained", evaluate(setup, engine, local, Progress(0, initial), choose)
     if "local" not in wanted:
         return
     trainer = get_engine(engines.choose(local, named, short))

@@ -2,52 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from nufed.algorithms.protocol import Algorithm, State
+from nufed.algorithms.protocol import Algorithm
 from nufed.data import ScoredOn
-from nufed.evaluate import ByScale, Evaluation, evaluate_with_choice, training_loss
+from nufed.evaluate import (
+    ByScale,
+    Evaluation,
+    chooses,
+    evaluate_with_choice,
+    summarise,
+    training_loss,
+)
 from nufed.experiment.setup import Setup
-from nufed.server import AgentStates, Progress, StatesOf, choose_cohort, to_send
+from nufed.runs.metric_lines import evaluation_line
+from nufed.runs.recorder import Recorder
+from nufed.server import Progress, StatesOf, choose_cohort, to_send
 from nufed.simulation import Engine
 
 
+class Final(NamedTuple):
+    """The training state whose model results show, and its scores."""
+
+    shown: Progress
+    evaluation: Evaluation
+
+
+def evaluate_round(
+    setup: Setup, engine: Engine, name: str, progress: Progress, recorder: Recorder
+) -> tuple[dict[str, Any], Final | None]:
+    """The entries of an evaluation in a round's line; after the last round also the final scores.
+
+    First comes the validation score, which decides whether this round is the last.
+    """
+    config, algorithm = setup.config, setup.algorithms[name]
+    validated = _validate(setup, engine, name, progress, recorder)
+    last = recorder.is_last(progress)
+    shown = recorder.shown(progress) if last else progress
+    choose = chooses(config.eval_lr, last and shown is progress)
+    evaluation = evaluate(setup, engine, algorithm, progress, choose)
+    entries = evaluation_line(evaluation, config.steps_evaluated, setup.measure)
+    trained = _training_loss(setup, engine, algorithm, progress)
+    costs = [validated, trained, dict(entries)]
+    final = Final(shown, evaluation) if last else None
+    if shown is not progress:
+        final = Final(
+            shown, evaluate(setup, engine, algorithm, shown, chooses(config.eval_lr, True))
+        )
+        costs.append(evaluation_line(final.evaluation, config.steps_evaluated, setup.measure))
+    for key in ("evaluation_gradients", "evaluation_hvps"):
+        entries[key] = sum(each.get(key, 0) for each in costs)
+    return {**validated, **trained, **entries}, final
+
+
 def evaluate(
-    setup: Setup,
-    engine: Engine,
-    algorithm: Algorithm,
-    received: State,
-    states: AgentStates,
-    choose: bool,
+    setup: Setup, engine: Engine, algorithm: Algorithm, progress: Progress, choose: bool
 ) -> Evaluation:
     """Scores of the evaluated agents as trained and, if ``choose`` and they have validation
     samples, with step sizes chosen on these."""
-    steps, measure = setup.config.steps_evaluated, setup.measure
-
-    def on(part: ScoredOn, agents: Sequence[int]) -> ByScale:
-        own = StatesOf(agents, states)
-        return lambda scales: engine.evaluate_scales(
-            algorithm, received, own, steps=steps, measure=measure, scales=scales, part=part
-        )
-
-    agents = setup.evaluated[engine.seed]
+    steps, agents = setup.config.steps_evaluated, setup.evaluated[engine.seed]
+    score = _scorer(setup, engine, algorithm, progress, setup.config.eval_on, agents, steps)
     seen = [agent for agent in agents if agent in setup.validated(engine.seed)]
-    validate = on("validation", seen) if choose and seen else None
-    return evaluate_with_choice(on(setup.config.eval_on, agents), validate, steps, measure)
+    validate = _scorer(setup, engine, algorithm, progress, "validation", seen, steps)
+    return evaluate_with_choice(score, validate if choose and seen else None, steps, setup.measure)
 
 
-def training_entries(
+def _scorer(
     setup: Setup,
     engine: Engine,
     algorithm: Algorithm,
     progress: Progress,
-    line: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The entries of the training loss in a round's line; its cost is added to the evaluation's.
+    part: ScoredOn,
+    agents: Sequence[int],
+    steps: int,
+) -> ByScale:
+    """Scores agents on one part of their samples, after up to ``steps`` fine-tuning steps."""
+    received, states = to_send(algorithm, progress.server), StatesOf(agents, progress.states)
+    return lambda scales: engine.evaluate_scales(
+        algorithm, received, states, steps=steps, measure=setup.measure, scales=scales, part=part
+    )
 
-    It is that of the round's cohort; before training, of the first one.
-    """
+
+def _validate(
+    setup: Setup, engine: Engine, name: str, progress: Progress, recorder: Recorder
+) -> dict[str, Any]:
+    """Add the score of a round on the validation samples of seen agents, if it is used."""
+    if recorder.files.validation is None:
+        return {}
+    steps, agents = setup.config.steps_of(name)[0], sorted(setup.validated(engine.seed))
+    score = _scorer(setup, engine, setup.algorithms[name], progress, "validation", agents, steps)
+    found = evaluate_with_choice(score, None, steps, setup.measure)
+    mean = summarise(found.as_trained, steps, setup.measure).mean
+    recorder.files.validation.add(progress.round, mean)
+    return {
+        "validation_score": mean,
+        "evaluation_gradients": found.gradients,
+        "evaluation_hvps": found.hvps,
+    }
+
+
+def _training_loss(
+    setup: Setup, engine: Engine, algorithm: Algorithm, progress: Progress
+) -> dict[str, Any]:
+    """The training loss of the round's cohort; before training, of the first one."""
     seen, rate, seed = engine.federation.split.seen, setup.config.participation, engine.seed
     loss, cost = training_loss(
         algorithm,
@@ -60,6 +118,6 @@ def training_entries(
     )
     return {
         "training_loss": loss,
-        "evaluation_gradients": line["evaluation_gradients"] + cost.gradients,
-        "evaluation_hvps": line["evaluation_hvps"] + cost.hvps,
+        "evaluation_gradients": cost.gradients,
+        "evaluation_hvps": cost.hvps,
     }

@@ -40,6 +40,7 @@ class Event:
         update_norm: Euclidean norm of the server's change of the model in this round.
         gradients, hvps: gradients and Hessian-vector products of training so far.
         evaluation_gradients, evaluation_hvps: the same of all evaluations so far.
+        last: this was its last round, of the configuration's or by early stopping.
         starts: the training starts, or resumes after ``round``.
     """
 
@@ -57,6 +58,7 @@ class Event:
     hvps: int = 0
     evaluation_gradients: int = 0
     evaluation_hvps: int = 0
+    last: bool = False
     starts: bool = False
 
     @property

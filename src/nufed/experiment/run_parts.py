@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nufed.algorithms.protocol import Algorithm, State
+from nufed.algorithms.protocol import Algorithm
 from nufed.errors import NumericalWarning, TrainingError
-from nufed.evaluate import Evaluation, can_be_drawn, chooses, evaluation_context, fits
+from nufed.evaluate import can_be_drawn, evaluation_context, fits
 from nufed.experiment.baselines import baselines, local_training
-from nufed.experiment.evaluation import evaluate, training_entries
+from nufed.experiment.evaluation import Final, evaluate_round
 from nufed.experiment.observers import Event, Listener
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.runs import RunDirectory
-from nufed.runs.metric_lines import evaluation_line
 from nufed.runs.part_files import PartFiles
 from nufed.runs.personal_models import personal_after, write_personal
 from nufed.runs.recorder import Recorder, is_due
-from nufed.server import AgentStates, Progress, to_send
+from nufed.runs.validation_scores import ValidationScores
+from nufed.server import to_send
 from nufed.simulation import Engine, EngineName, WorkerEngine, train
 
 BASELINE_PART = "null baselines"
@@ -86,7 +86,7 @@ def run_method(
     ):
         objective = engine.objective
         start = recorder.resume(lambda: algorithm.initial_server(objective, objective.initial()))
-        for line in files.lines:
+        for line in files.lines():
             event = event.after(line, steps)
         listener(replace(event, starts=True))
         training = train(
@@ -106,23 +106,20 @@ def run_method(
         for progress in training:
             if recorder.is_done(progress):
                 continue
-            entries, last = dict[str, Any](), recorder.is_last(progress)
+            entries, final = dict[str, Any](), None
             if recorder.is_evaluated(progress):
-                received = to_send(algorithm, progress.server)
-                choose = chooses(config.eval_lr, last)
-                evaluation = evaluate(setup, engine, algorithm, received, progress.states, choose)
-                entries = evaluation_line(evaluation, config.steps_evaluated, setup.measure)
-                entries |= training_entries(setup, engine, algorithm, progress, entries)
-            save = last or stop() or is_due(config.checkpoint_every, progress.round)
-            recorded = recorder.record(progress, entries, checkpoint=save)
-            if last:
-                evaluation = _with_fits(setup, engine, algorithm, received, progress, evaluation)
-                scale = evaluation.scale(steps)
-                _write_personal(setup, engine, name, received, progress.states, scale, files.folder)
-                recorder.finish(evaluation, progress.server)
+                entries, final = evaluate_round(setup, engine, name, progress, recorder)
+            save = is_due(config.checkpoint_every, progress.round) or recorder.is_kept(progress)
+            recorded = recorder.record(
+                progress, entries, checkpoint=save or stop() or final is not None
+            )
+            if final:
+                final = _with_fits(setup, engine, algorithm, final)
+                _write_personal(setup, engine, name, final, files.folder)
+                recorder.finish(final.evaluation, progress, final.shown)
             event = event.after(recorded, steps) if recorded else event
-            listener(event)
-            if stop() and not last:
+            listener(replace(event, last=final is not None))
+            if stop() or final:
                 break
         directory.write_timing(method=name, seed=seed, seconds=time.perf_counter() - began)
 
@@ -173,22 +170,19 @@ def _failure_written(directory: RunDirectory, part: RunPart, files: PartFiles) -
         directory.write_failure(part.method, part.seed, str(error), files.warnings)
 
 
-def _write_personal(
-    setup: Setup,
-    engine: Engine,
-    name: str,
-    received: State,
-    states: AgentStates,
-    scale: float,
-    folder: Path,
-) -> None:
+def _write_personal(setup: Setup, engine: Engine, name: str, final: Final, folder: Path) -> None:
     """Write the personal models of all agents that have a state, as results show them.
 
     Other agents' are made from the global model, and can be recomputed.
     """
     config, federation, algorithm = setup.config, engine.federation, setup.algorithms[name]
-    steps = config.steps_of(name)[0]
-    about = {"method": name, "round": config.rounds, "fine_tuning_steps": steps, "lr_scale": scale}
+    steps, (shown, evaluation) = config.steps_of(name)[0], final
+    received, states, scale = (
+        to_send(algorithm, shown.server),
+        shown.states,
+        evaluation.scale(steps),
+    )
+    about = {"method": name, "round": shown.round, "fine_tuning_steps": steps, "lr_scale": scale}
     for agent in states.agents():
         batches = federation.batches(agent, engine.seed, "evaluate")
         own = evaluation_context(federation, engine.objective, batches, batches.samples)
@@ -196,29 +190,26 @@ def _write_personal(
         write_personal(folder, agent, tensors, about)
 
 
-def _with_fits(
-    setup: Setup,
-    engine: Engine,
-    algorithm: Algorithm,
-    received: State,
-    progress: Progress,
-    evaluation: Evaluation,
-) -> Evaluation:
-    """The evaluation with the curves of some agents' models, where models are curves."""
+def _with_fits(setup: Setup, engine: Engine, algorithm: Algorithm, final: Final) -> Final:
+    """The final scores with the curves of some agents' models, where models are curves."""
     if not can_be_drawn(setup.samples):
-        return evaluation
+        return final
     curves = fits(
         algorithm,
         engine.objective,
         engine.federation,
-        received,
-        progress.states.get,
+        to_send(algorithm, final.shown.server),
+        final.shown.states.get,
         seed=engine.seed,
         steps=setup.config.steps_evaluated,
-        scale=evaluation.scale,
+        scale=final.evaluation.scale,
     )
-    return replace(evaluation, fits=curves)
+    return Final(final.shown, replace(final.evaluation, fits=curves))
 
 
 def _files(setup: Setup, directory: RunDirectory, kind: str, name: str, seed: int) -> PartFiles:
-    return PartFiles(directory.part(kind, name, seed), setup.problem.belongs_to(seed))
+    config, scores = setup.config, None
+    if kind == "methods" and setup.validates:
+        higher, best = setup.measure.higher_is_better, config.keep == "best"
+        scores = ValidationScores(higher, config.stop_when, best)
+    return PartFiles(directory.part(kind, name, seed), setup.problem.belongs_to(seed), scores)

@@ -42,6 +42,11 @@ class Setup:
     def faults(self) -> Faults:
         return Faults(**dict(self.config.faults))
 
+    @property
+    def validates(self) -> bool:
+        """Whether validation scores decide when training stops or which model is kept."""
+        return self.config.stop_when is not None or self.config.keep == "best"
+
     def validated(self, seed: int) -> frozenset[int]:
         """The seen agents on whose validation samples step sizes are chosen."""
         federation = self.federations[seed].scoring("validation")
@@ -85,7 +90,7 @@ class Setup:
         for seed in config.seeds:  # before processes are forked, so that they share its caches
             for name in set(names.values()):
                 engines[seed].get(name)
-        return cls(
+        made = cls(
             config,
             problem,
             samples,
@@ -98,6 +103,13 @@ class Setup:
             {seed: _evaluated(config, f.split, seed) for seed, f in federations.items()},
             worker_count(config),
         )
+        if made.validates and not all(made.validated(seed) for seed in config.seeds):
+            key = f"stop_when = {config.stop_when}" if config.stop_when else 'keep = "best"'
+            raise InputError(
+                f"{key}: agents seen in training have no validation part to score on; set "
+                "data.validation, for example to 0.2, or remove the key"
+            )
+        return made
 
 
 def _try_model(

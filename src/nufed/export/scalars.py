@@ -57,6 +57,7 @@ def replay(run: Run, observer: Observer) -> None:
             observer.part(replace(event, starts=True))
             for line in trained.metrics:
                 event = event.after(line, run.config.steps_of(method)[0])
+                event = replace(event, last=line is trained.metrics[-1])
                 if event.round:
                     observer.round(event)
                 if event.evaluated:

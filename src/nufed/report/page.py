@@ -60,7 +60,9 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
         newcomers=newcomer_notes(runs),
         without_global=without_global(scored),
         step_sizes_chosen=any(run.step_sizes_chosen for run in runs),
-        step_size_notes=list(dict.fromkeys(n for run in scored for n in run.step_size_notes())),
+        step_size_notes=list(
+            dict.fromkeys(n for r in scored for n in (*r.step_size_notes(), *r.model_notes()))
+        ),
         scored_on=runs[0].config.eval_on,
         classes=runs[0].measure.name == "accuracy",
         one_seed=any(len(run.config.seeds) == 1 for run in runs),

@@ -148,8 +148,8 @@ def headline(run: Run) -> str:
     text = (
         f"{config.eval_on.capitalize()} {run.measure.name} of agents' personal models after "
         f"{config.steps_shown} fine-tuning step{plural}{_unless_named(run)} on their own training "
-        f"data{', step sizes chosen on validation samples' * run.step_sizes_chosen}, last round "
-        f"({config.rounds}), mean over {evaluated_agents(run)} agents seen in training"
+        f"data{', step sizes chosen on validation samples' * run.step_sizes_chosen}, "
+        f"{run.shown_round}, mean over {evaluated_agents(run)} agents seen in training"
         f"{_over_seeds(run)}. Best method: {best.name}, {show(best.personal.mean)}"
     )
     beside = ", ".join(f"{row.name} {show(row.personal.mean)}" for row in nulls)

@@ -6,14 +6,15 @@
 
 A state is written when it is evicted from the cache, or before the checkpoint that it belongs to,
 which commits it: on resume, files newer than the checkpoint are removed. An agent has at most three
-files: the newest that each of the two kept checkpoints needs, and a newer one.
+files: the newest that each of the two kept checkpoints needs, and a newer one; with
+``keep = "best"`` also those that the checkpoints of the best rounds need.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,17 @@ FOLDER = "states"
 CACHE_BYTES = 32 * 2**20
 SYNC_THREADS = 16
 OVERHEAD = 1024  # approximate bytes of a cached state beside its vectors
+KEEP_LAST = 2  # checkpoints
+
+
+def kept_rounds(rounds: Sequence[int], best: Callable[[int], int | None]) -> list[int]:
+    """The rounds whose checkpoints are kept: the last two, and for each of them ``best`` of it."""
+    last = sorted(rounds)[-KEEP_LAST:]
+    return sorted(set(rounds) & {*last, *(best(round) for round in last)})
+
+
+def no_best(round: int) -> None:
+    """No round but the last ones is kept."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,7 @@ class StoredStates:
         kept: the rounds of the checkpoints in that directory, ascending; training resumes from the
             last, and newer states are ignored.
         cache_bytes: size of the cache in memory.
+        best: the earlier round that is kept for a checkpoint's; None: none.
     """
 
     def __init__(
@@ -61,7 +74,9 @@ class StoredStates:
         belongs_to: Mapping[str, str],
         kept: Sequence[int] = (),
         cache_bytes: int = CACHE_BYTES,
+        best: Callable[[int], int | None] = no_best,
     ) -> None:
+        self._best = best
         self._part, self._folder = folder, folder / FOLDER
         self._belongs_to, self._kept, self._limit = dict(belongs_to), list(kept), cache_bytes
         self._cache: OrderedDict[int, tuple[int, State]] = OrderedDict()  # with the round
@@ -117,7 +132,7 @@ class StoredStates:
         _sync([path for path in paths if path.is_dir()])
         self._unsynced.clear()
         if round not in self._kept:
-            self._kept = [*self._kept, round][-2:]
+            self._kept = kept_rounds([*self._kept, round], self._best)
         return self._inventory()
 
     def agents(self) -> Iterator[int]:

@@ -2,12 +2,12 @@
 
 A checkpoint is one sealed file: the server's state, the SHA-256 of the metrics written so far, an
 inventory of the agents' states, and digests of configuration, data and split. The last two are
-kept.
+kept; with ``keep = "best"`` also that of the best round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,8 @@ from typing import Any
 from nufed.algorithms.protocol import State
 from nufed.errors import RunError
 from nufed.files import cannot_write, read_sealed, remove_temporary, sha256, write_sealed
-from nufed.runs.agent_states import Inventory
+from nufed.runs.agent_states import Inventory, kept_rounds, no_best
 from nufed.runs.records import Manifest, checked
-
-KEEP_LAST = 2
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,13 @@ class Checkpoint:
             raise RunError(f"{path} is invalid: its vectors are not those of this method")
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, belongs_to: Mapping[str, str]) -> None:
-    """Write a checkpoint into a part's directory and remove all but the last two."""
+def save_checkpoint(
+    folder: Path,
+    checkpoint: Checkpoint,
+    belongs_to: Mapping[str, str],
+    best: Callable[[int], int | None] = no_best,
+) -> None:
+    """Write a checkpoint into a part's directory and remove all but those that are kept."""
     manifest = {
         "round": checkpoint.round,
         "states": astuple(checkpoint.states),
@@ -56,7 +59,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, belongs_to: Mapping[st
         **({"notes": dict(checkpoint.notes)} if checkpoint.notes else {}),
     }
     write_sealed(_path(folder, checkpoint.round), manifest, checkpoint.server)
-    tidy(folder, checkpoint.round)
+    tidy(folder, checkpoint.round, best)
 
 
 def load_checkpoint(
@@ -69,7 +72,7 @@ def load_checkpoint(
     problems: list[str] = []
     for round in reversed(saved_rounds(folder)):
         try:
-            return _read(folder, round, belongs_to), problems
+            return read_checkpoint(folder, round, belongs_to), problems
         except (OSError, RunError) as error:
             name = _path(folder, round).name
             problems.append(
@@ -78,14 +81,14 @@ def load_checkpoint(
     return None, problems
 
 
-def tidy(folder: Path, newest: int) -> list[int]:
+def tidy(folder: Path, newest: int, best: Callable[[int], int | None] = no_best) -> list[int]:
     """Remove temporary files, checkpoints newer than ``newest``, and all but the last two others.
 
-    Returns the rounds of those that are kept.
+    ``best`` of a round that is kept is kept, too. Returns the rounds of those that are kept.
     """
     remove_temporary(folder)
     rounds = saved_rounds(folder)
-    kept = [round for round in rounds if round <= newest][-KEEP_LAST:]
+    kept = kept_rounds([round for round in rounds if round <= newest], best)
     for round in rounds:
         if round not in kept:
             remove_checkpoint(folder, round)
@@ -107,7 +110,8 @@ def saved_rounds(folder: Path) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-def _read(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint:
+def read_checkpoint(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint:
+    """The checkpoint of a round; raises if it is damaged or of another run."""
     path = _path(folder, round)
     found = read_sealed(path)
     manifest = checked(Manifest, found.about, path)

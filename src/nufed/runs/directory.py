@@ -10,7 +10,7 @@
     splits/seed-0.json              class counts of the first 1000 agents
     methods/NAME/seed-0/
         metrics.jsonl               one line per round
-        checkpoint-000020.safetensors   sealed; the last two are kept
+        checkpoint-000020.safetensors   sealed; the last two are kept, and the best round's
         states/000020/7.safetensors the state of agent 7 after round 20, if agents have any
         personal/7.safetensors      sealed: the final personal model of agent 7, if it has a state
         agents.jsonl                one line per agent: scores of the final model
@@ -18,7 +18,9 @@
         step-sizes.json             those tried and chosen, if there are validation samples
         warnings.jsonl              numerical problems found, if any
         failure.json                instead of the others, if training failed: the reason
-        model.safetensors           the final state of the server; "model" is the meta-model
+        model.safetensors           the state of the server that results show; "model" is the
+                                    meta-model
+        model-last.safetensors      the last one, if results show that of an earlier round
         done.json                   marks completion, with the SHA-256 of the files above
         model-round-000010.safetensors   the server's state, every save_every rounds
     baselines/NAME/seed-0/agents.jsonl   the null baselines, in the same form
@@ -28,6 +30,7 @@
     bounds.json, advice.json        results of `nufed bounds` and `nufed advise`, if they were run
     timing.jsonl                    wall-clock times; everything above is reproducible
     federation.json, log.txt        of a federation: the run's identifier at its sites; a log
+    tensorboard/                    event files, with `nufed run --tensorboard`
     figures/, report.html           drawn from the files above
 """
 

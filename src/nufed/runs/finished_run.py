@@ -188,6 +188,29 @@ class Run:
             if own.steps == line.steps and own.at_edge
         ]
 
+    @property
+    def shown_round(self) -> str:
+        """The round of the models that results show, as text."""
+        trained = [each for part in self.methods.values() for each in part.values()]
+        stopped = any(each.metrics[-1].round < self.config.rounds for each in trained)
+        shown = sorted({each.round for each in trained}) or [self.config.rounds]
+        rounds = f"{shown[0]}" if len(shown) == 1 else f"{shown[0]} to {shown[-1]}"
+        which = "best round on validation samples" if self.config.keep == "best" else "last round"
+        return f"{which} ({rounds}{', training stopped early' * stopped})"
+
+    def model_notes(self) -> list[str]:
+        """With early stopping or ``keep = "best"``: each method's rounds, and the round shown."""
+        if self.config.stop_when is None and self.config.keep == "last":
+            return []
+        of = f"of {self.config.rounds}"
+        return [
+            f"{name}, seed {seed}: trained for {trained.metrics[-1].round} {of} rounds; results "
+            f"show the model of round {trained.round}, the "
+            + ("best on validation samples" if self.config.keep == "best" else "last")
+            for name, part in self.methods.items()
+            for seed, trained in part.items()
+        ]
+
     def rejected(self) -> list[str]:
         """Every update that was left out, as text; in a private run without agent and round."""
         private = self.config.privacy.clip is not None
@@ -282,7 +305,7 @@ class Run:
             "scored_on": self.config.eval_on,
             "fine_tuning_steps": self.config.steps_shown,
             "eval_lr": "chosen" if self.step_sizes_chosen else "as_trained",
-            "notes": self.step_size_notes(),
+            "notes": [*self.step_size_notes(), *self.model_notes()],
             "seeds": self.config.seeds,
             "rows": [finite(row.record()) for row in self.rows()],
             "warnings": [asdict(warned) for warned in self.warnings()],

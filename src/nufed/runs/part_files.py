@@ -31,10 +31,11 @@ from nufed.files import (
     write_sealed,
 )
 from nufed.objective import Objective
-from nufed.runs.agent_states import Inventory, StoredStates
+from nufed.runs.agent_states import Inventory, StoredStates, no_best
 from nufed.runs.checkpoint import (
     Checkpoint,
     load_checkpoint,
+    read_checkpoint,
     remove_checkpoint,
     save_checkpoint,
     saved_rounds,
@@ -42,7 +43,8 @@ from nufed.runs.checkpoint import (
 )
 from nufed.runs.json_files import finite
 from nufed.runs.records import Done, MetricsLine, checked
-from nufed.server import to_send
+from nufed.runs.validation_scores import ValidationScores
+from nufed.server import Progress, to_send
 
 DONE = "done.json"
 FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # of a method
@@ -50,7 +52,8 @@ BASELINE_FILES = ("agents.jsonl",)
 CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"  # where step sizes were chosen
 WARNINGS = "warnings.jsonl"  # where there were any
 FITS = "fits.jsonl"  # where models are curves
-OPTIONAL = (CHOSEN, STEP_SIZES, WARNINGS, FITS)
+LAST = "model-last.safetensors"  # where results show the model of an earlier round
+OPTIONAL = (CHOSEN, STEP_SIZES, WARNINGS, FITS, LAST)
 
 
 class PartFiles:
@@ -59,16 +62,21 @@ class PartFiles:
     Args:
         folder: its path.
         belongs_to: digests of the configuration, data and split, which a checkpoint must match.
+        validation: scores for early stopping and for keeping the best round; None: neither.
 
     ``warnings`` are the numerical problems found, each with its round; checkpoints include them.
-    ``states`` are the agents' states, ``lines`` the metrics of the rounds before the one that
-    training resumes with.
+    ``states`` are the agents' states.
     """
 
-    def __init__(self, folder: Path, belongs_to: Mapping[str, str]) -> None:
-        self.folder, self.belongs_to = folder, belongs_to
+    def __init__(
+        self,
+        folder: Path,
+        belongs_to: Mapping[str, str],
+        validation: ValidationScores | None = None,
+    ) -> None:
+        self.folder, self.belongs_to, self.validation = folder, belongs_to, validation
+        self._best = validation.keeps if validation else no_best
         self.warnings: list[dict[str, Any]] = []
-        self.lines: list[MetricsLine] = []
         self.states = StoredStates(folder, belongs_to)
         self._metrics: IO[bytes] | None = None
         self._hash, self._length = hashlib.sha256(), 0
@@ -113,19 +121,20 @@ class PartFiles:
         checkpoint, problems = load_checkpoint(self.folder, self.belongs_to)
         for problem in problems:
             warnings.warn(f"{problem}; an earlier one is used", NumericalWarning, stacklevel=2)
-        kept = tidy(self.folder, checkpoint.round if checkpoint else -1)
         path, length = self.folder / "metrics.jsonl", checkpoint.metrics_bytes if checkpoint else 0
+        before = path.read_bytes()[:length] if path.exists() else b""
+        self._hash, self._length = hashlib.sha256(before), len(before)
+        if self.validation:
+            self.validation.restore(self.lines())
+        kept = tidy(self.folder, checkpoint.round if checkpoint else -1, self._best)
         if checkpoint and checkpoint.round < rounds and checkpoint.round % eval_every:
-            *_, last = path.read_bytes()[:length].splitlines() or [b""]
+            *_, last = before.splitlines() or [b""]
             if checked(MetricsLine, last, path).evaluation:
                 remove_checkpoint(self.folder, checkpoint.round)
                 return self.begin(rounds, eval_every)
         self.warnings = list(checkpoint.notes.get("warnings", ())) if checkpoint else []
-        self.states = StoredStates(self.folder, self.belongs_to, kept)
+        self.states = StoredStates(self.folder, self.belongs_to, kept, best=self._best)
         self.states.begin(checkpoint.states if checkpoint else Inventory())
-        before = path.read_bytes()[:length] if path.exists() else b""
-        self._hash, self._length = hashlib.sha256(before), len(before)
-        self.lines = [checked(MetricsLine, line, path) for line in before.splitlines()]
         try:
             (self.folder / DONE).unlink(missing_ok=True)
             (self.folder / "failure.json").unlink(missing_ok=True)
@@ -136,8 +145,14 @@ class PartFiles:
             raise cannot_write(path, error) from error
         return checkpoint
 
-    def add(self, record: Mapping[str, Any]) -> MetricsLine:
-        """Write one line of metrics, and return it as it will be read back."""
+    def lines(self) -> list[MetricsLine]:
+        """The metrics of the rounds before the one that training starts or resumes with."""
+        path = self.folder / "metrics.jsonl"
+        text = path.read_bytes()[: self._length] if self._length else b""
+        return [checked(MetricsLine, line, path) for line in text.splitlines()]
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Write one line of metrics."""
         assert self._metrics is not None
         line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
         try:
@@ -147,7 +162,6 @@ class PartFiles:
             raise cannot_write(self.folder / "metrics.jsonl", error) from error
         self._hash.update(line)
         self._length += len(line)
-        return checked(MetricsLine, line, self.folder / "metrics.jsonl")
 
     def checkpoint(self, round: int, server: State, notes: Mapping[str, Any] | None = None) -> None:
         """Save a checkpoint."""
@@ -158,32 +172,61 @@ class PartFiles:
             self.folder,
             Checkpoint(round, server, self._length, self._hash.hexdigest(), notes, states),
             self.belongs_to,
+            self._best,
         )
 
-    def finish(self, rounds: int, evaluation: Evaluation, server: State) -> None:
-        """Write the final scores and state, then mark the part as done."""
+    def saved(self, round: int) -> tuple[State, StoredStates]:
+        """The server's and the agents' states of a round whose checkpoint is kept."""
+        try:
+            server = read_checkpoint(self.folder, round, self.belongs_to).server
+        except (OSError, RunError) as error:
+            raise RunError(
+                f"the checkpoint of round {round} in {self.folder}, the best one, can't be used "
+                f"({error}): remove that directory and continue with `nufed run --resume`"
+            ) from error
+        return server, StoredStates(self.folder, self.belongs_to, [round])
+
+    def finish(self, rounds: int, evaluation: Evaluation, last: Progress, shown: Progress) -> None:
+        """Write the final scores and states, then mark the part as done.
+
+        Args:
+            rounds: those of the configuration; ``last`` is after fewer if training stopped early.
+            evaluation: the final scores, of the model that results show.
+            last: the training state at the end.
+            shown: that of the model that results show.
+        """
         self._sync()
         self.states.prune()
         files: dict[str, bytes | Pieces] = {
             **_score_files(evaluation),
-            "model.safetensors": tensor_pieces(server),
+            "model.safetensors": tensor_pieces(shown.server),
         }
+        if shown.round != last.round:
+            files[LAST] = tensor_pieces(last.server)
         if self.warnings:
             files[WARNINGS] = _lines(self.warnings)
-        self._write_done(rounds, files, {"metrics.jsonl": self._hash.hexdigest()})
+        about = {"trained": last.round} if last.round != rounds else {}
+        if self.validation and self.validation.keeps_best:
+            about["shown"] = shown.round
+        self._write_done(rounds, files, {"metrics.jsonl": self._hash.hexdigest()}, about)
 
     def finish_baseline(self, rounds: int, evaluation: Evaluation) -> None:
         """Write the scores of a null baseline, then mark it as done."""
         self._write_done(rounds, _score_files(evaluation), {})
 
     def _write_done(
-        self, rounds: int, files: Mapping[str, bytes | Pieces], others: Mapping[str, str]
+        self,
+        rounds: int,
+        files: Mapping[str, bytes | Pieces],
+        others: Mapping[str, str],
+        further: Mapping[str, int] | None = None,
     ) -> None:
         for name, content in files.items():
             write_durably(self.folder / name, content)
         hashes = {name: sha256(content) for name, content in files.items()}
         about = {
             "rounds": rounds,
+            **(further or {}),
             "belongs_to": dict(self.belongs_to),
             "files": {**hashes, **others},
         }

@@ -146,7 +146,14 @@ class _Reader:
                 f"{self._config.rounds}"
             )
         scores = self._scores(folder / "agents.jsonl", seed)
-        metrics = self._metrics(folder / "metrics.jsonl") if "metrics.jsonl" in files else []
+        trained = done.rounds if done.trained is None else done.trained
+        if (done.trained is not None and self._config.stop_when is None) or (
+            done.shown is not None
+        ) != (self._config.keep == "best" and files == FILES):
+            raise RunError(f"{folder / DONE} contradicts the keys stop_when and keep of the run")
+        metrics = self._metrics(folder / "metrics.jsonl", trained) if files == FILES else []
+        if done.shown is not None and done.shown > trained:
+            raise RunError(f"{folder / DONE} is invalid: shown must be at most {trained}")
         chosen = self._scores(folder / CHOSEN, seed) if CHOSEN in done.files else None
         sizes = self._step_sizes(folder, chosen is not None) if STEP_SIZES in done.files else None
         if chosen and sizes is None:
@@ -155,7 +162,7 @@ class _Reader:
         curves = read_lines(folder / FITS, FitLine) if FITS in done.files else []
         if any(len(own.predicted) != self._config.steps_evaluated + 1 for own in curves):
             raise RunError(f"{folder / FITS} is invalid: it must have a curve for every step")
-        return Trained(metrics, scores, chosen, sizes, warned, curves)
+        return Trained(metrics, scores, chosen, sizes, warned, curves, done.shown)
 
     def _step_sizes(self, folder: Path, of_fine_tuning: bool) -> StepSizes:
         """Step sizes of fine-tuning, for every number of steps; else that of local training."""
@@ -190,9 +197,9 @@ class _Reader:
             raise RunError(f"{path} is invalid: it lacks scores of agents seen in training")
         return [_agent_scores(line) for line in lines]
 
-    def _metrics(self, path: Path) -> list[MetricsLine]:
+    def _metrics(self, path: Path, rounds: int) -> list[MetricsLine]:
         lines = read_lines(path, MetricsLine)
-        if [line.round for line in lines] != list(range(self._config.rounds + 1)):
+        if [line.round for line in lines] != list(range(rounds + 1)):
             raise RunError(f"{path} is invalid: it must have a line for every round")
         steps = self._config.steps_evaluated + 1
         for line in lines:
@@ -201,6 +208,8 @@ class _Reader:
                 raise RunError(f"{path} is invalid: evaluations must be {steps} numbers")
             if line.evaluation_chosen and line.evaluation_chosen.keys() != line.evaluation.keys():
                 raise RunError(f"{path} is invalid: evaluations must have the same groups")
+        if self._config.stop_when is not None or self._config.keep == "best":
+            return lines  # methods may end, and have step sizes chosen, in other rounds
         evaluated = [[*sorted(line.evaluation), *sorted(line.evaluation_chosen)] for line in lines]
         if self._evaluated is None:
             self._evaluated = evaluated

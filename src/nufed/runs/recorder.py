@@ -9,9 +9,10 @@ from nufed.algorithms.protocol import Algorithm, State
 from nufed.config import Config
 from nufed.evaluate import Evaluation
 from nufed.runs.directory import RunDirectory
+from nufed.runs.json_files import finite
 from nufed.runs.metric_lines import round_line
 from nufed.runs.part_files import PartFiles
-from nufed.runs.records import MetricsLine
+from nufed.runs.records import MetricsLine, checked
 from nufed.server import Progress
 
 
@@ -73,11 +74,29 @@ class Recorder:
         return progress.round == self._resumed and not self.is_last(progress)
 
     def is_last(self, progress: Progress) -> bool:
-        return progress.round == self._config.rounds
+        """Whether training ends after this round; known once its validation score is added."""
+        scores = self.files.validation
+        stops = scores is not None and scores.stops_at(progress.round)
+        return progress.round == self._config.rounds or stops
+
+    def shown(self, last: Progress) -> Progress:
+        """The training state whose model results show, when ``last`` is the last."""
+        scores = self.files.validation
+        best = scores.keeps(last.round) if scores else None
+        if best is None or best == last.round:
+            return last
+        return Progress(best, *self.files.saved(best))
+
+    def is_kept(self, progress: Progress) -> bool:
+        """Whether this is the best round so far, whose model is kept."""
+        scores = self.files.validation
+        return scores is not None and scores.keeps(progress.round) == progress.round
 
     def is_evaluated(self, progress: Progress) -> bool:
         """Whether the model after this round is evaluated."""
-        return progress.round % self._config.eval_every == 0 or self.is_last(progress)
+        return progress.round % self._config.eval_every == 0 or (
+            progress.round == self._config.rounds
+        )
 
     def record(
         self,
@@ -99,16 +118,20 @@ class Recorder:
         """
         if progress.round == self._resumed:
             return None
-        recorded = self.files.add({**round_line(self._algorithm, progress), **line})
+        whole = finite({**round_line(self._algorithm, progress), **line})
+        self.files.add(whole)
         if is_due(self._config.save_every, progress.round):
             self._directory.write_model(self._method, self._seed, progress.server, progress.round)
         if checkpoint:
             self.files.checkpoint(progress.round, progress.server, notes)
-        return recorded
+        return checked(MetricsLine, whole, self.files.folder / "metrics.jsonl")
 
-    def finish(self, evaluation: Evaluation, server: State) -> None:
-        """Write the final scores and state, then mark the part as done."""
-        self.files.finish(self._config.rounds, evaluation, server)
+    def finish(self, evaluation: Evaluation, last: Progress, shown: Progress | None = None) -> None:
+        """Write the final scores and states, then mark the part as done.
+
+        ``shown`` is the training state whose model was evaluated, by default the ``last`` one.
+        """
+        self.files.finish(self._config.rounds, evaluation, last, shown or last)
 
 
 def is_due(every: int, round: int) -> bool:

@@ -150,9 +150,15 @@ class Failure(Record):
 
 
 class Done(Record):
-    """``done.json``: the SHA-256 of a part's files and of its configuration, data and split."""
+    """``done.json``: the SHA-256 of a part's files and of its configuration, data and split.
+
+    ``rounds`` are those of the configuration, ``trained`` those after which it stopped early, and
+    ``shown`` the round of the model that results show, if it need not be the last.
+    """
 
     rounds: Whole
+    trained: Whole | None = None
+    shown: Whole | None = None
     belongs_to: dict[str, str]
     files: dict[str, str]
 
@@ -198,7 +204,8 @@ class MetricsLine(Record):
 
     ``update_norm`` is the Euclidean norm of the server's change of the model, ``training_loss`` the
     mean loss on the training samples of the round's cohort, at evaluated rounds of a simulation
-    (:func:`nufed.evaluate.training_loss`).
+    (:func:`nufed.evaluate.training_loss`). ``validation_score`` is what early stopping and
+    ``keep = "best"`` use (:mod:`nufed.runs.validation_scores`).
     """
 
     round: Whole
@@ -212,6 +219,7 @@ class MetricsLine(Record):
     attempts: Count = 1
     update_norm: Number = None
     training_loss: Number = None
+    validation_score: Number = None
     evaluation: dict[Group, Curves] = {}
     evaluation_gradients: Whole = 0
     evaluation_hvps: Whole = 0

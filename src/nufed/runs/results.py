@@ -48,7 +48,8 @@ class Trained:
     """One method (or baseline) and seed: its metrics by round and its agents' final scores.
 
     ``scores`` are with the step size of fine-tuning as trained, ``chosen`` with those of
-    ``step_sizes``, which were chosen on validation samples.
+    ``step_sizes``, which were chosen on validation samples. ``shown`` is the round of the model
+    that they are of, with ``keep = "best"``.
     """
 
     metrics: list[MetricsLine]
@@ -57,6 +58,12 @@ class Trained:
     step_sizes: StepSizes | None = None
     warnings: list[WarningLine] = field(default_factory=list)
     fits: list[FitLine] = field(default_factory=list)
+    shown: int | None = None
+
+    @property
+    def round(self) -> int:
+        """The round of the model that ``scores`` are of: the last, or the best one."""
+        return self.metrics[-1].round if self.shown is None else self.shown
 
     @property
     def final(self) -> list[AgentScores]:

@@ -137,6 +137,11 @@ def _check(config: Config) -> None:
                 f"{key} has {number} entries: a federation trains {what} per run; start one run "
                 "for each and compare them with `nufed report RUN RUN`"
             )
+    for key in ("stop_when", "keep"):
+        if key in config.model_dump(exclude_none=True):
+            raise InputError(
+                f"{key} is for simulation: remove it from a federation's configuration"
+            )
     if config.faults != FaultsConfig():
         raise InputError("[faults] is for simulation: remove it from a federation's configuration")
     if config.data.shift != "none":

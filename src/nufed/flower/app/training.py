@@ -209,7 +209,7 @@ def _finish(
         PartFiles(folder, recorder.files.belongs_to).finish_baseline(
             plan.rounds, Evaluation(list(outcome.majority))
         )
-    recorder.finish(outcome.evaluation, progress.server)
+    recorder.finish(outcome.evaluation, progress)
 
 
 @contextmanager
