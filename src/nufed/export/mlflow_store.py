@@ -10,7 +10,13 @@ from typing import Any
 from nufed.config import Config
 from nufed.experiment import Event, Observer
 from nufed.export.packages import needed
-from nufed.export.scalars import evaluation_scalars, final_scalars, replay, round_scalars
+from nufed.export.scalars import (
+    evaluation_scalars,
+    final_scalars,
+    replay,
+    round_scalars,
+    trained_parts,
+)
 from nufed.export.settings_text import settings_of_method
 from nufed.export.target import Chosen
 from nufed.runs import Run
@@ -59,11 +65,13 @@ class MLflow(Observer):
         self._log(event.method, event.seed, evaluation_scalars(event), event.round)
 
     def end(self, run: Run | None) -> None:
-        for (method, seed), identity in self._runs.items():
-            trained = run is not None and seed in run.methods.get(method, {})
-            if run is not None and trained:
-                self._log(method, seed, final_scalars(run, method, seed), run.config.rounds)
-            state = "KILLED" if run is None else "FINISHED" if trained else "FAILED"
+        trained = list(trained_parts(run))
+        for method, seed in trained:  # also those that were finished before a resume
+            assert run is not None
+            round = run.methods[method][seed].round
+            self._log(method, seed, final_scalars(run, method, seed), round)
+        for part, identity in self._runs.items():
+            state = "KILLED" if run is None else "FINISHED" if part in trained else "FAILED"
             self._client.set_terminated(identity, state)
         self._runs.clear()
 

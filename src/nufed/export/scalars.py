@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from nufed.evaluate import summarise
@@ -33,6 +34,12 @@ def evaluation_scalars(event: Event) -> dict[str, float]:
             "cost/evaluation_hvps": event.evaluation_hvps,
         }
     )
+
+
+def trained_parts(run: Run | None) -> Iterator[tuple[str, int]]:
+    """Every method and seed of a finished run that was trained; none of one that was stopped."""
+    for method, part in run.methods.items() if run else ():
+        yield from ((method, seed) for seed in part)
 
 
 def final_scalars(run: Run, method: str, seed: int) -> dict[str, float]:

@@ -8,7 +8,13 @@ from typing import Any
 from nufed.config import Config
 from nufed.experiment import Event, Observer
 from nufed.export.packages import needed
-from nufed.export.scalars import evaluation_scalars, final_scalars, replay, round_scalars
+from nufed.export.scalars import (
+    evaluation_scalars,
+    final_scalars,
+    replay,
+    round_scalars,
+    trained_parts,
+)
 from nufed.export.target import Chosen
 from nufed.runs import Run
 
@@ -46,10 +52,12 @@ class TensorBoard(Observer):
         self._writer(event.method, event.seed).flush()
 
     def end(self, run: Run | None) -> None:
-        for (method, seed), writer in self._writers.items():
-            if run is not None and seed in run.methods.get(method, {}):
-                for name, value in final_scalars(run, method, seed).items():
-                    writer.add_scalar(name, value, run.config.rounds)
+        for method, seed in trained_parts(run):
+            assert run is not None
+            round = run.methods[method][seed].round
+            for name, value in final_scalars(run, method, seed).items():
+                self._writer(method, seed).add_scalar(name, value, round)
+        for writer in self._writers.values():
             writer.close()
         self._writers.clear()
 

@@ -9,7 +9,13 @@ from typing import Any, Literal
 from nufed.config import Config
 from nufed.experiment import Event, Observer
 from nufed.export.packages import needed
-from nufed.export.scalars import evaluation_scalars, final_scalars, replay, round_scalars
+from nufed.export.scalars import (
+    evaluation_scalars,
+    final_scalars,
+    replay,
+    round_scalars,
+    trained_parts,
+)
 from nufed.export.settings_text import settings_of_method
 from nufed.export.target import Chosen
 from nufed.files import sha256
@@ -51,11 +57,12 @@ class WandB(Observer):
         self._run(event.method, event.seed).log(evaluation_scalars(event), step=event.round)
 
     def end(self, run: Run | None) -> None:
-        for (method, seed), own in self._runs.items():
-            trained = run is not None and seed in run.methods.get(method, {})
-            if run is not None and trained:
-                own.summary.update(final_scalars(run, method, seed))
-            own.finish(exit_code=0 if trained else 1)
+        trained = list(trained_parts(run))
+        for method, seed in trained:  # also those that were finished before a resume
+            assert run is not None
+            self._run(method, seed).summary.update(final_scalars(run, method, seed))
+        for part, own in self._runs.items():
+            own.finish(exit_code=0 if part in trained else 1)
         self._runs.clear()
 
     def _run(self, method: str, seed: int) -> Any:
