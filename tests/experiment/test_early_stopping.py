@@ -40,11 +40,13 @@ def noise(seed=3):
     return rng.normal(size=(120, 5)).astype("float32"), rng.integers(0, 3, 120)
 
 
+def linear():
+    return torch.nn.Linear(5, 3)
+
+
 def train(path, config=CONFIG, data=None, **arguments):
     data = noise() if data is None else data
-    return nufed.run(
-        config, data=data, model=torch.nn.Linear(5, 3), out=path, figures=False, **arguments
-    )
+    return nufed.run(config, data=data, model=linear, out=path, figures=False, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def test_results_bundles_and_personal_models_are_of_the_best_round(whole):
     assert "training stopped early" in headline(whole)
     trained = whole.methods["ditto"][0]
     (own,) = [s for s in trained.final if s.agent == 2]
-    made = nufed.make_personal(whole, "ditto", 2, model=torch.nn.Linear(5, 3), data=noise())
+    made = nufed.make_personal(whole, "ditto", 2, model=linear, data=noise())
     steps = whole.config.steps_of("ditto")[0]
     assert made.about.measured.groups["seen"].personal == own.score[steps]
     written = load_file(whole.path / "methods/ditto/seed-0/personal/2.safetensors")
@@ -109,7 +111,7 @@ def killed_after(events):
 def test_a_killed_run_stops_in_the_same_round_with_the_same_bits(tmp_path, whole, events):
     with pytest.raises(Killed):
         train(tmp_path / "run", on_progress=killed_after(events))
-    given = {"data": noise(), "model": torch.nn.Linear(5, 3), "figures": False}
+    given = {"data": noise(), "model": linear, "figures": False}
     nufed.resume(tmp_path / "run", **given)
     assert file_hashes(tmp_path / "run") == file_hashes(whole.path)
 
@@ -120,7 +122,7 @@ def test_neither_workers_nor_more_rounds_change_it(tmp_path, whole):
     right = [(whole.path / name).read_bytes() for name in parts]
     two = train(tmp_path / "two", CONFIG | {"workers": 2})
     assert [(two.path / name).read_bytes() for name in parts] == right
-    given = {"data": noise(), "model": torch.nn.Linear(5, 3), "figures": False}
+    given = {"data": noise(), "model": linear, "figures": False}
     longer = nufed.resume(two.path, ["rounds=30"], **given)
     assert [(two.path / name).read_bytes() for name in parts] == right
     assert longer.methods["ditto"][0].round == whole.methods["ditto"][0].round
