@@ -40,7 +40,7 @@ class NotebookBar(Observer):
     def round(self, event: Event) -> None:
         self._text = f"seed {event.seed}, {event.method}"
         if event.method in self._methods:
-            self._done[event.method, event.seed] = event.round
+            self._done[event.method, event.seed] = self._rounds if event.last else event.round
             self._text += f", round {event.round} of {self._rounds}"
         if event.score is not None:
             self._text += f", {event.score:.3f} in round {event.scored_round}"

@@ -191,7 +191,8 @@ class Run:
     @property
     def shown_round(self) -> str:
         """The round of the models that results show, as text."""
-        trained = [each for part in self.methods.values() for each in part.values()]
+        parts = self.methods.values()  # of a run that still trains, some have no rounds yet
+        trained = [each for part in parts for each in part.values() if each.metrics]
         stopped = any(each.metrics[-1].round < self.config.rounds for each in trained)
         shown = sorted({each.round for each in trained}) or [self.config.rounds]
         rounds = f"{shown[0]}" if len(shown) == 1 else f"{shown[0]} to {shown[-1]}"
@@ -209,6 +210,7 @@ class Run:
             + ("best on validation samples" if self.config.keep == "best" else "last")
             for name, part in self.methods.items()
             for seed, trained in part.items()
+            if trained.metrics
         ]
 
     def rejected(self) -> list[str]:

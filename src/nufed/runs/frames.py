@@ -65,9 +65,11 @@ def _score_rows(run: Run, key: tuple[str, str, int], trained: Trained) -> Iterat
     """One method or baseline with one seed: of every agent the global model, and the personal ones
     with step sizes as trained and as chosen."""
 
+    round = trained.round if trained.metrics else run.config.rounds  # a baseline has none
+
     def row(s: AgentScores, *model: str | float | None) -> ScoreRow:
         agent = (s.agent, s.name, s.seen, s.newcomer, s.train_samples, s.test_samples)
-        return ScoreRow._make((*key, *agent, run.config.rounds, run.measure.name, *model))
+        return ScoreRow._make((*key, *agent, round, run.measure.name, *model))
 
     sizes = trained.step_sizes
     scales = {own.steps: own.scale for own in sizes.chosen} if sizes and trained.chosen else {}
