@@ -211,9 +211,9 @@ def _name(number: int, of: int, chosen: Mapping[str, Any]) -> str:
     """A name that is safe as a file name; its number makes it unique."""
     last = [key.rpartition(".")[2] for key in chosen]
     words = [
-        f"{short if last.count(short) == 1 else key}-{value_text(value)}"
+        f"{short if last.count(short) == 1 else key}-{value_text(value)}".strip('"[]{}')
         for short, (key, value) in zip(last, chosen.items(), strict=True)
     ]
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(words))
+    safe = re.sub(r"-?[^A-Za-z0-9._-]+", "-", "_".join(words))
     width = max(2, len(str(of)))
     return f"{number:0{width}d}-{safe}"[:MAX_NAME].rstrip("-._")
