@@ -23,7 +23,7 @@ def _without_reports_of_runs():
 def test_it_prints_a_table_progress_and_paths(nufed, tmp_path):
     result = nufed(*SWEEP, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert "2 runs over data.dirichlet, 1 seed each" in lines[0]
     assert "agents seen in training" in lines and "agents unseen in training" in lines
     assert sum(line.split()[:3] == ["dirichlet", "fedavg", "gmeta"] for line in lines) == 2

@@ -102,7 +102,6 @@ def test_every_run_is_the_run_of_its_settings(whole, tmp_path):
 @pytest.mark.parametrize(
     ("events", "workers"),
     [
-        (7, 1),
         (25, 1),
         pytest.param(9, 2, marks=pytest.mark.skipif(not can_fork(), reason="needs Linux")),
     ],
@@ -110,7 +109,7 @@ def test_every_run_is_the_run_of_its_settings(whole, tmp_path):
 def test_a_killed_sweep_resumes_to_the_same_bits(whole, tmp_path, events, workers):
     path = begun(tmp_path / "sweep", events)
     done = len(list(path.glob("runs/*/methods/*/seed-*/done.json")))
-    assert done == {7: 1, 25: 4, 9: 1}[events]
+    assert done == {25: 4, 9: 1}[events]
     seen = []
     nufed.resume_sweep(
         path,
@@ -247,7 +246,7 @@ def test_scores_by_one_key_are_means_over_the_others(whole, monkeypatch, needed)
         rows = [
             r
             for r in sweep.records()
-            if (r["method"], r["group"]) == (score.method, "seen")
+            if (r["method"], r["group"]) == (score.method.partition(" ")[0], "seen")
             and r["data.dirichlet"] == score.keys["data.dirichlet"]
         ]
         assert len(rows) == 4 and score.mean == pytest.approx(

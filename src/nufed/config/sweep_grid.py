@@ -32,7 +32,7 @@ _NOT_SWEPT = {
 
 
 @dataclass(frozen=True)
-class Point:
+class GridPoint:
     """A run of a sweep: its name, the values of the swept keys, and its configuration."""
 
     name: str
@@ -49,7 +49,7 @@ class Grid:
 
     keys: Mapping[str, Sequence[Any]]
     base: Config
-    points: Sequence[Point]
+    points: Sequence[GridPoint]
 
 
 def make_grid(
@@ -96,7 +96,7 @@ def make_grid(
     points = []
     for number, chosen in enumerate(combinations, start=1):
         name = _name(number, len(combinations), chosen)
-        points.append(Point(name, chosen, _config(tables, overrides, chosen)))
+        points.append(GridPoint(name, chosen, _config(tables, overrides, chosen)))
     return Grid({key: list(each) for key, each in swept.items()}, base, points)
 
 
@@ -211,9 +211,9 @@ def _name(number: int, of: int, chosen: Mapping[str, Any]) -> str:
     """A name that is safe as a file name; its number makes it unique."""
     last = [key.rpartition(".")[2] for key in chosen]
     words = [
-        f"{short if last.count(short) == 1 else key}-{value_text(value)}"
+        f"{short if last.count(short) == 1 else key}-{value_text(value)}".strip('"[]{}')
         for short, (key, value) in zip(last, chosen.items(), strict=True)
     ]
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(words))
+    safe = re.sub(r"-?[^A-Za-z0-9._-]+", "-", "_".join(words))
     width = max(2, len(str(of)))
     return f"{number:0{width}d}-{safe}"[:MAX_NAME].rstrip("-._")

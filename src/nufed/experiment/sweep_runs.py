@@ -12,7 +12,7 @@ from pathlib import Path
 from nufed.config.build import build_samples
 from nufed.config.problem import Given, Problem, Recorded
 from nufed.config.schema import OWN, DataConfig
-from nufed.config.sweep_grid import Grid, Point, in_words, of_run
+from nufed.config.sweep_grid import Grid, GridPoint, in_words, of_run
 from nufed.data import Samples, as_samples
 from nufed.errors import InputError, RunError, TrainingError, in_short
 from nufed.experiment.jobs import Job
@@ -79,7 +79,7 @@ class LoadedSamples:
 class PreparedRun:
     """A run of a sweep that can start."""
 
-    point: Point
+    point: GridPoint
     setup: Setup
     directory: RunDirectory
     new: bool = False
@@ -108,7 +108,7 @@ def check_comparable(grid: Grid, setups: Sequence[Setup]) -> None:
         raise InputError(
             f"the runs have different scores ({words}), which can't be compared: sweep other keys"
         )
-    first: dict[tuple[str, int], Point] = {}
+    first: dict[tuple[str, int], GridPoint] = {}
     for point, setup in zip(grid.points, setups, strict=True):
         same = first.setdefault((setup.config.fingerprint, setup.config.rounds), point)
         if same is not point:
@@ -118,7 +118,7 @@ def check_comparable(grid: Grid, setups: Sequence[Setup]) -> None:
             )
 
 
-def prepare_new(path: Path, point: Point, setup: Setup, stack: ExitStack) -> PreparedRun:
+def prepare_new(path: Path, point: GridPoint, setup: Setup, stack: ExitStack) -> PreparedRun:
     """A run that is new: its directory is created, locked and written."""
     directory = RunDirectory.create(point.name, run_path(path, point.name))
     stack.enter_context(locked(directory.path))
@@ -127,7 +127,7 @@ def prepare_new(path: Path, point: Point, setup: Setup, stack: ExitStack) -> Pre
 
 
 def prepare_again(
-    path: Path, point: Point, given: Given, loaded: LoadedSamples, trust: bool, stack: ExitStack
+    path: Path, point: GridPoint, given: Given, loaded: LoadedSamples, trust: bool, stack: ExitStack
 ) -> PreparedRun:
     """A run of a sweep to resume, or one whose directory is still to be written (``new``)."""
     directory = RunDirectory(run_path(path, point.name))
@@ -152,7 +152,7 @@ def prepare_again(
 
 
 @contextmanager
-def naming(point: Point) -> Iterator[None]:
+def naming(point: GridPoint) -> Iterator[None]:
     """Errors name the run whose settings they are about."""
     try:
         yield

@@ -41,7 +41,8 @@ def build_sweep_page(sweep: Sweep, *, figures: bool = True) -> Path:
         title=sweep.path.name,
         headline=sweep_headline(sweep),
         notes=sweep_notes(sweep),
-        charts=[(name, caption) for name, caption, _ in charts],
+        charts=[(name, caption) for name, caption, _ in charts if name.startswith("by-key")],
+        maps=[(name, caption) for name, caption, _ in charts if name.startswith("map")],
         results=[
             (group, sweep_table(sweep, group), [best_of(sweep, n, group) for n in sweep.values])
             for group in sweep_groups(sweep)

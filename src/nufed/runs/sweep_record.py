@@ -23,7 +23,7 @@ from nufed.config.load import known_fields
 from nufed.config.messages import sentence
 from nufed.config.names import Name
 from nufed.config.schema import Config
-from nufed.config.sweep_grid import Grid, Point, in_words
+from nufed.config.sweep_grid import Grid, GridPoint, in_words
 from nufed.errors import RunError, shown
 from nufed.evaluate import summarise
 from nufed.files import write_sealed
@@ -89,7 +89,7 @@ def read_manifest(path: Path) -> Grid:
         run.values.keys() != about.keys.keys() for run in about.runs
     ):
         raise RunError(f"{file} is invalid: its runs need distinct names and a value of every key")
-    points = [Point(run.name, run.values, _config(run.config, file)) for run in about.runs]
+    points = [GridPoint(run.name, run.values, _config(run.config, file)) for run in about.runs]
     return Grid(about.keys, _config(about.config, file), points)
 
 
