@@ -113,6 +113,13 @@ class Field:
             words.append(self.setting.allowed(whole=float not in self.kinds))
         return " or ".join(words)
 
+    def values(self) -> list[str]:
+        """The names among the values allowed in a configuration."""
+        if self.setting.choices is not None:
+            return list(self.setting.choices)
+        words = [str(word) for kind in self.kinds for word in _literals(kind)]
+        return words + (["true", "false"] if bool in self.kinds else [])
+
     def check(self, value: Any) -> None:
         """Raise an :class:`~nufed.errors.InputError` unless the setting may have this value.
 

@@ -53,7 +53,7 @@ def changed(good, path, change):
 
 
 CRAFTED = {
-    "newer format": (lambda a: a.update(format=2), "has format 2, .* install a newer nufed"),
+    "newer format": (lambda a: a.update(format=3), "has format 3, .* install a newer nufed"),
     "no format": (lambda a: a.pop("format"), "has format None"),
     "code of theirs": (
         lambda a: a["model"].update(build="trap:make"),
@@ -77,6 +77,7 @@ CRAFTED = {
     ),
     "a huge input": (lambda a: a["inputs"].update(shape=[2**39, 2**39]), "too large"),
     "not a number": (lambda a: a["inputs"].update(scale=float("nan")), "inputs.scale"),
+    "a range of nothing": (lambda a: a["inputs"].update(range={"low": 0.0}), "inputs.range"),
     "a negative step": (lambda a: a["adapt"].update(lr=-1.0), "adapt.lr"),
     "steps without end": (lambda a: a["adapt"].update(steps=10**12), "adapt.steps"),
     "step sizes of others": (lambda a: a["adapt"].update(lr={"x": 0.1}), "must have one for every"),

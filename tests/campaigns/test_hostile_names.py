@@ -18,11 +18,12 @@ from torch import nn
 
 import nufed as library
 from nufed import Bundle, InputError, Samples
-from nufed.bundle.data_file import from_cell, read_data, to_cell
 from nufed.cli.bundle_commands import _write
 from nufed.cli.terminal import console, styled, table
 from nufed.config import load_config
 from nufed.data import SOURCES
+from nufed.data.csv_file import from_cell, to_cell
+from nufed.data.data_file import read_data
 from nufed.errors import visible
 from nufed.report.charts import counts_chart
 from nufed.report.figures import spec_of
@@ -116,8 +117,8 @@ def check_card(names, folder, nufed):
     )
     for call in (
         ("inspect", "b.nufed"),
-        ("adapt", "b.nufed", "mine.npz", "--out", "mine.safetensors"),
-        ("predict", "mine.safetensors", "mine.npz", "--out", "answers.csv"),
+        ("adapt", "b.nufed", "mine.npz", "--out", "mine.safetensors", "--force"),
+        ("predict", "mine.safetensors", "mine.npz", "--out", "answers.csv", "--force"),
     ):
         said = nufed(*call, cwd=folder)
         assert said.returncode == 0, (names, said.stderr)

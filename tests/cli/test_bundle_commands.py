@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nufed as library
-from nufed.bundle.data_file import read_data
+from nufed.data.data_file import read_data
 from support import without_report
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -53,8 +53,14 @@ def test_bundle_inspect_adapt_predict(work, nufed):
         labels = [row["label"] for row in csv.DictReader(file)]
     right = sum(a == b for a, b in zip(answers, labels, strict=True))
     assert f"right: {right} of 15" in said.stdout
-    words = "adapt b.nufed my_digits.csv --out mine.safetensors --steps auto --json"
-    printed = nufed(*words.split(), cwd=work)
+    words = ("adapt", "b.nufed", "my_digits.csv", "--out", "mine.safetensors")
+    words = (*words, "--steps", "auto", "--json")
+    before = (work / "mine.safetensors").read_bytes()
+    refused = nufed(*words, cwd=work)
+    assert refused.returncode == 2 and "--force to overwrite it" in refused.stderr
+    assert (work / "mine.safetensors").read_bytes() == before
+    printed = nufed(*words, "--force", "--max-steps", "4", cwd=work)
+    assert len(json.loads(printed.stdout)["report"]["curve"]) == 5
     assert json.loads(printed.stdout)["report"]["chosen"] is True
 
 
@@ -102,11 +108,14 @@ def test_npz_and_data_without_labels(work, nufed):
         ("a,b\n1,2\n", "no column 'label'"),
         ("a,label,label\n1,2,3\n", "2 columns 'label'"),
         ("a,label\n1,2,3\n", "line 2 has 3 values, the header has 2"),
-        ("a,label\nx,2\n", "line 2 has 'x', not a number"),
-        ("a,label\n,2\n", "line 2 has an empty value"),
+        ("a,label\nx,2\n", "line 2, column 'a' has 'x', not a finite number"),
+        ("a,label\n,2\n", "line 2, column 'a' is empty"),
         ("a,label\n1,2\n", "1 numbers, and this model takes 64"),
         ("p\nlabel\n", "no column 'label'"),
-        (",".join(f"p{i}" for i in range(64)) + ",label\n" + "nan," * 64 + "3\n", "holds NaN"),
+        (
+            ",".join(f"p{i}" for i in range(64)) + ",label\n" + "nan," * 64 + "3\n",
+            "column 'p0' has 'nan'",
+        ),
         (",".join(f"p{i}" for i in range(64)) + ",label\n" + "1," * 64 + "3\n", "1 sample"),
         (",".join(f"p{i}" for i in range(64)) + ",label\n" + ("1," * 64 + "x\n") * 3, "label 'x'"),
         (",".join(f"p{i}" for i in range(64)) + ",label\n" + ("0.5," * 64 + "1\n") * 3, "itself"),

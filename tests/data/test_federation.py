@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -101,7 +103,7 @@ def test_a_class_number_far_beyond_the_samples_is_refused():
     assert as_samples((x, [0, 999, 1])).outputs == 1000  # few samples may be of rare classes
     with pytest.raises(InputError, match="class 1000: 3 samples may be of classes 0 … 999"):
         as_samples((x, [0, 1, 1000]))
-    assert as_samples((x, [0, 1, 1000]), known_classes=1001).outputs == 1001
+    assert as_samples((x, [0, 1, 1000]), classes=tuple(map(str, range(1001)))).outputs == 1001
     assert as_samples((np.zeros((2000, 1)), np.arange(2000))).outputs == 2000
 
 
@@ -113,14 +115,21 @@ def test_non_finite_numbers_are_refused_and_named(bad):
     for data, what in (
         ((spoiled, y), "input of sample 2"),
         ((x, spoiled), "target of sample 2"),
-        (((x, spoiled), y), "input of sample 2"),
-        (({"a": spoiled}, [0, 1, 0, 1]), "input of sample 2"),
+        (((x, spoiled), y), "input 1 of sample 2"),
+        (({"a": spoiled}, [0, 1, 0, 1]), "input 'a' of sample 2"),
+        ((spoiled, ["p", "q", "p", "q"]), "input of sample 2"),
         ((spoiled.astype(np.float16), y), "input of sample 2"),
         (TensorDataset(torch.from_numpy(spoiled), torch.zeros(4)), "input of sample 2"),
         (Samples(torch.from_numpy(spoiled), torch.zeros(4)), "input of sample 2"),
     ):
-        with pytest.raises(InputError, match=rf"the {what} \(counted from 0\) holds NaN or inf"):
+        word = "NaN" if np.isnan(bad) else f"{bad}inity"
+        where = re.escape(f"the {what} (counted from 0) holds {word} at index [1]: remove")
+        with pytest.raises(InputError, match=where):
             as_samples(data)
+    with pytest.raises(InputError, match=r"sample 2 \(counted from 0, of agent 'c'\) holds"):
+        as_samples((spoiled, y, list("abcd")))
+    with pytest.raises(InputError, match="scale = "):
+        Samples(torch.zeros(2, 1, dtype=torch.uint8), torch.zeros(2), scale=bad)
     with pytest.raises(InputError, match="class numbers run from nan to nan"):
         Samples(torch.zeros(2, 1), torch.tensor([0.0, np.nan]), classes=("a",))
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from nufed import InputError
-from nufed.bundle.data_file import from_cell, read_data, to_cell
 from nufed.data import limits
+from nufed.data.csv_file import from_cell, to_cell
+from nufed.data.data_file import read_data
 from nufed.data.limits import LIMIT, read_npz
 
 MB = 10**6

@@ -123,6 +123,7 @@ def test_costs_are_counted(finished):
     assert exact["seconds"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:the inputs range from")
 def test_spoiling_every_test_input_changes_no_trained_model(finished, tmp_path, monkeypatch):
     clean = SOURCES["digits"]()
     inputs = clean.inputs.float() * clean.scale
@@ -150,7 +151,7 @@ def test_non_finite_numbers_are_refused_before_anything_is_written(finished, tmp
         for bad in (math.nan, 1e300):
             inputs, row = clean.inputs.double(), int(part[1][0])
             inputs[row, 3, 3] = bad
-            with pytest.raises(InputError, match=f"the input of sample {row} .* holds NaN"):
+            with pytest.raises(InputError, match=rf"sample {row} .* holds (NaN|1e\+300)"):
                 nufed.run(config, data=(inputs, clean.targets), out=out)
     (tmp_path / "broken_source.py").write_text(
         "import numpy as np\n"

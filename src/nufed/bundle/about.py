@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor
 
 from nufed.data import Samples
+from nufed.data.input_range import InputRange
+from nufed.data.labels import as_words, class_numbers, listed
 from nufed.data.samples import as_tensor, check_finite
-from nufed.errors import InputError, shown
+from nufed.errors import InputError, NumericalWarning, shown
 from nufed.objective.modules import RunningStats
 
-FORMAT = 1  # version of About
+FORMAT = 2  # version of About; format 1 has no inputs.range
 MAX_SIZE = 2**40  # numbers per input; larger values are refused as crafted
 MAX_ARGS_CHARACTERS = 20_000  # of a model's arguments as text
 
@@ -44,6 +46,15 @@ class ModelAbout(_AboutRecord):
         return args
 
 
+class RangeAbout(_AboutRecord):
+    """The range of the raw inputs of training (:class:`nufed.data.input_range.InputRange`)."""
+
+    low: Finite
+    high: Finite
+    mean: Finite
+    std: Annotated[Finite, Field(ge=0)]
+
+
 class InputsAbout(_AboutRecord):
     """The format of one raw input; bytes are then converted to x·scale + shift."""
 
@@ -51,6 +62,7 @@ class InputsAbout(_AboutRecord):
     dtype: InputType = "float32"
     scale: Finite = 1.0
     shift: Finite = 0.0
+    range: RangeAbout | None = None  # unknown in a federation, whose sites keep their data
 
     @field_validator("shape")
     @classmethod
@@ -85,6 +97,18 @@ class InputsAbout(_AboutRecord):
         if not dtype.is_floating_point:
             self._check_whole(given, dtype)
         return given.to(dtype).reshape(rows, *self.shape)
+
+    def far_outside(self, given: Tensor) -> str | None:
+        """A sentence, if inputs that were read are on another scale than those of training."""
+        if self.range is None:
+            return None
+        own, trained = InputRange.of(given), InputRange(**self.range.model_dump())
+        if not own.far_from(trained, given.numel()):
+            return None
+        return (
+            f"the inputs range {own}, and those that this model was trained on {trained}: give "
+            "them in the same units and on the same scale"
+        )
 
     def _check_whole(self, given: Tensor, dtype: torch.dtype) -> None:
         low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
@@ -127,7 +151,7 @@ class PersonalAbout(_AboutRecord):
 class About(_AboutRecord):
     """The metadata of a bundle or an adapted model."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
     nufed: str
     name: str
     model: ModelAbout
@@ -155,14 +179,22 @@ class About(_AboutRecord):
         """The user's inputs, validated against the model's format."""
         return self.inputs.read(inputs, getattr(torch, self.dtype))
 
+    def warn_outside(self, inputs: Tensor) -> str | None:
+        """Warn, once, of inputs on another scale than those of training; returns the sentence."""
+        outside = self.inputs.far_outside(inputs)
+        if outside is not None:
+            warnings.warn(outside, NumericalWarning, stacklevel=3)
+        return outside
+
     def read_targets(self, targets: Any) -> Tensor:
         """Class numbers from class names or numbers; for regression the numbers themselves."""
         if isinstance(targets, Tensor):
             targets = targets.numpy(force=True)
-        if _are_words(targets):
+        words = as_words(targets)
+        if words is not None:
             if self.classes:
-                return torch.tensor([self._number(str(word)) for word in targets])
-            targets = [_float(str(word)) for word in targets]
+                return class_numbers(words, self.classes)
+            targets = [_float(word) for word in words]
         numbers = as_tensor(targets)
         dtype: torch.dtype = getattr(torch, self.dtype)
         check_finite(numbers, "target", dtype)
@@ -173,25 +205,9 @@ class About(_AboutRecord):
         if len(numbers) and not (whole and low <= numbers.min() and numbers.max() <= high):
             raise InputError(
                 f"targets range from {numbers.min().item():g} to {numbers.max().item():g}: give "
-                f"class numbers in {low} … {high}, or the names of classes ({self._known()})"
+                f"class numbers in {low} … {high}, or the names of classes ({listed(self.classes)})"
             )
         return numbers.long().reshape(-1)
-
-    def _number(self, name: str) -> int:
-        if name not in self.classes:
-            raise InputError(f"unknown label {shown(name)}: this model knows {self._known()}")
-        return self.classes.index(name)
-
-    def _known(self) -> str:
-        shown = ", ".join(self.classes[:12])
-        return shown if len(self.classes) <= 12 else f"{shown}, … ({len(self.classes)} in all)"
-
-
-def _are_words(targets: Any) -> bool:
-    """Whether they are text; a list is not made an array, whose items all have the longest size."""
-    if isinstance(targets, list | tuple):
-        return bool(targets) and all(isinstance(target, str) for target in targets)
-    return np.asarray(targets).dtype.kind in "US"
 
 
 def _float(word: str) -> float:
@@ -206,10 +222,10 @@ def _float(word: str) -> float:
 def read_about(content: Mapping[str, Any]) -> About:
     """The validated metadata of a bundle or personal model."""
     version = content.get("format")
-    if version != FORMAT:
+    if version not in range(1, FORMAT + 1) or isinstance(version, bool):
         newer = isinstance(version, int) and version > FORMAT
         raise InputError(
-            f"it has format {version!r}, and this nufed reads {FORMAT}"
+            f"it has format {version!r}, and this nufed reads 1 … {FORMAT}"
             + ("; install a newer nufed" if newer else "")
         )
     return checked(lambda: About.model_validate(content))

@@ -62,9 +62,14 @@ class Adapted:
     report: Report | None
 
     def predict(self, inputs: Any) -> list[Prediction]:
-        """The model's prediction for every sample."""
+        """The model's prediction for every sample; warns of inputs on another scale."""
+        given = self.about.read_inputs(inputs)
+        self.about.warn_outside(given)
+        return self._predict(given)
+
+    def _predict(self, given: Tensor) -> list[Prediction]:
         with torch.no_grad():
-            outputs = self.module(self.about.read_inputs(inputs))
+            outputs = self.module(given)
         if not self.about.classes:
             return [Prediction(row.reshape(-1).tolist(), None) for row in outputs]
         probabilities = outputs.softmax(dim=1)
@@ -103,7 +108,7 @@ def load_adapted(
             built = build_personal(about, about.personal, found.tensors, trust, module)
         adapted = Adapted(about, prepared(about, built), _report(found.about["report"]))
         if about.personal is not None:  # its tensors may be anything
-            adapted.predict(torch.zeros(1, about.inputs.size))
+            adapted._predict(about.read_inputs(torch.zeros(1, about.inputs.size)))
     except Exception as error:  # a foreign or crafted file may raise anything
         reason = "it does not contain an adapted model" if isinstance(error, KeyError) else error
         raise InputError(

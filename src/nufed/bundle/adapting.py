@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from nufed.bundle.bundle import Bundle
 
 FOLDS = 5
+ENOUGH = 10  # samples from which a verdict is given
 MAX_GROUPS = 500  # of samples, whose losses are compared
 Array = np.ndarray[Any, Any]
+Verdict: TypeAlias = Literal["helped", "harmed", "majority", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Report:
         gain: the mean decrease of the loss over samples.
         noise: its standard error.
         majority: the accuracy of always predicting the most frequent class.
+        outside: a sentence, if the inputs are on another scale than those of training.
     """
 
     samples: int
@@ -55,6 +58,7 @@ class Report:
     gain: float
     noise: float
     majority: float | None
+    outside: str | None = None
 
     @property
     def before(self) -> Score:
@@ -65,11 +69,22 @@ class Report:
         return self.curve[self.steps]
 
     @property
-    def verdict(self) -> Literal["helped", "harmed", "undecided"]:
-        """Whether the loss fell or rose by more than two standard errors."""
-        if not abs(self.gain) > 2 * self.noise:
+    def verdict(self) -> Verdict:
+        """Whether adapting helped.
+
+        "undecided" with fewer than ten samples, or inputs on another scale than those of training;
+        "harmed", if the loss rose by more than two standard errors; "majority", if the adapted
+        model is not more accurate than always predicting the most frequent class; "helped", if the
+        loss fell by more than two standard errors; else "undecided".
+        """
+        if self.samples < ENOUGH or self.outside is not None:
             return "undecided"
-        return "helped" if self.gain > 0 else "harmed"
+        if self.gain < -2 * self.noise:
+            return "harmed"
+        accuracy = self.after.accuracy
+        if accuracy is not None and self.majority is not None and accuracy <= self.majority:
+            return "majority"
+        return "helped" if self.gain > 2 * self.noise else "undecided"
 
     @property
     def helped(self) -> bool:
@@ -88,20 +103,29 @@ class Report:
         if self.steps == 0:
             reason = "no number of steps is significantly better: " if self.chosen else ""
             lines.append(f"{reason}the model is left unchanged")
-        else:
-            meaning = {
+        return [*lines, *self._judged()]
+
+    def _judged(self) -> Iterator[str]:
+        """The verdict as a sentence."""
+        if self.outside is not None:
+            yield "can't be told whether adapting helped: the inputs are far from those of training"
+        elif self.samples < ENOUGH and self.steps:
+            yield (
+                f"can't be told whether adapting helped: there are {self.samples} samples, and "
+                f"{ENOUGH} or more are needed"
+            )
+        elif self.verdict == "majority":
+            yield (
+                "no better than always predicting the most frequent class (accuracy "
+                f"{self.majority:.1%}): don't use it as it is; more samples or steps may help"
+            )
+        elif self.steps:
+            yield {
                 "helped": "adapting helped: the loss decreased significantly",
                 "harmed": "adapting harmed: the loss increased significantly; try steps=auto",
-                "undecided": "there are too few samples to tell whether adapting helped",
-            }
-            lines.append(meaning[self.verdict])
-        best = self.after.accuracy
-        if best is not None and self.majority is not None and self.majority >= best:
-            lines.append(
-                f"always predicting the most frequent class has an accuracy of {self.majority:.1%}:"
-                " this model is no better here"
-            )
-        return lines
+                "undecided": "can't be told whether adapting helped: the change of the loss is "
+                "within noise",
+            }[self.verdict]
 
 
 def fine_tuned(
@@ -116,7 +140,12 @@ def fine_tuned(
 
 
 def cross_validate(
-    bundle: Bundle, samples: Samples, steps: int | Literal["auto"], most: int, seed: int
+    bundle: Bundle,
+    samples: Samples,
+    steps: int | Literal["auto"],
+    most: int,
+    seed: int,
+    outside: str | None = None,
 ) -> Report:
     """The effect of fine-tuning on held-out samples; ``"auto"`` also chooses ``steps``."""
     last = most if steps == "auto" else steps
@@ -141,6 +170,7 @@ def cross_validate(
         gain=float(gains.mean()),
         noise=_standard_error(gains),
         majority=float(majority.mean()) if samples.classes else None,
+        outside=outside,
     )
 
 

@@ -70,6 +70,7 @@ class Bundle:
         input_dtype: str = "float32",
         scale: float = 1.0,
         shift: float = 0.0,
+        input_range: Mapping[str, float] | None = None,
         build: str | None = None,
         args: Mapping[str, Any] | None = None,
         running_stats: RunningStats = "refuse",
@@ -84,6 +85,8 @@ class Bundle:
             module: the meta-model.
             input_shape, input_dtype, scale, shift: the format of one input, and how bytes are
                 converted.
+            input_range: ``low``, ``high``, ``mean`` and ``std`` of the raw inputs of training;
+                data on another scale is then warned about.
             adapt_lr, adapt_steps, batch_size: α (one number, or one per parameter by name), ν and
                 D of fine-tuning.
             lr_scale: if α was chosen on validation samples, its ratio to that of training.
@@ -117,6 +120,7 @@ class Bundle:
                         "dtype": input_dtype,
                         "scale": scale,
                         "shift": shift,
+                        "range": None if input_range is None else dict(input_range),
                     }
                 ),
                 adapt=AdaptAbout(
@@ -183,7 +187,8 @@ class Bundle:
             targets: class numbers or names; for regression numbers.
             steps: fine-tuning steps; by default those that the model was trained for. ``"auto"``
                 chooses between 0 and ``max_steps`` by cross-validation.
-            max_steps: by default at least 10, and twice those that the model was trained for.
+            max_steps: with ``"auto"``, at most so many; by default at least 10, and twice those
+                that the model was trained for.
             seed: of the batches.
 
         Returns:
@@ -195,12 +200,17 @@ class Bundle:
         require(
             whole or steps == "auto", "steps", steps, 'must be a whole number, 0 or more, or "auto"'
         )
+        if max_steps is not None:
+            require(max_steps >= 1, "max_steps", max_steps, "must be a whole number, 1 or more")
+            require(steps == "auto", "max_steps", max_steps, 'is for steps="auto" (--steps auto)')
         most = max_steps or max(MAX_STEPS, 2 * self.about.adapt.steps)
         samples = self.about.samples(inputs, targets)
         if len(samples) < 2:
             raise InputError("there is 1 sample: adapting needs at least 2, better 20 or more")
+        assert isinstance(samples.inputs, Tensor)
+        outside = self.about.warn_outside(samples.inputs)
         with torch_threads(1):  # the same bits everywhere on this machine
-            report = cross_validate(self, samples, steps, most, seed)
+            report = cross_validate(self, samples, steps, most, seed, outside)
             *_, w = fine_tuned(self, samples, range(len(samples)), report.steps, seed)
         return Adapted(self.about, prepared(self.about, self.objective.module(w)), report)
 

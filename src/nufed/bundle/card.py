@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nufed.bundle.about import About
+from nufed.data.input_range import InputRange
 from nufed.errors import InputError, visible
 
 
@@ -45,6 +46,8 @@ def _lines(about: About) -> Iterator[str]:
         f"{adapt.batch_size} samples per batch (D)"
     )
     yield f"- inputs: {inputs.dtype} of shape {tuple(inputs.shape)}" + _scaling(about)
+    if inputs.range is not None:
+        yield f"- inputs of training: {InputRange(**inputs.range.model_dump())}"
     if about.classes:
         yield f"- classes: {_plain(_some(about.classes))}"
     loss = about.loss or "given in Python"

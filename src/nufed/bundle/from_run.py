@@ -138,6 +138,7 @@ def described(run: Run, objective: Objective) -> dict[str, Any]:
         "input_dtype": inputs.dtype,
         "scale": inputs.scale,
         "shift": inputs.shift,
+        "input_range": None if inputs.range is None else inputs.range.model_dump(),
         "classes": tuple(inputs.classes),
         "loss": objective.loss if name == OWN else name,
         "build": None if config.model.name == OWN else config.model.name,

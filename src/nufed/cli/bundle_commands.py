@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,12 +14,16 @@ import typer
 from rich.markdown import Markdown
 
 from nufed.bundle import Adapted, Prediction, load_adapted, load_bundle
+from nufed.bundle.about import About
 from nufed.bundle.bundle import SUFFIX, read_card
-from nufed.bundle.data_file import LABEL, Data, read_data, to_cell
 from nufed.bundle.from_run import make_bundle
 from nufed.bundle.personal import make_personal
+from nufed.cli.completion import complete_bundle, complete_method, complete_run
 from nufed.cli.data_commands import AsJson
 from nufed.cli.terminal import console, say, table
+from nufed.data.csv_file import to_cell
+from nufed.data.data_file import LABEL, read_data
+from nufed.data.tables import Data
 from nufed.errors import InputError
 from nufed.files import write_durably
 from nufed.runs import load_run
@@ -26,19 +31,31 @@ from nufed.runs.json_files import finite
 
 MAX_PRINTED = 20  # predictions printed
 
-BundlePath = Annotated[Path, typer.Argument(help="A .nufed file.")]
+BundlePath = Annotated[Path, typer.Argument(help="A .nufed file.", autocompletion=complete_bundle)]
 DataPath = Annotated[
-    Path, typer.Argument(help="Samples: a .csv with a header, or a .npz (inputs, targets).")
+    Path,
+    typer.Argument(
+        help="Samples: a .csv with a header, a .parquet, a .npz (inputs, targets), a .npy, or a "
+        "folder with a folder of images per class."
+    ),
 ]
-Label = Annotated[str, typer.Option(help="The CSV column that holds the label.")]
+Label = Annotated[str, typer.Option(help="The column of a table that holds the label.")]
+Targets = Annotated[
+    Path | None, typer.Option(help="The .npy with the targets of inputs in a .npy.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file if it exists.")]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Allow importing the code that the file or run names.")
 ]
 
 
 def bundle(
-    run: Annotated[Path, typer.Argument(help="A finished run directory.")],
-    method: Annotated[str, typer.Option(help="The method to bundle.")],
+    run: Annotated[
+        Path, typer.Argument(help="A finished run directory.", autocompletion=complete_run)
+    ],
+    method: Annotated[
+        str, typer.Option(help="The method to bundle.", autocompletion=complete_method)
+    ],
     seed: Annotated[int | None, typer.Option(min=0, help="Its seed; default: the first.")] = None,
     agent: Annotated[
         int | None, typer.Option(min=0, help="Write this agent's personal model instead.")
@@ -58,6 +75,7 @@ def bundle(
             help="With --agent: allow a model that holds training data in some form (kNN-Per).",
         ),
     ] = False,
+    force: Force = False,
     trust: Trust = False,
 ) -> None:
     """Make a bundle: the global model with everything needed to adapt it.
@@ -68,13 +86,14 @@ def bundle(
     if agent is None:
         if steps is not None:
             raise InputError("--steps is for an agent's personal model: add --agent N")
-        path = make_bundle(finished, method, seed, trust=trust).save(
-            out or Path(f"{method}{SUFFIX}")
-        )
+        path = out or Path(f"{method}{SUFFIX}")
+        _check_new(path, force)
+        make_bundle(finished, method, seed, trust=trust).save(path)
         say(f"bundle: {path} (show it with `nufed inspect {path}`)")
         return
     path = out or Path(f"{method}-agent-{agent}.safetensors")
     _check_model_file(path)
+    _check_new(path, force)
     made = make_personal(
         finished,
         method,
@@ -118,16 +137,25 @@ def adapt(
     steps: Annotated[
         str | None, typer.Option(help="Fine-tuning steps, or auto; default: the bundle's.")
     ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="With --steps auto: the largest number to try.")
+    ] = None,
     label: Label = LABEL,
+    targets: Targets = None,
     seed: Annotated[int, typer.Option(min=0, help="The seed of the batches.")] = 0,
+    force: Force = False,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Adapt a global model to your own data, and report the effect."""
     _check_model_file(out)
+    _check_new(out, force)
+    chosen = _steps(steps)
+    if max_steps is not None and chosen != "auto":
+        raise InputError(f"--max-steps {max_steps}: is for --steps auto; add that, or leave it out")
     found = load_bundle(bundle, trust=trust)
-    given = read_data(data, label)
-    adapted = found.adapt(given.inputs, given.labels, steps=_steps(steps), seed=seed)
+    given = _read(found.about, data, label, targets)
+    adapted = found.adapt(given.inputs, given.labels, steps=chosen, max_steps=max_steps, seed=seed)
     adapted.save(out)
     assert adapted.report is not None
     if as_json:
@@ -146,20 +174,24 @@ def predict(
     data: DataPath,
     out: Annotated[Path | None, typer.Option(help="Write all predictions to this .csv.")] = None,
     label: Label = LABEL,
+    targets: Targets = None,
+    force: Force = False,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict with an adapted model; if the data has labels, report the accuracy."""
+    if out is not None:
+        _check_new(out, force)
     adapted = load_adapted(model, trust=trust)
-    given = read_data(data, label, labelled=False)
+    given = _read(adapted.about, data, label, targets, labelled=False)
     answers = adapted.predict(given.inputs)
     labels = _labels(adapted, given)
     if out is not None:
-        _write(out, answers)
+        _write(out, answers, given.images)
     if as_json:
         print(json.dumps({"predictions": [a._asdict() for a in answers], "labels": labels}))
         return
-    _print(answers, labels)
+    _print(answers, labels, given.images)
     if labels:
         right = sum(a.answer == label for a, label in zip(answers, labels, strict=True))
         say(f"right: {right} of {len(answers)}, {right / len(answers):.1%}")
@@ -175,6 +207,21 @@ def register(app: typer.Typer) -> None:
 def _check_model_file(out: Path) -> None:
     if out.suffix != ".safetensors":
         raise InputError(f"--out {out}: its name must end in .safetensors")
+
+
+def _check_new(out: Path, force: bool) -> None:
+    if out.exists() and not force:
+        raise InputError(f"{out} exists: give another --out, or --force to overwrite it")
+
+
+def _read(
+    about: About, data: Path, label: str, targets: Path | None, labelled: bool = True
+) -> Data:
+    """A user's data; images in the shape that the model takes, as bytes or in 0 … 1."""
+    given = read_data(data, label, labelled, targets=targets, shape=about.inputs.shape)
+    if given.images and about.inputs.dtype.startswith("float"):
+        return given._replace(inputs=given.inputs / 255)
+    return given
 
 
 def _steps(text: str | None) -> int | Literal["auto"] | None:
@@ -196,16 +243,17 @@ def _labels(adapted: Adapted, given: Data) -> list[str]:
     return [classes[number] for number in numbers]
 
 
-def _cells(number: int, prediction: Prediction) -> list[str]:
+def _cells(name: str, prediction: Prediction) -> list[str]:
     answer = prediction.answer
     words = answer if isinstance(answer, str) else " ".join(f"{x:.6g}" for x in answer)
     sure = "" if prediction.probability is None else f"{prediction.probability:.3f}"
-    return [str(number), words, sure]
+    return [name, words, sure]
 
 
-def _print(answers: list[Prediction], labels: list[str]) -> None:
+def _print(answers: list[Prediction], labels: list[str], names: Sequence[str]) -> None:
     titles = ["sample", "answer", "probability", *(["label", ""] if labels else [])]
-    rows = [_cells(number, prediction) for number, prediction in enumerate(answers[:MAX_PRINTED])]
+    names = names or [str(number) for number in range(len(answers))]
+    rows = [_cells(*pair) for pair in list(zip(names, answers, strict=True))[:MAX_PRINTED]]
     if labels:
         for cells, answer, label in zip(rows, answers, labels, strict=False):
             cells += [label, "" if label == answer.answer else "wrong"]
@@ -214,14 +262,15 @@ def _print(answers: list[Prediction], labels: list[str]) -> None:
         say(f"… {len(answers) - MAX_PRINTED} more: --out predictions.csv writes all of them")
 
 
-def _write(out: Path, answers: list[Prediction]) -> None:
+def _write(out: Path, answers: list[Prediction], names: Sequence[str] = ()) -> None:
     if out.suffix != ".csv":
         raise InputError(f"--out {out}: its name must end in .csv")
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["sample", "answer", "probability"])
-    for number, prediction in enumerate(answers):
-        sample, answer, sure = _cells(number, prediction)
+    names = names or [str(number) for number in range(len(answers))]
+    for name, prediction in zip(names, answers, strict=True):
+        sample, answer, sure = _cells(name, prediction)
         is_class = isinstance(prediction.answer, str)
-        writer.writerow([sample, to_cell(answer) if is_class else answer, sure])
+        writer.writerow([to_cell(sample), to_cell(answer) if is_class else answer, sure])
     write_durably(out, text.getvalue().encode())

@@ -19,8 +19,15 @@ from nufed.analysis.run_bounds import bounds_of_run
 from nufed.bundle.from_run import can_be_bundled
 from nufed.cli import bundle_commands, export_commands, sweep_commands, watch_command
 from nufed.cli.bundle_commands import Trust
+from nufed.cli.completion import (
+    complete_bounds,
+    complete_listed,
+    complete_run,
+    complete_source,
+)
 from nufed.cli.data_commands import AsJson, Overrides, data_app
 from nufed.cli.doctor import examine
+from nufed.cli.examples import add_examples
 from nufed.cli.federate_commands import federate_app
 from nufed.cli.listing import listing, listing_of
 from nufed.cli.progress import show_progress
@@ -63,7 +70,10 @@ watch_command.register(app)
 @app.command()
 def run(
     source: Annotated[
-        str | None, typer.Argument(help="A preset (see `nufed list`) or a TOML file.")
+        str | None,
+        typer.Argument(
+            help="A preset (see `nufed list`) or a TOML file.", autocompletion=complete_source
+        ),
     ] = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="The run directory to create.")] = None,
@@ -71,7 +81,10 @@ def run(
         int | None, typer.Option(min=1, help="Number of seeds: 0, 1, …; default: as configured.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Resume this run directory; rounds=N trains longer.")
+        Path | None,
+        typer.Option(
+            help="Resume this run directory; rounds=N trains longer.", autocompletion=complete_run
+        ),
     ] = None,
     trust: Trust = False,
     no_figures: NoFigures = False,
@@ -118,7 +131,12 @@ def run(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="One run directory, or several to compare.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="One run directory, or several to compare.", autocompletion=complete_run
+        ),
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Output directory; required for several runs.")
     ] = None,
@@ -144,7 +162,12 @@ def report(
 
 @app.command()
 def bounds(
-    source: Annotated[Path, typer.Argument(help="A run directory, or a TOML file of constants.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A run directory, or a TOML file of constants.", autocompletion=complete_bounds
+        ),
+    ],
     add_to_report: Annotated[
         bool, typer.Option("--report", help="Also add them to the run's report.")
     ] = False,
@@ -173,7 +196,9 @@ def bounds(
 
 @app.command("advise")
 def advise_on(
-    run: Annotated[Path, typer.Argument(help="A finished run directory.")],
+    run: Annotated[
+        Path, typer.Argument(help="A finished run directory.", autocompletion=complete_run)
+    ],
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Largest number of fine-tuning steps to try.")
     ] = None,
@@ -218,7 +243,11 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command("list")
 def list_all(
     what: Annotated[
-        str | None, typer.Argument(help="An algorithm, or a kind: presets, aggregations, …")
+        str | None,
+        typer.Argument(
+            help="An algorithm, or a kind: presets, aggregations, …",
+            autocompletion=complete_listed,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -232,6 +261,9 @@ def list_all(
         console().print(table([["  " + name, line] for name, line in entries.items()]))
 
 
+add_examples(app)
+
+
 def _print_results(runs: list[Run]) -> None:
     terminal = console()
     for line in (headline(run) for run in runs):
@@ -241,6 +273,8 @@ def _print_results(runs: list[Run]) -> None:
         _print_table(f"agents {group} in training", results_table(runs, group, narrow=True))
     for line in (line for run in runs for line in run.failures):
         terminal.print(styled(("could not be trained", "red"), f", left out above: {line}"))
+    for warning in (w for run in runs for w in run.warnings() if w.about == "data"):
+        terminal.print(styled(("check the data", "yellow"), f", {warning}"))
     for warning in (w for run in runs for w in run.warnings() if w.about == "training"):
         terminal.print(styled(("training went wrong", "red"), f", {warning}"))
     for line in (line for run in runs for line in run.unanswered()):

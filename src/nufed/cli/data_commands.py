@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from nufed.cli.completion import complete_data_set, complete_override, complete_source
+from nufed.cli.examples import add_examples
 from nufed.cli.progress import show_download
 from nufed.cli.terminal import console, say
 from nufed.config import load_config
@@ -26,10 +28,19 @@ data_app = typer.Typer(
     help="Get data sets, and inspect how they are split among agents.", no_args_is_help=True
 )
 
-Source = Annotated[str, typer.Argument(help="A preset (see `nufed list`) or a TOML file.")]
+OWN_FILE = "file"  # the source of users' own files
+Source = Annotated[
+    str,
+    typer.Argument(
+        help="A preset (see `nufed list`) or a TOML file.", autocompletion=complete_source
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Settings as key=value, for example rounds=50 method.adapt_steps=5."),
+    typer.Argument(
+        help="Settings as key=value, for example rounds=50 method.adapt_steps=5.",
+        autocompletion=complete_override,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
@@ -38,7 +49,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable res
 def data_list(as_json: AsJson = False) -> None:
     """Show which data sets are present, where nufed looks for them, and how to get the others."""
     origin = "NUFED_DATA" if os.environ.get("NUFED_DATA") else "the cache directory"
-    contents = {name: _state(STORED.get(name)) for name in SOURCES}
+    contents = {name: _state(STORED.get(name)) for name in SOURCES if name != OWN_FILE}
     if as_json:
         print(json.dumps({"directory": str(data_directory()), "from": origin, "data": contents}))
         return
@@ -53,15 +64,22 @@ def data_list(as_json: AsJson = False) -> None:
 
 @data_app.command("get")
 def data_get(
-    name: Annotated[str, typer.Argument(help="A data set (see `nufed data list`).")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A data set (see `nufed data list`).", autocompletion=complete_data_set
+        ),
+    ],
     url: Annotated[str | None, typer.Option(help="Download the archive from here.")] = None,
     archive: Annotated[
         Path | None, typer.Option("--from", help="Use this local file instead of downloading.")
     ] = None,
 ) -> None:
     """Download a data set, verify it, and store it in the data directory."""
+    if name == OWN_FILE:
+        raise InputError(f"{name} is your own file: name it with data.args.path")
     if name not in SOURCES:
-        known = f"; there are {', '.join(SOURCES)}"
+        known = f"; there are {', '.join(name for name in SOURCES if name != OWN_FILE)}"
         raise InputError(f"unknown data set {name!r}{suggest(name, SOURCES) or known}")
     if name not in STORED:
         say(f"{name} is shipped with nufed: nothing to download")
@@ -107,6 +125,9 @@ def data_show(
     first = f"the first {len(names)} of " if len(names) < len(split.names) else ""
     total = sum(map(sum, counts))
     say(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
+
+
+add_examples(data_app, "data ")
 
 
 def _state(stored: Stored | None) -> dict[str, str]:

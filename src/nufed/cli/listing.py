@@ -42,9 +42,9 @@ def listing() -> Listing:
         "attacks": _lines(ATTACKS),
         "engines": {str(name): kind.about for name, kind in ENGINES.items()},
         "configuration keys": {
-            **{key: _describe(field) for key, field in _leaves().items()},
-            "data.partition": _describe(_leaves()["data.partition"], PARTITIONS),
-            "faults.attack": _describe(_leaves()["faults.attack"], ATTACKS),
+            **{key: _describe(field) for key, field in value_fields().items()},
+            "data.partition": _describe(value_fields()["data.partition"], PARTITIONS),
+            "faults.attack": _describe(value_fields()["faults.attack"], ATTACKS),
             **{f"method.{key}": text for key, text in known_settings().items()},
         },
     }
@@ -95,7 +95,7 @@ def _kept(cls: type[Algorithm]) -> str:
     return ", ".join(state) or "nothing between rounds"
 
 
-def _leaves() -> dict[str, FieldInfo]:
+def value_fields() -> dict[str, FieldInfo]:
     """The keys of values, without those of tables."""
     fields = dict(known_fields())
     return {
@@ -107,12 +107,12 @@ def _leaves() -> dict[str, FieldInfo]:
 
 def _describe(field: FieldInfo, names: Iterable[str] = ()) -> str:
     """What a configuration key means, its choices (or known ``names``) and its default."""
-    choices = _choices(field.annotation) or names
+    choices = choices_of(field.annotation) or names
     words = [field.description or "", " | ".join(map(str, choices))]
     return f"{' '.join(w for w in words if w)} (default {field.get_default()!r})".strip()
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
+def choices_of(annotation: Any) -> tuple[Any, ...]:
     """The values of a ``Literal``, or of a union of nothing else."""
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     if any(get_origin(kind) is not Literal for kind in kinds):

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from nufed.errors import shown
+from nufed.registry import closest
 
 _BOUNDS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
 
@@ -36,23 +37,26 @@ def sentence(error: ValidationError, known: Iterable[str], fields: Mapping[str, 
 
 
 def suggest_key(given: str, known: Iterable[str]) -> str:
-    """The known key with the closest last part, as the end of a sentence; empty if none is close.
+    """The known key that a misspelt one likely means, as the end of a sentence; empty if none is
+    close.
 
-    A table that both have in common says nothing about the key.
+    Looks for a close last part in the same table, or in all if it names no known one; then for the
+    same last part in another table.
 
     >>> suggest_key("data.agent", ["rounds", "data.agents"])
     "; did you mean 'data.agents'?"
     >>> suggest_key("data.qqq", ["rounds", "data.agents"])
     ''
     """
+    keys, (table, _, last) = list(known), given.rpartition(".")
+    inside = [key for key in keys if key.startswith(f"{table}.")] if table else keys
     by_last: dict[str, list[str]] = {}
-    for key in known:
+    for key in inside or keys:
         by_last.setdefault(key.rpartition(".")[2], []).append(key)
-    close = difflib.get_close_matches(given.rpartition(".")[2], by_last, n=1, cutoff=0.6)
-    if not close:
-        return ""
-    nearest = difflib.get_close_matches(given, by_last[close[0]], n=1, cutoff=0)
-    return f"; did you mean {nearest[0]!r}?"
+    close = by_last.get(closest(last, by_last) or "", [])
+    close = close or [key for key in keys if key.rpartition(".")[2] == last]
+    nearest = difflib.get_close_matches(given, close, n=1, cutoff=0)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _key(error: Any) -> str:

@@ -69,6 +69,11 @@ def read_npz(content: bytes, names: Iterable[str]) -> dict[str, np.ndarray[Any, 
     return arrays
 
 
+def read_npy(content: bytes) -> np.ndarray[Any, Any]:
+    """The array of an NPY file; its size is checked before it is read."""
+    return _read_array(io.BytesIO(content), "its array", data_limit())
+
+
 def _read_array(file: IO[bytes], name: str, limit: int) -> np.ndarray[Any, Any]:
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from nufed.errors import InputError, shown
+from nufed.data.labels import as_words, class_names, class_numbers
+from nufed.errors import InputError, require, shown
 from nufed.objective import Inputs
 
 MAX_NAME_BYTES = 1000  # of the name of a class or owner
@@ -50,6 +52,8 @@ class Samples:
                 f"the data has arrays of {sorted(lengths)} rows: inputs, targets and owners must "
                 "have the same number of rows, at least one"
             )
+        for name, number in (("scale", self.scale), ("shift", self.shift)):
+            require(math.isfinite(number), name, number, "must be a finite number")
         owners = () if self.owners is None else set(map(str, self.owners))
         for name in (*self.classes, *owners):
             _check_name(name)
@@ -67,9 +71,9 @@ class Samples:
 
     def check_finite(self, dtype: torch.dtype | None = None) -> None:
         """Refuse non-finite numbers, and those that would overflow in ``dtype``."""
-        for x in _tensors(self.inputs):
-            check_finite(x, "input", dtype)
-        check_finite(self.targets, "target", dtype)
+        for name, x in named_inputs(self.inputs).items():
+            check_finite(x, name, dtype, self.owners)
+        check_finite(self.targets, "target", dtype, self.owners)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -139,41 +143,57 @@ def scaled(x: Tensor, scale: float, shift: float) -> Tensor:
     return x.mul(scale).add_(shift) if shift else x * scale
 
 
-def as_samples(data: Any, known_classes: int = 0) -> Samples:
+def as_samples(data: Any, classes: Sequence[str] = ()) -> Samples:
     """The user's own data as :class:`Samples`; non-finite numbers are refused.
 
     ``data`` is one of: ``Samples``; ``(inputs, targets)`` or ``(inputs, targets, owners)`` of
     tensors or arrays; a map-style ``torch.utils.data.Dataset`` of ``(input, target)`` pairs.
-    Whole-number targets in one dimension are class numbers; others are regression targets. There
-    may be as many classes as samples, as ``known_classes``, or :data:`FEW_CLASSES`.
+    Targets that are text are names of classes, numbered in their order (:func:`class_names`) or as
+    in ``classes``, if these are known. Whole numbers in one dimension are class numbers; there may
+    be as many classes as samples, as known ones, or :data:`FEW_CLASSES`. Others are regression
+    targets.
 
     >>> import numpy as np
     >>> samples = as_samples((np.zeros((4, 3), dtype=np.float32), [0, 1, 2, 1]))
     >>> len(samples), samples.classes, samples.input_shape
     (4, ('0', '1', '2'), (3,))
+    >>> as_samples((np.zeros((3, 1)), ["no", "yes", "no"])).classes
+    ('no', 'yes')
     """
-    samples = data if isinstance(data, Samples) else _read(data, known_classes)
+    samples = data if isinstance(data, Samples) else _read(data, classes)
     samples.check_finite()
     return samples
 
 
-def check_finite(rows: Tensor, what: str, dtype: torch.dtype | None = None) -> None:
-    """Refuse numbers that are non-finite in ``dtype``, naming the first row that holds one."""
+def check_finite(
+    rows: Tensor, what: str, dtype: torch.dtype | None = None, owners: Any = None
+) -> None:
+    """Refuse numbers that are non-finite in ``dtype``, naming the first, its sample and owner."""
     if not rows.is_floating_point() or not rows.numel():
         return
     types = (rows.dtype, dtype or rows.dtype)
     largest = min(torch.finfo(each).max for each in types)
     low, high = rows.aminmax()  # takes no memory; NaN propagates, and fails the comparison
-    if not -largest <= low <= high <= largest:
-        flat = rows.reshape(len(rows), -1)
-        bad = ~((flat >= -largest) & (flat <= largest)).all(dim=1)
-        raise InputError(
-            f"the {what} of sample {int(bad.nonzero()[0])} (counted from 0) holds NaN or infinite "
-            f"numbers, or some beyond {largest:.2g}: remove that sample, or impute missing values"
-        )
+    if -largest <= low <= high <= largest:
+        return
+    flat = rows.reshape(len(rows), -1)
+    good = (flat >= -largest) & (flat <= largest)
+    row = int((~good.all(dim=1)).nonzero()[0])
+    place = int((~good[row]).nonzero()[0])
+    value = float(flat[row, place])
+    word = "NaN" if math.isnan(value) else f"{value:.3g}".replace("inf", "infinity")
+    index = [int(i) for i in np.unravel_index(place, rows.shape[1:] or (1,))]
+    raise InputError(
+        f"the {what} of sample {row} (counted from 0"
+        + ("" if owners is None else f", of agent {shown(str(owners[row]))}")
+        + f") holds {word}"
+        + (f" at index {index}" if rows.ndim > 1 else "")
+        + (f", beyond {largest:.2g}" if math.isfinite(value) else "")
+        + ": remove that sample, or impute missing values"
+    )
 
 
-def _read(data: Any, known_classes: int) -> Samples:
+def _read(data: Any, known: Sequence[str]) -> Samples:
     if isinstance(data, Dataset):
         data = _stacked(data)
     if not isinstance(data, tuple | list) or len(data) not in (2, 3):
@@ -182,11 +202,15 @@ def _read(data: Any, known_classes: int) -> Samples:
             "(inputs, targets, owners), a Dataset of (input, target) pairs, or nufed.Samples"
         )
     inputs, targets, owners = (*data, None)[:3]
-    target_tensor = as_tensor(targets)
-    classes: tuple[str, ...] = ()
-    if not target_tensor.is_floating_point() and target_tensor.ndim == 1:
-        target_tensor = target_tensor.long()
-        classes = _class_names(target_tensor, known_classes)
+    words, classes = as_words(targets), tuple(known)
+    if words is not None:
+        classes = classes or class_names(words)
+        target_tensor = class_numbers(words, classes)
+    else:
+        target_tensor, classes = as_tensor(targets), ()
+        if not target_tensor.is_floating_point() and target_tensor.ndim == 1:
+            target_tensor = target_tensor.long()
+            classes = _class_names(target_tensor, len(known))
     return Samples(
         inputs=_inputs(inputs),
         targets=target_tensor,
@@ -210,12 +234,14 @@ def _class_names(targets: Tensor, known_classes: int) -> tuple[str, ...]:
     return tuple(str(c) for c in range(largest + 1))
 
 
-def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, np.ndarray[Any, Any]]:
+def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, Any]:
     """All samples of a map-style dataset of (input, target) pairs."""
     try:
         pairs = [dataset[i] for i in range(len(dataset))]  # type: ignore[arg-type]
         inputs, targets = zip(*pairs, strict=True)
-        return torch.stack([torch.as_tensor(x) for x in inputs]), np.asarray(targets)
+        words = any(isinstance(target, str) for target in targets)
+        rows = torch.stack([torch.as_tensor(x) for x in inputs])
+        return rows, list(targets) if words else np.asarray(targets)
     except Exception as error:  # a user's dataset may raise anything
         raise InputError(
             f"{type(dataset).__name__} can't be used as data: it must have a length and give "
@@ -247,7 +273,13 @@ def as_tensor(array: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
 
 
-def _tensors(inputs: Inputs) -> list[Tensor]:
+def named_inputs(inputs: Inputs) -> dict[str, Tensor]:
+    """Every array of the inputs, by how messages call it."""
     if isinstance(inputs, Tensor):
-        return [inputs]
-    return list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs)
+        return {"input": inputs}
+    pairs = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+    return {f"input {shown(key)}": x for key, x in pairs}
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    return list(named_inputs(inputs).values())

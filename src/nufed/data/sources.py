@@ -13,6 +13,7 @@ import torch
 
 from nufed.data.limits import read_npz
 from nufed.data.omniglot import omniglot
+from nufed.data.own_file import own_file
 from nufed.data.samples import Samples
 from nufed.data.sinusoid import sinusoid
 from nufed.data.store import (
@@ -179,4 +180,5 @@ SOURCES: dict[str, Callable[..., Samples]] = {
     "mnist-writers": mnist_writers,
     "omniglot": omniglot,
     "sinusoid": sinusoid,
+    "file": own_file,
 }

@@ -77,7 +77,7 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
         failures=[line for run in runs for line in run.failures],
         unanswered=[line for run in runs for line in run.unanswered()],
         rejected=[line for run in runs for line in run.rejected()],
-        warnings=[str(w) for run in runs for w in run.warnings() if w.about == "numbers"],
+        warnings=[str(w) for run in runs for w in run.warnings() if w.about in ("data", "numbers")],
         below_start=[str(w) for run in runs for w in run.warnings() if w.about == "training"],
         unscored=[line for run in runs for line in run.unscored()],
     )

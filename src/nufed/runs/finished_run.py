@@ -39,13 +39,14 @@ BASELINES = {
 class RunWarning:
     """A warning about the results: its message, number of occurrences and first round.
 
-    ``about`` is "numbers" (numerically unreliable results), "training" (it did not do what it is
-    for) or "updates" (some were left out). ``first_round`` is None where no round is named, and of
+    ``about`` is "data" (inputs on an unusual scale; of no single method and seed), "numbers"
+    (numerically unreliable results), "training" (it did not do what it is for) or "updates" (some
+    were left out). ``first_round`` is None where no round is named, of data, and of
     left-out updates in a private run.
     """
 
-    method: str
-    seed: int
+    method: str | None
+    seed: int | None
     about: str
     message: str
     count: int
@@ -54,6 +55,8 @@ class RunWarning:
     def __str__(self) -> str:
         when = "" if self.first_round is None else f", round {self.first_round}"
         times = f" ({self.count} times)" if self.count > 1 else ""
+        if self.method is None:
+            return self.message
         return f"{self.method}, seed {self.seed}{when}: {self.message}{times}"
 
 
@@ -73,6 +76,7 @@ class Run:
     engines: dict[str, str]
     data_sha256: str
     inputs: Inputs | None  # None: not one array
+    data_warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         names, rounds = ", ".join([*self.methods, *self.baselines]), self.config.rounds
@@ -199,10 +203,11 @@ class Run:
         return sorted(found) if private else found
 
     def warnings(self) -> list[RunWarning]:
-        """Numerical problems, each message once, trainings that became unstable or ended below
-        their start, and the number of updates that were left out."""
+        """Unusual data, numerical problems, each message once, trainings that became unstable or
+        ended below their start, and the number of updates that were left out."""
         private = self.config.privacy.clip is not None
-        found = [
+        found = [RunWarning(None, None, "data", text, 1, None) for text in self.data_warnings]
+        found += [
             RunWarning(line.name, seed, "training", message, 1, None)
             for line in self.lines()
             if line.kind == "method"

@@ -10,6 +10,7 @@ import json
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from nufed.config.problem import Recorded
 from nufed.config.schema import Config
 from nufed.config.trust import methods_are_imported, require_trust
 from nufed.data import Samples, Split
+from nufed.data.input_range import InputRange, input_ranges, scale_warnings
 from nufed.errors import InputError, NumericalWarning, RunError, shown
 from nufed.evaluate import Measure
 from nufed.files import write_durably, write_sealed
@@ -50,8 +52,13 @@ class Provenance:
     ) -> None:
         """Record the start of a run, whose splits have been written.
 
-        ``samples`` give the format of one sample; ``data_sha256`` is the digest of all data.
+        ``samples`` give the format of one sample; ``data_sha256`` is the digest of all data, empty
+        if these are at the sites of a federation. Warns of inputs whose scale is far from 1.
         """
+        ranges = input_ranges(samples) if data_sha256 else {}
+        told = scale_warnings(samples, ranges)
+        for text in told:
+            warnings.warn(text, NumericalWarning, stacklevel=2)
         self._write_config(config)
         about = {
             "format": FORMAT,
@@ -59,7 +66,8 @@ class Provenance:
             "engines": dict(engines),
             "config": _settings(config),
             "data_sha256": data_sha256,
-            "inputs": _describe(samples),
+            "inputs": _describe(samples, ranges),
+            **({"data_warnings": told} if told else {}),
             "software": {
                 "python": platform.python_version(),
                 "platform": platform.platform(),
@@ -237,7 +245,7 @@ def _settings(config: Config) -> dict[str, Any]:
     return settings
 
 
-def _describe(samples: Samples) -> dict[str, Any]:
+def _describe(samples: Samples, ranges: Mapping[str, InputRange]) -> dict[str, Any]:
     """The format of one input and target, so that models can be used without the data."""
     if not isinstance(samples.inputs, torch.Tensor):
         return {}
@@ -248,6 +256,7 @@ def _describe(samples: Samples) -> dict[str, Any]:
         "shift": samples.shift,
         "classes": list(samples.classes),
         "outputs": samples.outputs,
+        **({"range": asdict(ranges["input"])} if "input" in ranges else {}),
     }
 
 

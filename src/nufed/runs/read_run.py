@@ -76,6 +76,7 @@ def load_run(path: str | Path, *, trust: bool = False, partial: bool = False) ->
         engines=dict(about.engines),
         data_sha256=about.data_sha256,
         inputs=about.inputs if isinstance(about.inputs, Inputs) else None,
+        data_warnings=tuple(about.data_warnings),
         splits=splits,
         methods=kept,
         baselines=baselines,

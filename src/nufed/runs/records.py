@@ -42,8 +42,17 @@ class MeasureRecord(Record):
     higher_is_better: bool
 
 
+class RangeRecord(Record):
+    """See :class:`nufed.data.input_range.InputRange`."""
+
+    low: float
+    high: float
+    mean: float
+    std: Annotated[float, Field(ge=0)]
+
+
 class Inputs(Record):
-    """The format of one input and one target."""
+    """The format of one input and one target, and the range of all inputs, if it is known."""
 
     shape: list[Whole]
     dtype: str
@@ -51,10 +60,12 @@ class Inputs(Record):
     shift: float
     classes: list[str]
     outputs: Count
+    range: RangeRecord | None = None
 
 
 class RunAbout(Record):
-    """``run.json``. ``resumed`` are the software versions that the run was resumed with."""
+    """``run.json``. ``resumed`` are the software versions that the run was resumed with,
+    ``data_warnings`` sentences about inputs whose scale is far from 1."""
 
     format: Whole
     measure: MeasureRecord
@@ -64,6 +75,7 @@ class RunAbout(Record):
     inputs: Inputs | Annotated[dict[str, Any], Field(max_length=0)] = {}
     software: dict[str, str | Whole]
     resumed: list[dict[str, str]] = []
+    data_warnings: list[str] = []
 
 
 class AgentCounts(Record):

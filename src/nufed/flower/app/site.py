@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nufed.data import Federation, Samples, as_samples, site_split
+from nufed.data.input_range import input_ranges, scale_warnings
 from nufed.errors import InputError, TrainingError, require, shown
 from nufed.flower.app.epsilon import is_positive
 from nufed.flower.app.plan import Plan
@@ -93,9 +94,11 @@ class Site:
     def _samples(self) -> Samples:
         """This site's data; details of an error are logged at the site only."""
         try:
-            known_classes = self.plan.like.outputs if self.plan.like else 0
-            samples = as_samples(self.load(self.config), known_classes)
+            classes = self.plan.like.classes if self.plan.like else ()
+            samples = as_samples(self.load(self.config), classes)
             samples.check_finite(self.plan.objective.dtype)
+            for sentence in scale_warnings(samples, input_ranges(samples)):
+                LOG.warning("at this site, %s", sentence)
             return samples
         except Exception as error:
             LOG.exception("this site's data can't be loaded")
