@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nufed.bundle.data_file import to_cell
+from nufed.data.csv_file import to_cell
 from nufed.export.packages import needed
 from nufed.export.paths import check_new
 from nufed.files import write_durably

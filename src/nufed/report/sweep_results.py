@@ -7,8 +7,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from nufed.bundle.data_file import to_cell
 from nufed.config.sweep_grid import value_text
+from nufed.data.csv_file import to_cell
 from nufed.files import write_durably
 from nufed.runs.json_files import finite
 from nufed.runs.sweep_record import Sweep
