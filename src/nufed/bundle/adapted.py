@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nufed.bundle.about import About, InputsAbout, read_about
 from nufed.bundle.adapting import Report, Score
-from nufed.bundle.building import build_model
+from nufed.bundle.building import MissingPartError, build_model
 from nufed.bundle.personal_module import build_personal
 from nufed.data.samples import scaled
 from nufed.errors import InputError
@@ -109,6 +109,8 @@ def load_adapted(
         adapted = Adapted(about, prepared(about, built), _report(found.about["report"]))
         if about.personal is not None:  # its tensors may be anything
             adapted._predict(about.read_inputs(torch.zeros(1, about.inputs.size)))
+    except MissingPartError as error:
+        raise InputError(f"{path} can't be loaded: {error}") from error
     except Exception as error:  # a foreign or crafted file may raise anything
         reason = "it does not contain an adapted model" if isinstance(error, KeyError) else error
         raise InputError(

@@ -16,6 +16,10 @@ from nufed.models import MODELS
 from nufed.objective import Loss
 
 
+class MissingPartError(InputError):
+    """Loading a file needs consent to import code, or an object that it does not hold."""
+
+
 def build_model(
     about: About, weights: Mapping[str, Tensor], trust: bool, module: nn.Module | None
 ) -> nn.Module:
@@ -24,7 +28,7 @@ def build_model(
     if module is not None:
         module = copy.deepcopy(module).to(dtype)
     elif build is None:
-        raise InputError(
+        raise MissingPartError(
             "it was made from a module object and does not record how to build it: pass module=, "
             "with the same architecture"
         )
@@ -35,7 +39,7 @@ def build_model(
     elif trust:
         module = call_named("model", build, MODELS, about.model.args).to(dtype)
     else:
-        raise InputError(
+        raise MissingPartError(
             f"its model is built by {build}, code that would be imported: pass trust=True "
             "(--trust) if you trust the author of the bundle"
         )
@@ -49,9 +53,9 @@ def build_loss(about: About, trust: bool, loss: Loss | None) -> Loss:
     if loss is not None:
         return loss
     if about.loss is None:
-        raise InputError("it was made with a loss object: pass loss=, the same function")
+        raise MissingPartError("it was made with a loss object: pass loss=, the same function")
     if about.loss not in LOSSES and not trust:
-        raise InputError(
+        raise MissingPartError(
             f"its loss is {about.loss}, code that would be imported: pass trust=True (--trust) if "
             "you trust the author of the bundle"
         )

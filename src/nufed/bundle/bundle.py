@@ -25,7 +25,13 @@ from nufed.bundle.about import (
 )
 from nufed.bundle.adapted import Adapted, prepared
 from nufed.bundle.adapting import cross_validate, fine_tuned
-from nufed.bundle.building import build_loss, build_model, check_finite, load_state
+from nufed.bundle.building import (
+    MissingPartError,
+    build_loss,
+    build_model,
+    check_finite,
+    load_state,
+)
 from nufed.bundle.card import card_of
 from nufed.config.build import LOSSES, find_named
 from nufed.errors import InputError, require
@@ -268,6 +274,8 @@ def _opened(path: Path) -> Iterator[tuple[About, Mapping[str, Tensor]]]:
         if "bundle" not in found.about:
             raise InputError("it does not contain a bundle")
         yield read_about(found.about["bundle"]), found.tensors
+    except MissingPartError as error:
+        raise InputError(f"{path} can't be loaded: {error}") from error
     except Exception as error:  # a crafted bundle may raise anything
         raise InputError(
             f"{path} can't be used as a bundle ({error}): get it again from its source"

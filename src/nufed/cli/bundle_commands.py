@@ -23,7 +23,7 @@ from nufed.cli.data_commands import AsJson
 from nufed.cli.terminal import console, say, table
 from nufed.data.csv_file import to_cell
 from nufed.data.data_file import LABEL, read_data
-from nufed.data.tables import Data
+from nufed.data.sample_table import Data
 from nufed.errors import InputError
 from nufed.files import write_durably
 from nufed.runs import load_run

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from nufed.data.tables import Data, Places, places_of
+from nufed.data.sample_table import Data, Places, places_of
 from nufed.errors import InputError, shown
 
 # cells that spreadsheets interpret as formulas, and as numbers

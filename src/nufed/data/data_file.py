@@ -14,8 +14,8 @@ from nufed.data.csv_file import read_csv
 from nufed.data.image_folder import read_images
 from nufed.data.limits import data_limit, read_bounded, read_npy, read_npz
 from nufed.data.parquet_file import read_parquet
+from nufed.data.sample_table import Data
 from nufed.data.samples import as_tensor, check_finite
-from nufed.data.tables import Data
 from nufed.errors import InputError
 
 LABEL = "label"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nufed.data.limits import check_size, data_limit
-from nufed.data.tables import Data
+from nufed.data.sample_table import Data
 from nufed.errors import InputError, in_short, shown
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")

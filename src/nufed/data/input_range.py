@@ -97,7 +97,7 @@ def _sentence(name: str, seen: InputRange, is_byte: bool) -> str:
     if is_byte and bytes_likely:
         remedy = "if they are bytes, give nufed.Samples with scale=1/255, which divides them"
     elif bytes_likely:
-        remedy = "if they are bytes, divide them by 255"
+        remedy = "if they are bytes, divide them by 255 (in a file: data.args.scale=0.00392)"
     else:
         remedy = "standardise every feature (subtract its mean, divide by its standard deviation)"
     return (

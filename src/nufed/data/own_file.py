@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from nufed.data.data_file import LABEL, read_data
+from nufed.data.sample_table import Data
 from nufed.data.samples import Samples, as_samples
-from nufed.data.tables import Data
 from nufed.errors import InputError, require
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nufed.data.limits import check_size, data_limit
-from nufed.data.tables import Data, places_of
+from nufed.data.sample_table import Data, places_of
 from nufed.errors import InputError, in_short, shown
 
 NUMBER_BYTES = 8

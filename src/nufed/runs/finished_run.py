@@ -41,7 +41,7 @@ class RunWarning:
 
     ``about`` is "data" (inputs on an unusual scale; of no single method and seed), "numbers"
     (numerically unreliable results), "training" (it did not do what it is for) or "updates" (some
-    were left out). ``first_round`` is None where no round is named: of data, of training, and of
+    were left out). ``first_round`` is None where no round is named, of data, and of
     left-out updates in a private run.
     """
 
