@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from itertools import compress
+from itertools import accumulate, compress
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
@@ -18,7 +18,7 @@ from nufed.errors import InputError
 from nufed.objective.batch import AnyBatch, Batch, Loss
 from nufed.objective.flat_module import FlatModule
 from nufed.objective.modules import RunningStats, cast_like, is_zero
-from nufed.objective.parts import Part
+from nufed.objective.parts import Part, part_of
 from nufed.objective.perceptron import perceptron
 from nufed.objective.stack import stacked_losses
 
@@ -91,6 +91,30 @@ class FlatLoss(FlatModule):
         for i, piece in zip(wanted, pieces, strict=True):
             torch.split(whole, self._sizes)[i].copy_(piece)
         return part.take(whole)
+
+    def support(self, vector: Tensor) -> Part | None:
+        """The tensors in which a vector is not 0 everywhere; None if these are all.
+
+        >>> from nufed import Objective
+        >>> objective = Objective(nn.Linear(2, 1))
+        >>> objective.support(torch.tensor([0.0, 0.0, 1.0])).index
+        slice(2, 3, None)
+        """
+        ends = list(accumulate(self._sizes, initial=0))
+        parts = torch.split(vector, self._sizes)
+        moved = [i for i, part in enumerate(parts) if not is_zero(part)]
+        if len(moved) == len(self._sizes):
+            return None
+        return part_of("", [(ends[i], ends[i + 1]) for i in moved])
+
+    def _touched(self, part: Part) -> list[int]:
+        """The tensors of the vector that have numbers in a part, by their place."""
+        if part.name not in self._tensors or self._parts.get(part.name) is not part:
+            inside = torch.zeros(self.size, dtype=torch.bool)
+            inside[part.index] = True
+            parts = torch.split(inside, self._sizes)
+            self._tensors[part.name] = [i for i, own in enumerate(parts) if own.any()]
+        return self._tensors[part.name]
 
     def grad_and_features(self, w: Tensor, batch: AnyBatch) -> tuple[Tensor, Tensor | None]:
         """∇f(w, batch), and what the head gets if that comes with it, for :meth:`head_grad`."""

@@ -24,14 +24,13 @@ from nufed.objective.modules import (
     check_buffers,
     check_parameters,
     check_tensors,
-    is_zero,
     layers_with_running_stats,
     norm_layers,
     seeded,
     tensor_slots,
     tracked_statistics,
 )
-from nufed.objective.parts import Part, find_part, part_of
+from nufed.objective.parts import Part, find_part
 from nufed.objective.stack import stacked_outputs
 
 
@@ -151,30 +150,6 @@ class FlatModule:
         if rest not in self._parts:
             self._parts[rest] = part.rest(self.size)
         return part, self._parts[rest]
-
-    def support(self, vector: Tensor) -> Part | None:
-        """The tensors in which a vector is not 0 everywhere; None if these are all.
-
-        >>> from nufed import Objective
-        >>> objective = Objective(nn.Linear(2, 1))
-        >>> objective.support(torch.tensor([0.0, 0.0, 1.0])).index
-        slice(2, 3, None)
-        """
-        ends = list(accumulate(self._sizes, initial=0))
-        parts = torch.split(vector, self._sizes)
-        moved = [i for i, part in enumerate(parts) if not is_zero(part)]
-        if len(moved) == len(self._sizes):
-            return None
-        return part_of("", [(ends[i], ends[i + 1]) for i in moved])
-
-    def _touched(self, part: Part) -> list[int]:
-        """The tensors of the vector that have numbers in a part, by their place."""
-        if part.name not in self._tensors or self._parts.get(part.name) is not part:
-            inside = torch.zeros(self.size, dtype=torch.bool)
-            inside[part.index] = True
-            parts = torch.split(inside, self._sizes)
-            self._tensors[part.name] = [i for i, own in enumerate(parts) if own.any()]
-        return self._tensors[part.name]
 
     @property
     def _layers(self) -> list[str]:
