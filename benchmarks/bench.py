@@ -2,8 +2,9 @@
 
 Measures nufed's engines, a plain loop (plain.py) and the matrix-product floor of the direct method
 (floor.py) on the same random data, and the memory of large models (memory.py). Prints ratios with
-their range over repeats, and writes benchmarks/results/bench.json and charts beside it. `--quick`
-is a smoke test at tiny sizes and keeps nothing unless `--out` is given.
+their range over repeats, and writes benchmarks/results/bench.json, charts beside it, and the table
+of methods in docs/performance.md. `--quick` is a smoke test at tiny sizes and keeps nothing unless
+`--out` is given; `--job methods` runs one job and keeps the results of the others.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from jobs import (
     paper_module,
 )
 from measure import interleaved, median, memory_bytes, ratio
-from method_rows import methods_job
+from method_rows import methods_job, write_table
 from states import states_job
 
 from nufed import Objective
@@ -318,6 +319,8 @@ def main():
         for name in [options.job] if options.job else JOBS:
             results[name] = JOBS[name](sizes, cores)
         (out / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
+        if out == HERE / "results":
+            write_table(results["methods"], HERE.parent / "docs" / "performance.md")
         for path in draw(results, out):
             print(f"chart: {path}")
         print(f"results: {out / 'bench.json'}")

@@ -68,6 +68,7 @@ SETTINGS = {
     "fedala": {"first_passes": 1},  # a later round is measured
     "fedl2p": {"pretrain_rounds": 0},  # before that it is FedAvg
 }
+BEGIN, END = "<!-- begin: methods -->", "<!-- end: methods -->"  # of the table in the docs
 VISITS = 60  # rounds of an agent in a usual training, over which the engine `auto` may prepare
 START_UP = 3  # rounds before measuring: agents have states then, and FedALA mixes
 
@@ -119,6 +120,29 @@ def contenders(name, data, sizes):
     for engine in dict.fromkeys(["direct", chosen]):
         found[engine] = Rounds(algorithm, engines.get(engine)).round
     return found, chosen
+
+
+def markdown(result):
+    """The rows as the table of docs/performance.md."""
+    lines = [
+        "| method | plain loop | `direct` | `auto` | plain loop / `auto` |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in result.items():
+        engine, times, found = row["engine"], row["times"], row["cpu ratio"]
+        cells = [f"{1e3 * median(times[own], 'cpu'):.0f}" for own in ("plain loop", "direct")]
+        chosen = f"{1e3 * median(times[engine], 'cpu'):.0f} ({engine})"
+        span = f"{found['median']:.2f} × ({found['from']:.2f} to {found['to']:.2f})"
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {chosen} | {span} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_table(result, path):
+    """Replace the table in the page, which is between two comments."""
+    text = path.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    path.write_text(f"{before}{BEGIN}\n{markdown(result)}{END}{after}")
 
 
 def methods_job(sizes, names=None):

@@ -1,15 +1,126 @@
-"""Smoke test of `make bench`: every job at a tiny size."""
+"""`make bench`: every job at a tiny size, and plain loops that compute what nufed computes."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from nufed.simulation import can_fork
+from nufed import Exact, Federation, FirstOrder, HessianFree
+from nufed.algorithms import ALGORITHMS
+from nufed.algorithms.protocol import Cost
+from nufed.data import as_samples, make_split
+from nufed.seeding import torch_seed
+from nufed.server import Progress
+from nufed.simulation import DirectEngine, can_fork, run_round
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from method_rows import LOOPS, markdown, module_of, objective_of  # noqa: E402
+from plain import DELTA  # noqa: E402
+
+AGENTS, INPUTS, BATCH, ROUNDS = 4, 5, 6, 3
+COMMON = {"meta_lr": 0.1, "adapt_lr": 0.2, "local_steps": 2, "batch_size": BATCH}
+MOVING = {  # settings that make all parts of a method move
+    "anil": {"adapt_steps": 2},
+    "ditto": {"weight": 0.5, "personal_lr": 0.2, "personal_steps": 3},
+    "pfedme": {"weight": 4.0, "inner_lr": 0.1, "inner_steps": 3, "server_lr": 0.9},
+    "apfl": {"mixing": 0.4, "mixing_lr": 5.0},
+    "reptile": {"server_lr": 0.7},
+    "fedprox": {"weight": 0.5},
+    "scaffold": {"server_lr": 0.8},
+    "fedrep": {"head_steps": 3},
+    "fedala": {"first_passes": 4, "weights_lr": 20.0, "layers": 2},
+    "fedrod": {"personal_lr": 0.2},
+    "fedl2p": {"pretrain_rounds": 0, "net_lr": 0.1, "base_lr": 0.1, "net_width": 7},
+    "scalefl": {"distill_weight": 0.5},
+}
+CURVATURES = {"exact": Exact(), "fo": FirstOrder(), "hf": HessianFree(DELTA, check=False)}
+CASES = {
+    **{name: (name, MOVING.get(name, {})) for name in LOOPS if name != "gmeta"},
+    **{
+        f"gmeta-{how}": ("gmeta", {"adapt_steps": 2, "curvature": each})
+        for how, each in CURVATURES.items()
+    },
+}
+
+
+class SameBatches:
+    """The draws of nufed's agents in a round, in place of those of :class:`plain.Samples`."""
+
+    def __init__(self, data):
+        self.data, self.train, self.targets = data, data.split.train, data.samples.targets
+        self.take, self.round = data.samples.take, 0
+
+    def of(self, agent):
+        return self.data.batches(agent, 0, "train", self.round)
+
+    def draw(self, agent, purpose="outer", number=1, step=0):
+        return [batch[:2] for batch in self.of(agent).draw(purpose, BATCH, number, step)]
+
+    def epoch(self, agent, share):
+        return [batch[:2] for batch in self.of(agent).epoch("weights", BATCH, share=share)]
+
+    def halves(self, agent, held):
+        rows = self.train[agent]
+        rows = rows[self.of(agent).stream("fedl2p/split").permutation(len(rows))]
+        number = max(1, round(held * len(rows)))
+        return rows[number:], rows[:number]
+
+    def picks(self, agent, step, halves, number):
+        rng, found = self.of(agent).stream("fedl2p", step), []
+        for place, rows in enumerate([halves[0]] * number + [halves[1]]):
+            chosen = rng.choice(len(rows), min(BATCH, len(rows)), replace=False)
+            found.append(self.take(rows[chosen]))
+            if place < number:
+                torch_seed(rng)  # of dropout
+        return found
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(AGENTS * 30, INPUTS))
+    rows = np.split(rng.permutation(len(inputs)), AGENTS)
+    split = make_split(rows, 0, validation=0, test=0.2)
+    return Federation(as_samples((inputs, rng.integers(0, 10, len(inputs)))), split)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plain_loop_gives_the_models_states_and_evaluations_of_nufed(case, data):
+    name, settings = CASES[case]
+    algorithm = ALGORITHMS[name](**COMMON, **settings)
+    module = module_of(name, INPUTS).double()
+    objective = objective_of(module)
+    engine = DirectEngine(objective, data, 0)
+    samples = SameBatches(data)
+    loop = LOOPS[name](module, samples, algorithm)
+    progress = Progress(0, algorithm.initial_server(objective, objective.initial()))
+    if name == "fedl2p":  # it starts from a random meta-net
+        for own, part in zip(loop.w, _split(_server(name, progress.server), loop.w), strict=True):
+            own.copy_(part)
+    start, cost = _server(name, progress.server), Cost()
+    for samples.round in range(1, ROUNDS + 1):
+        progress = run_round(algorithm, engine, progress, 1.0)
+        loop.round(range(AGENTS))
+        cost += progress.cost
+    assert Cost(loop.gradients, loop.products) == cost
+    right = _server(name, progress.server)
+    moved = float((right - start).norm())
+    assert moved > 1e-3
+    tolerance = 1e-8 if case == "gmeta-hf" else 1e-12
+    assert float((_flat(loop.w) - right).norm()) <= tolerance * moved
+    assert set(loop.states) == set(progress.states.agents())
+    for agent, state in loop.states.items():
+        right = torch.cat([vector.flatten() for vector in progress.states.get(agent).values()])
+        assert torch.allclose(_state(name, state), right, rtol=1e-10, atol=1e-12)
+
+
+def test_every_algorithm_has_a_plain_loop():
+    assert set(LOOPS) == set(ALGORITHMS)
 
 
 @pytest.mark.timeout(900)
@@ -25,4 +136,37 @@ def test_every_job_of_the_benchmark_runs_to_its_end(tmp_path):
         path.name for path in (ROOT / "benchmarks/results").iterdir()
     }
     assert results["large"].keys() <= kept["large"].keys()
+    assert results["methods"].keys() == kept["methods"].keys() == set(ALGORITHMS)
     assert all(len(results["sweeps"][sweep]) == 2 for sweep in kept["sweeps"])
+
+
+def test_the_table_of_methods_in_the_docs_is_that_of_the_results():
+    kept = json.loads((ROOT / "benchmarks/results/bench.json").read_text())
+    assert markdown(kept["methods"]) in (ROOT / "docs/performance.md").read_text()
+
+
+def _server(name, server):
+    """What a loop holds at the server, as one vector."""
+    names = {"fedl2p": ("meta_net", "rates")}.get(name, ("model",))
+    names = names if names[0] in server else ("shared",)
+    return torch.cat([server[each] for each in names])
+
+
+def _state(name, state):
+    if name == "fedbn":  # statistics are behind parameters in nufed's vectors
+        state = [t for i, t in enumerate(state) if i % 4 < 2] + [
+            t for i, t in enumerate(state) if i % 4 >= 2
+        ]
+    return _flat(state)
+
+
+def _flat(found):
+    """All numbers of nested lists of tensors, in order."""
+    if isinstance(found, list | tuple):
+        return torch.cat([_flat(each) for each in found])
+    return torch.as_tensor(found, dtype=torch.float64).detach().flatten()
+
+
+def _split(vector, like):
+    parts = torch.split(vector, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -651,53 +651,47 @@ class TrainsOnAll(FedL2P):
 class NoFirstOrder(FedL2P):
     """Through the last step only: no Neumann series."""
 
-    def neumann(self, objective, theta, batch, v, eta):
+    def neumann(self, hvp, v, eta):
         return v
 
 
 class WrongOrder(FedL2P):
     """(I − diag(η)H)^q in place of its transpose."""
 
-    def neumann(self, objective, theta, batch, v, eta):
+    def neumann(self, hvp, v, eta):
         u = v
         for _ in range(self.neumann_steps):
-            v = v - eta * objective.hvp(theta, batch, v)
+            v = v - eta * hvp(v)
             u = u + v
         return u
 
 
 class OneTermLess(FedL2P):
-    def neumann(self, objective, theta, batch, v, eta):
-        return FedL2P.neumann(
-            replace(self, neumann_steps=max(0, self.neumann_steps - 1)),
-            objective,
-            theta,
-            batch,
-            v,
-            eta,
-        )
+    def neumann(self, hvp, v, eta):
+        less = replace(self, neumann_steps=max(0, self.neumann_steps - 1))
+        return FedL2P.neumann(less, hvp, v, eta)
 
 
 class UnitSeries(FedL2P):
     """Σ(I − H)^q: a series that ignores the step sizes."""
 
-    def neumann(self, objective, theta, batch, v, eta):
-        return super().neumann(objective, theta, batch, v, torch.full_like(eta, 0.3))
+    def neumann(self, hvp, v, eta):
+        return super().neumann(hvp, v, torch.full_like(eta, 0.3))
 
 
 class AuthorsSign(FedL2P):
     """∂²L_T/∂θ∂η through θ(η) of the last step, as in the authors' code: the sign is turned."""
 
-    def neumann(self, objective, theta, batch, v, eta):
-        return -super().neumann(objective, theta, batch, v, eta)
+    def neumann(self, hvp, v, eta):
+        return -super().neumann(hvp, v, eta)
 
 
 class AuthorsWhole(FedL2P):
     """The authors' −pᵀH·∂θ/∂η with p = Σ(I − ψH)^q v and ψ = 0.1, without the factor ψ."""
 
-    def neumann(self, objective, theta, batch, v, eta):
-        p = super().neumann(objective, theta, batch, v, torch.full_like(eta, 0.1))
-        return -objective.hvp(theta, batch, p)
+    def neumann(self, hvp, v, eta):
+        p = super().neumann(hvp, v, torch.full_like(eta, 0.1))
+        return -hvp(p)
 
 
 class MixingNets(MetaNets):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nufed
-from nufed import Batch, Federation, InputError, Objective, fedavg
+from nufed import Federation, InputError, Objective, fedavg
 from nufed.algorithms import AgentResult, Cost, FedRoD, Personal
 from nufed.algorithms.local_optimizer import SGD
 from nufed.data import Samples, make_split
@@ -267,7 +267,7 @@ class GradientIntoTheGenericHead(FedRoD):
 class PersonalHeadAlone(FedRoD):
     """FL-bench: φ is trained on its own logits."""
 
-    def personal_gradient(self, objective, w, phi, batch):
+    def personal_gradient(self, objective, w, phi, batch, features=None):
         head = objective.part("head")
         return head.take(objective.grad(head.put(w, phi), batch))
 
@@ -286,7 +286,7 @@ class PredictsWithTheGenericHeadAlone(FedRoD):
 class PersonalHeadNeverMoves(FedRoD):
     """FedTED: its optimiser does not hold φ."""
 
-    def personal_gradient(self, objective, w, phi, batch):
+    def personal_gradient(self, objective, w, phi, batch, features=None):
         return torch.zeros_like(phi)
 
 
@@ -509,14 +509,14 @@ def test_epochs_and_dropout():
     result = algorithm.agent_update(own, received, algorithm.agent_init(objective, received))
     assert result.cost == Cost(2 * 2 * 3) and torch.isfinite(result.vectors["model"]).all()
     assert algorithm.personal_model(own, received, None).cost == Cost(6)
-    seen = set()
+    seen = []
 
     class Seeds(Objective):
-        def grad(self, w, batch):
-            seen.add(Batch(*batch).seed)
-            return super().grad(w, batch)
+        def _grad(self, w, batch, wanted):
+            seen.append(batch.seed)
+            return super()._grad(w, batch, wanted)
 
     algorithm = FedRoD(**SHARED)
     own = agent_context(Seeds(net), data.batches(0, 0, "train", 1))
     algorithm.agent_update(own, received, algorithm.agent_init(own.objective, received))
-    assert len(seen) == 3
+    assert len(seen) == 6 and len(set(seen)) == 3

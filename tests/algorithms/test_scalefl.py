@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
@@ -375,19 +375,37 @@ class Scaled(ScaleFL):
         return super().agent_update(context, {"model": received["model"] / width}, state)
 
 
-class RoundsDown(ScaleFL):
+class OtherLevels(ScaleFL):
+    """Trains the sub-networks of other levels."""
+
+    def narrow(self, context):
+        base, level = context.objective.base, self.levels.of(context.agent)
+        widths, depths = self.others(self.levels.widths, self.levels.depths)
+        return base.level(widths, depths, level, partial(self.exits_loss, base.loss))
+
+
+class RoundsDown(OtherLevels):
+    def others(self, widths, depths):
+        return [Fraction(int(5 * width), 5) for width in widths], depths
+
     def first_levels(self, objective):
         return by_units({0: [3], 1: [5, 4]})
 
 
-class WholeWidth(ScaleFL):
+class WholeWidth(OtherLevels):
+    def others(self, widths, depths):
+        return [Fraction(1)] * len(widths), depths
+
     def first_levels(self, objective):
         ones = [Fraction(1)] * len(self.levels.widths)
         return objective.base.first_levels(ones, self.levels.depths)
 
 
-class WholeDepth(ScaleFL):
+class WholeDepth(OtherLevels):
     """Narrow, but with all exits."""
+
+    def others(self, widths, depths):
+        return widths, [depths[-1]] * len(depths)
 
     def subnetwork(self, context):
         _, held = super().subnetwork(context)

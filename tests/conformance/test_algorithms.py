@@ -251,9 +251,9 @@ def test_the_cost_of_a_newcomer_is_counted(algorithm):
     calls = []
 
     class Counting(Objective):
-        def grad(self, w, batch):
+        def grad(self, w, batch, part=None):
             calls.append(1)
-            return super().grad(w, batch)
+            return super().grad(w, batch, part)
 
     objective = Counting(mlp())
     own = agent_context(objective, federation().batches(2, 0, "evaluate"))

@@ -6,6 +6,7 @@ from torch import nn
 
 from nufed import InputError, Objective
 from nufed.models import cnn_groupnorm as image_cnn
+from nufed.objective.parts import Part
 from support import cnn, mlp, tied
 
 
@@ -81,3 +82,15 @@ def test_several_parts_and_the_rest():
     for name, sizes in (("all", (objective.size, 0)), ("none", (0, objective.size))):
         assert tuple(each.size for each in objective.divide(name)) == sizes
         assert all(isinstance(each.index, slice) for each in objective.divide(name))
+
+
+@pytest.mark.parametrize("few", [0, 512])
+def test_a_part_of_several_slices_is_copied_slice_by_slice_or_by_index(few, monkeypatch):
+    monkeypatch.setattr("nufed.objective.parts.FEW_SPANS", few)
+    mask = torch.tensor([True, True, False, True, False, False, True])
+    part, w = Part.where(mask), torch.arange(14.0).view(2, 7)
+    assert torch.equal(part.take(w), w[:, mask])
+    filled = part.put(w, -part.take(w))
+    assert torch.equal(filled, torch.where(mask, -w, w))
+    assert torch.equal(part.keep(w), w[:, mask])
+    assert Part.where(torch.zeros(3, dtype=torch.bool)).size == 0

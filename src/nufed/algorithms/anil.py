@@ -49,9 +49,10 @@ class ANIL(GMeta):
     def rate(self, objective: AnyObjective, received: State) -> Rate:
         """The step size per coordinate: 0 outside the part that is fine-tuned."""
         w, rate = received["model"], super().rate(objective, received)
-        every = rate.expand_as(w) if isinstance(rate, Tensor) else torch.full_like(w, rate)
-        part = objective.base.part(self.adapted)
-        return part.put(torch.zeros_like(w), part.take(every))
+        part, found = objective.base.part(self.adapted), torch.zeros_like(w)
+        own = part.take(found)
+        part.fill(found, own + (part.take(rate.expand_as(w)) if isinstance(rate, Tensor) else rate))
+        return found
 
     @property
     def combines(self) -> Literal["elementwise", "linearly"] | None:

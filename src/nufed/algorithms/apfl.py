@@ -75,11 +75,13 @@ class APFL(LocalTraining):
         grad = context.objective.grad
         step_w, step_v = self.start_steps(context), self.start_steps(context)
         for t, batch in enumerate(self.local_batches(context)):
-            g = grad(mix(alpha, v, w), batch)
-            by_v, by_alpha = alpha * g, (g * (v - w)).sum(dim=-1, keepdim=True)
-            v, w = step_v(v, by_v, batch), step_w(w, grad(w, batch), batch)
+            g, learned = grad(mix(alpha, v, w), batch), alpha
             if t == 0:
-                alpha = (alpha - self.mixing_lr * by_alpha).clamp(0, 1)
+                by_alpha = (g * (v - w)).sum(dim=-1, keepdim=True)
+                learned = (alpha - self.mixing_lr * by_alpha).clamp(0, 1)
+            v = step_v(v, g.mul_(alpha), batch, overwrite=t > 0)
+            w = step_w(w, grad(w, batch), batch, overwrite=t > 0)
+            alpha = learned
         cost = Cost(2 * self.steps_per_round(context))
         return AgentResult({"model": w}, {"personal": v, "mixing": alpha}, cost)
 

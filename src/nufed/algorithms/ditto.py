@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Personal, State
+from nufed.meta.fine_tuning import proximal
 from nufed.objective import AnyObjective
 from nufed.settings import STEP_SIZES, Search, setting
 
@@ -64,9 +65,10 @@ class Ditto(LocalTraining):
         return self.descend(
             context,
             v,
-            lambda v, batch: context.objective.grad(v, batch) + self.weight * (v - w),
+            lambda v, batch: proximal(context.objective.grad(v, batch), self.weight, v, w),
             lr=self.personal_lr,
             batches=context.draw_each(self._personal_draws()),
+            in_place=True,
         )
 
     def personal_model(

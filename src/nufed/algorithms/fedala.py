@@ -72,7 +72,7 @@ class FedALA(LocalTraining):
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         start, weights, cost = self.initialise(context, received["model"], state)
-        theta = self.descend(context, start)
+        theta = self.descend(context, start, overwrite=True)
         kept = {"local": theta, "weights": weights, "rounds": state["rounds"] + 1}
         return AgentResult({"model": theta}, kept, cost + Cost(self.steps_per_round(context)))
 
@@ -81,20 +81,23 @@ class FedALA(LocalTraining):
     ) -> tuple[Tensor, Tensor, Cost]:
         """θ̂, the weights W that lead to it, and the cost of training them."""
         upper, theta, weights = self.upper(context.objective), state["local"], state["weights"]
-        difference = upper.take(w - theta)
+        own, difference = upper.take(theta), upper.take(w) - upper.take(theta)
         passes = min(int(state["rounds"]), 2)
         passes = (0, self.first_passes, 1)[passes] if upper.size else 0
-        batches = context.batches.epoch("weights", self.batch_size, share=self.share)
-        cost = Cost()
+        draw, size = context.batches.epoch, self.batch_size
+        batches = draw("weights", size, share=self.share) if passes else []
+        start, cost = w.clone(), Cost()
+        upper.fill(start, own + difference * weights)
         for _ in range(passes):
             before = weights
             for batch in batches:
-                g = upper.take(context.objective.grad(mixed(w, theta, weights, upper), batch))
+                g = context.objective.base.grad(start, batch, upper)
                 weights = (weights - self.weights_lr * g * difference).clamp(0, 1)
+                upper.fill(start, own + difference * weights)
                 cost += Cost(1)
             if float((weights - before).abs().max()) <= self.tolerance:
                 break
-        return mixed(w, theta, weights, upper), weights, cost
+        return start, weights, cost
 
     def upper(self, objective: AnyObjective) -> Part:
         """The coordinates of the last p layers."""
@@ -108,9 +111,3 @@ class FedALA(LocalTraining):
             return Personal({"model": w})
         start, _, cost = self.initialise(context, w, state)
         return Personal({"model": start}, cost)
-
-
-def mixed(w: Tensor, theta: Tensor, weights: Tensor, upper: Part) -> Tensor:
-    """θ̂ = θ + (w − θ)⊙W on the upper layers, w itself below them."""
-    own = upper.take(theta)
-    return upper.put(w, own + (upper.take(w) - own) * weights)

@@ -38,7 +38,7 @@ adaptation trains w along with λ, differentiates one step from w, and takes β 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -173,21 +173,19 @@ class FedL2P(LocalTraining):
         rates, mixing = nets.strategy(lam, profile)
         eta = per_coordinate(rates, nets.objective.sizes)
         theta = adapt(objective, nets.mixed(w, profile, mixing), inner[:-1], eta)
-        v, g = objective.grad(theta, outer), objective.grad(theta, inner[-1])
-        u = self.neumann(objective, theta, inner[-1], v, eta)
+        v, (g, hvp) = objective.grad(theta, outer), objective.base.linearized(theta, inner[-1])
+        u = self.neumann(hvp, v, eta)
         by_rates, by_mixing = per_tensor(-u * g, nets.objective.sizes), v.new_empty(0)
         if nets.norms:
-            rest = v - objective.hvp(theta, inner[-1], eta * u)
+            rest = v - hvp(eta * u)
             by_mixing = nets.by_mixing(w, theta, profile, g, rest, eta * u)
         return nets.chain(lam, profile, by_rates, by_mixing)
 
-    def neumann(
-        self, objective: AnyObjective, theta: Tensor, batch: Batch, v: Tensor, eta: Tensor
-    ) -> Tensor:
-        """u = Σ_{q = 0…Q} (I − H·diag η)^q v."""
+    def neumann(self, hvp: Callable[[Tensor], Tensor], v: Tensor, eta: Tensor) -> Tensor:
+        """u = Σ_{q = 0…Q} (I − H·diag η)^q v, from the product with H."""
         u = v
         for _ in range(self.neumann_steps):
-            v = v - objective.hvp(theta, batch, eta * v)
+            v = v - hvp(eta * v)
             u = u + v
         return u
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, State
+from nufed.meta.fine_tuning import proximal
 from nufed.objective import Batch
 from nufed.settings import Search, setting
 
@@ -45,12 +46,13 @@ class FedProx(LocalTraining):
     )
 
     newcomer: ClassVar[str] = "fine-tunes the global model"
+    combines = LocalTraining.combines_linearly
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         w = received["model"]
 
         def gradient(y: Tensor, batch: Batch) -> Tensor:  # of f(y) + μ/2‖y − w‖²
-            return context.objective.grad(y, batch) + self.weight * (y - w)
+            return proximal(context.objective.grad(y, batch), self.weight, y, w)
 
-        y = self.descend(context, w, gradient)
+        y = self.descend(context, w, gradient, in_place=True)
         return AgentResult({"model": y}, state, Cost(self.steps_per_round(context)))

@@ -52,8 +52,8 @@ class FedRep(PrivatePart):
     def train(self, context: AgentContext, w: Tensor) -> tuple[Tensor, Cost]:
         private, shared = self.parts(context.objective)
         batches = context.draw_each(self.step_draws(steps=self.head_steps))
-        w = self.descend(context, w, part=private, batches=batches)
-        w = self.descend(context, w, part=shared)
+        w = self.descend(context, w, part=private, batches=batches, overwrite=True)
+        w = self.descend(context, w, part=shared, overwrite=True)
         return w, Cost(self.head_steps + self.steps_per_round(context))
 
     def newcomer_batches(self, context: AgentContext) -> Iterator[Batch]:

@@ -84,15 +84,18 @@ class FedRoD(LocalTraining):
         balanced = self.balanced(objective, self.class_counts(context))
         w, phi = received["model"], state["personal_head"]
         step, personal_step = self.start_steps(context), self.start_steps(context, self.personal_lr)
+        overwrite = False
         for batch in self.local_batches(context):
-            by_w, by_phi = balanced.grad(w, batch), self.personal_gradient(objective, w, phi, batch)
-            w, phi = step(w, by_w, batch), personal_step(phi, by_phi)
+            by_w, features = balanced.grad_and_features(w, batch)
+            by_phi = self.personal_gradient(objective, w, phi, batch, features)
+            w, phi = step(w, by_w, batch, overwrite), personal_step(phi, by_phi)
+            overwrite = True
         cost = Cost(2 * self.steps_per_round(context))
         return AgentResult({"model": w}, {"personal_head": phi}, cost)
 
     def class_counts(self, context: AgentContext) -> Tensor:
         """N_c, how many of the agent's training samples are of each class."""
-        targets = context.batches.whole().targets
+        targets = context.batches.targets()
         if targets.is_floating_point() or targets.ndim != 1:
             raise InputError("fedrod needs classes, and the targets are no class numbers")
         outputs: int = context.objective.base.head.out_features  # type: ignore[assignment]
@@ -102,13 +105,21 @@ class FedRoD(LocalTraining):
         """The objective with ℓ_b: N_c^γ·exp(g_c) is exp(g_c + log N_c^γ)."""
         weights = counts.to(objective.dtype) ** self.balance  # 0⁰ = 1: γ = 0 counts all classes
         shift = weights.clamp(min=torch.finfo(objective.dtype).tiny).log()
-        return objective.with_loss(lambda g, y: objective.loss(g + shift.to(g.device), y))
+        return objective.with_shift(shift)
 
     def personal_gradient(
-        self, objective: Objective, w: Tensor, phi: Tensor, batch: Batch
+        self,
+        objective: Objective,
+        w: Tensor,
+        phi: Tensor,
+        batch: Batch,
+        features: Tensor | None = None,
     ) -> Tensor:
-        """∇_φ of the plain loss of [ψz] + φ[z]."""
-        return objective.part("head").take(objective.grad(_joined(objective, w, phi), batch))
+        """∇_φ of the plain loss of [ψz] + φ[z]; with ``features``, z of this batch, from there."""
+        head = objective.part("head")
+        if features is None:
+            return objective.grad(_joined(objective, w, phi), batch, head)
+        return objective.head_grad(head.take(w) + phi, features, batch.targets)
 
     def personal_model(
         self, context: AgentContext, received: State, state: State | None

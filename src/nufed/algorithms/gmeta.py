@@ -148,8 +148,7 @@ class GMeta(LocalTraining):
     @property
     def combines(self) -> Literal["elementwise", "linearly"] | None:
         vector = self.rates_lr or isinstance(self.adapt_lr, Tensor)
-        linear = not (vector or self.optimizer.clip_norm or self.local_epochs)
-        return "linearly" if linear else super().combines
+        return super().combines if vector else self.combines_linearly
 
     def update_draws(self) -> list[Draw]:
         found: list[Draw] = []

@@ -84,8 +84,13 @@ class Steps:
         self._optimizer, self._objective, self._rate = optimizer, objective, rate
         self._momentum: Tensor | None = None
 
-    def __call__(self, w: Tensor, gradient: Tensor, batch: AnyBatch | None = None) -> Tensor:
-        """w after one step; ``batch`` updates running statistics, if the model tracks them."""
+    def __call__(
+        self, w: Tensor, gradient: Tensor, batch: AnyBatch | None = None, overwrite: bool = False
+    ) -> Tensor:
+        """w after one step; ``batch`` updates running statistics, if the model tracks them.
+
+        With ``overwrite`` w itself is overwritten if it can be, which saves memory and time.
+        """
         own, g = self._optimizer, gradient
         if own.clip_norm:
             norm = self._objective.norm(g)
@@ -95,5 +100,10 @@ class Steps:
         if own.momentum:
             g = g if self._momentum is None else own.momentum * self._momentum + g
             self._momentum = g
+        if overwrite and isinstance(w, Tensor) and not self._objective.base.tracks_statistics:
+            rate = self._rate
+            return w.add_(g * -rate) if isinstance(rate, Tensor) else w.sub_(g, alpha=rate)
         after = descend(w, self._rate, g)
-        return after if batch is None else self._objective.base.track(after, batch, at=w)
+        if batch is None:
+            return after
+        return self._objective.base.track(after, batch, at=w, overwrite=True)

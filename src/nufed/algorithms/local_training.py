@@ -13,7 +13,7 @@ from nufed.algorithms.local_optimizer import SGD, Steps
 from nufed.algorithms.protocol import AgentContext, Algorithm, Draw
 from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
 from nufed.meta.fine_tuning import Rate
-from nufed.objective import Batch
+from nufed.objective import Batch, Objective
 from nufed.objective.parts import Part
 from nufed.settings import STEP_SIZES, setting
 
@@ -60,6 +60,13 @@ class LocalTraining(Algorithm):
         return None if self.local_epochs else "elementwise"
 
     @property
+    def combines_linearly(self) -> Literal["elementwise", "linearly"] | None:
+        """``combines`` of a subclass whose gradient is a sum of multiples of ∇f and vectors."""
+        if self.local_epochs:
+            return None
+        return "elementwise" if self.optimizer.clip_norm else "linearly"
+
+    @property
     def averages_uniformly(self) -> bool:
         return self.aggregation == Mean()
 
@@ -92,6 +99,8 @@ class LocalTraining(Algorithm):
         lr: Rate | None = None,
         batches: Iterator[Batch] | None = None,
         part: Part | None = None,
+        in_place: bool = False,
+        overwrite: bool = False,
     ) -> Tensor:
         """w after one local step per batch: w ← w − η·gradient(w, batch), with the optimiser.
 
@@ -103,13 +112,19 @@ class LocalTraining(Algorithm):
             batches: those of :meth:`local_batches` by default.
             part: the coordinates that are trained, all by default; the others stay bit-equal,
                 whatever the optimiser does, and do not count in the norm of a gradient.
+            in_place: whether ``gradient`` keeps none of the vectors that it is given, so that the
+                next step may overwrite them.
+            overwrite: whether w itself may be overwritten, too.
         """
         objective, step = context.objective, self.start_steps(context, lr)
+        batches = self.local_batches(context) if batches is None else batches
+        if part is not None:
+            w = w if overwrite else w.clone()
+            return _descend_part(objective.base, w, gradient, batches, step, part)
         direction = gradient or objective.grad
-        for batch in self.local_batches(context) if batches is None else batches:
-            g = direction(w, batch)
-            after = step(w, g if part is None else part.only(g), batch)
-            w = after if part is None else part.put(w, part.take(after))
+        for batch in batches:
+            w = step(w, direction(w, batch), batch, overwrite)
+            overwrite = in_place or gradient is None  # the vector that was given stays as it is
         return w
 
     def step_draws(self, purpose: str = "outer", steps: int | None = None) -> list[Draw]:
@@ -119,3 +134,23 @@ class LocalTraining(Algorithm):
 
     def update_draws(self) -> list[Draw]:
         return [] if self.local_epochs else self.step_draws()
+
+
+def _descend_part(
+    objective: Objective,
+    w: Tensor,
+    gradient: Gradient | None,
+    batches: Iterator[Batch],
+    step: Steps,
+    part: Part,
+) -> Tensor:
+    """Local steps of a part alone, in w itself; the rest of the gradient is not computed."""
+    for batch in batches:
+        g = part.take(gradient(w, batch)) if gradient else objective.grad(w, batch, part)
+        own = part.take(w)  # of a slice a view
+        after = step(own, g, overwrite=True)
+        if objective.tracks_statistics:
+            after = part.take(objective.track(part.put(w, after), batch, at=w))
+        if after is not own or not part.contiguous:
+            part.fill(w, after)
+    return w

@@ -54,12 +54,14 @@ class Masked(LocalTraining):
     def join(self, objective: AnyObjective, s: Tensor, u: Tensor) -> Tensor:
         """The model (s, u); of a stack, row by row."""
         private, shared = self.parts(objective)
-        empty = s.new_empty((*s.shape[:-1], objective.base.size))
-        return private.put(shared.put(empty, s), u)
+        w = s.new_empty((*s.shape[:-1], objective.base.size))
+        shared.fill(w, s)
+        private.fill(w, u)
+        return w
 
     def initial_private(self, objective: AnyObjective) -> Tensor:
         """u of the initial model."""
-        return self.parts(objective)[0].take(objective.base.initial()).clone()
+        return objective.base.initial_part(self.parts(objective)[0])
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         return {"shared": self.parts(objective)[1].take(w).clone()}
@@ -79,12 +81,11 @@ class PrivatePart(Masked):
         private, shared = self.parts(context.objective)
         w = self.join(context.objective, received["shared"], state["private"])
         w, cost = self.train(context, w)
-        sent, kept = shared.take(w).clone(), private.take(w).clone()
-        return AgentResult({"shared": sent}, {"private": kept}, cost)
+        return AgentResult({"shared": shared.keep(w)}, {"private": private.keep(w)}, cost)
 
     def train(self, context: AgentContext, w: Tensor) -> tuple[Tensor, Cost]:
         """The agent's model after a round; by default both parts are trained together."""
-        return self.descend(context, w), Cost(self.steps_per_round(context))
+        return self.descend(context, w, overwrite=True), Cost(self.steps_per_round(context))
 
     def global_model(self, objective: AnyObjective, received: State) -> Tensor | None:
         return None if self.parts(objective)[0].size else received["shared"]
@@ -99,7 +100,7 @@ class PrivatePart(Masked):
             return Personal({"model": self.join(objective, s, u)})
         w = self.join(objective, s, self.initial_private(objective))
         batches = list(self.newcomer_batches(context))
-        w = self.descend(context, w, part=private, batches=iter(batches))
+        w = self.descend(context, w, part=private, batches=iter(batches), overwrite=True)
         return Personal({"model": w}, Cost(len(batches)))
 
     def newcomer_batches(self, context: AgentContext) -> Iterator[Batch]:

@@ -47,7 +47,7 @@ from nufed.algorithms.protocol import (
     Personal,
     State,
 )
-from nufed.meta.fine_tuning import descend
+from nufed.meta.fine_tuning import descend, proximal
 from nufed.objective import AnyObjective, Batch
 from nufed.settings import STEP_SIZES, Search, setting
 
@@ -89,16 +89,21 @@ class PFedMe(LocalTraining):
             personal = objective.base.track(theta, batch)
             return self.weight * (w - theta)
 
-        w = self.descend(context, received["model"], gradient)
+        w = self.descend(context, received["model"], gradient, in_place=True)
         cost = Cost(self.steps_per_round(context) * self.inner_steps)
         return AgentResult({"model": w}, {"personal": personal}, cost)
 
     def proximal_point(self, objective: AnyObjective, w: Tensor, batch: Batch) -> Tensor:
         """θ after K steps from w towards the minimum of f_i(θ) + λ/2‖θ − w‖², on one batch."""
         theta = w
-        for _ in range(self.inner_steps):
-            gradient = objective.grad(theta, batch) + self.weight * (theta - w)
-            theta = descend(theta, self.inner_lr, gradient)
+        for k in range(self.inner_steps):
+            gradient = proximal(objective.grad(theta, batch), self.weight, theta, w)
+            fresh = k > 0 and isinstance(theta, Tensor)  # not w, and nobody else has it
+            theta = (
+                theta.sub_(gradient, alpha=self.inner_lr)
+                if fresh
+                else descend(theta, self.inner_lr, gradient)
+            )
         return theta
 
     def server_update(

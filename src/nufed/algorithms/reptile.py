@@ -47,6 +47,7 @@ class Reptile(LocalTraining):
     server_lr: float = setting(0.5, "ε, step size of the server", above=0, search=Search(0.03, 1.0))
 
     newcomer: ClassVar[str] = "fine-tunes the global model"
+    combines = LocalTraining.combines_linearly
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         w = self.descend(context, received["model"])

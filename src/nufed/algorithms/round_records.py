@@ -104,6 +104,10 @@ class BatchSource(Protocol):
         """The agent's whole training part, in a fixed order. Not defined for a stack of agents."""
         ...
 
+    def targets(self) -> Tensor:
+        """The targets of the whole training part. Not defined for a stack of agents."""
+        ...
+
     def stream(self, purpose: str, step: int = 0) -> np.random.Generator:
         """A random generator of this agent and round, for anything that is not a batch."""
         ...

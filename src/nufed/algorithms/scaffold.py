@@ -65,15 +65,15 @@ class Scaffold(LocalTraining):
         x, c, c_i = received["model"], received["control"], state["control"]
         steps, eta = self.steps_per_round(context), self.optimizer.rate(self.meta_lr, context.round)
         plain = self.optimizer.plain and eta != 0
-        raw = torch.zeros_like(x)  # the sum of ∇f_i over steps
+        raw = x.new_zeros(()) if plain else torch.zeros_like(x)  # the sum of ∇f_i over steps
 
         def corrected(y: Tensor, batch: Batch) -> Tensor:
             g = context.objective.grad(y, batch)
             if not plain:
                 raw.add_(g)
-            return g - c_i + c
+            return g.sub_(c_i).add_(c)
 
-        y = self.descend(context, x, corrected)
+        y = self.descend(context, x, corrected, in_place=True)
         new = c_i - c + (x - y) / (steps * eta) if plain else raw / steps
         # sent as the server's vector plus the agent's change
         sent = {"model": y, "control": c + (new - c_i)}

@@ -58,6 +58,7 @@ from nufed.algorithms.protocol import (
 from nufed.errors import InputError
 from nufed.meta.fine_tuning import descend
 from nufed.objective import AnyObjective, Inputs, Loss, Objective
+from nufed.objective.parts import Part
 from nufed.settings import setting
 
 
@@ -107,14 +108,10 @@ class ScaleFL(LocalTraining):
         return {"model": w, "levels": self.first_levels(objective)}
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        w, (depth, held) = received["model"], self.subnetwork(context)
-        own = replace(context, objective=self.objective(context.objective, depth))
-        grad = own.objective.grad
-        y = self.descend(
-            own, torch.where(held, w, 0), lambda y, b: torch.where(held, grad(y, b), 0)
-        )
+        w, (own, part) = received["model"], self.narrow(context)
+        y = self.descend(replace(context, objective=own), part.take(w))
         cost = Cost(self.steps_per_round(context))
-        return AgentResult({"model": torch.where(held, y, w)}, state, cost)
+        return AgentResult({"model": part.put(w, y)}, state, cost)
 
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
@@ -123,13 +120,13 @@ class ScaleFL(LocalTraining):
         w = before.clone()
         # coordinates that the same agents hold are aggregated together
         for smaller, level in pairwise([-1, *sorted(set(levels))]):
-            places = (server["levels"] > smaller) & (server["levels"] <= level)
+            part = Part.where((server["levels"] > smaller) & (server["levels"] <= level))
             holders = [
-                replace(update, vectors={"model": update.vectors["model"][places]})
+                replace(update, vectors={"model": part.take(update.vectors["model"])})
                 for update, own in zip(updates, levels, strict=True)
                 if own >= level
             ]
-            w[places] = self.aggregation.combine(holders, "model", before[places])
+            part.fill(w, self.aggregation.combine(holders, "model", part.take(before)))
         return {**server, "model": w}
 
     def personal_model(
@@ -167,6 +164,12 @@ class ScaleFL(LocalTraining):
         level = self.levels.of(int(context.agent))
         depths = self.levels.depths_of(context.objective.base.exits)
         return depths[level], self.first_levels(context.objective) <= level
+
+    def narrow(self, context: AgentContext) -> tuple[Objective, Part]:
+        """f as a function of the agent's coordinates y[I_l] alone, and I_l."""
+        base, levels = context.objective.base, self.levels
+        depths, level = levels.depths_of(base.exits), levels.of(int(context.agent))
+        return base.level(levels.widths, depths, level, partial(self.exits_loss, base.loss))
 
     def first_levels(self, objective: AnyObjective) -> Tensor:
         """The first level that holds each coordinate."""

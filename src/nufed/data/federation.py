@@ -110,6 +110,10 @@ class AgentBatches:
         """The whole training part, without a dropout seed."""
         return Batch(*self.federation.samples.take(self.federation.split.train[self.agent]))
 
+    def targets(self) -> Tensor:
+        """The targets of the whole training part."""
+        return self.federation.samples.targets[self.federation.split.train[self.agent]]
+
     def stream(self, purpose: str, step: int = 0) -> np.random.Generator:
         """A random generator for this agent and round, for draws other than batches."""
         return stream(self.seed, f"{self.use}/{purpose}/stream", self.round, self.agent, step)

@@ -31,9 +31,18 @@ def trajectory(
     [tensor([8.]), tensor([4.]), tensor([2.])]
     """
     check_rate(lr, w)
+    part, rate = None, lr
+    if isinstance(lr, Tensor) and lr.ndim == 1 and w.ndim == 1:
+        part = objective.base.support(lr)  # where step sizes are 0 no gradient is needed
+        rate = lr if part is None else part.take(lr)
     yield w
     for batch in batches:
-        w = objective.base.track(descend(w, lr, objective.grad(w, batch)), batch, at=w)
+        if part is None:
+            after = descend(w, rate, objective.grad(w, batch))
+        else:
+            g = objective.base.grad(w, batch, part)
+            after = part.put(w, descend(part.take(w), rate, g))
+        w = objective.base.track(after, batch, at=w, overwrite=True)
         yield w
 
 
@@ -65,7 +74,20 @@ def descend(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
     """w − lr·direction, in one pass over memory where lr is one number."""
     if isinstance(w, Tensor) and not isinstance(lr, Tensor):
         return torch.sub(w, direction, alpha=lr)
+    if isinstance(w, Tensor):
+        return (direction * -lr).add_(w)
     return w + direction * -lr
+
+
+def proximal(gradient: Tensor, weight: float, y: Tensor, centre: Tensor) -> Tensor:
+    """∇f(y) + μ(y − centre), with μ = ``weight``; overwrites the gradient.
+
+    >>> proximal(torch.ones(1), 0.5, torch.tensor([4.0]), torch.tensor([2.0]))
+    tensor([2.])
+    """
+    if isinstance(gradient, Tensor):
+        return gradient.add_((y - centre).mul_(weight))
+    return gradient + weight * (y - centre)
 
 
 def check_rate(lr: Rate, w: Tensor) -> None:

@@ -7,6 +7,7 @@ module's own outputs are those of the last exit. Any other module has one exit, 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,28 @@ def first_levels(
                 level[layer.held(shape, widths[number])] = number
         found.append(level.flatten())
     return torch.cat(found)
+
+
+def narrow_module(module: nn.Module, width: Fraction, depth: int) -> nn.Module:
+    """The sub-network of one capacity level: fewer units, and the first exits alone.
+
+    Its parameters are those that :func:`first_levels` says, in the same order.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    names = dict.fromkeys(name.rpartition(".")[0] for name, _ in tensors)
+    layers = {} if width == 1 else _layers(module, names)
+    module = copy.deepcopy(module)
+    for name, own in layers.items():
+        layer = module.get_submodule(name)
+        for key, p in layer.named_parameters(recurse=False):
+            value = p.detach()[own.held(p.shape, width)].clone()
+            layer.register_parameter(key, nn.Parameter(value, p.requires_grad))
+        for key, b in layer.named_buffers(recurse=False):
+            if b.ndim:
+                layer.register_buffer(key, b[own.held(b.shape, width)].clone())
+    for each in exit_lists(module) or ():
+        del each[depth:]
+    return FirstExits(module, depth)
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from nufed.errors import InputError, require
 from nufed.objective.batch import AnyBatch, Batch, Inputs
 from nufed.objective.exits import exit_number, first_levels
 from nufed.objective.modules import (
+    MovedStatistics,
     RunningStats,
     batch_counters,
+    call_with,
     cast_like,
     check_buffers,
     check_parameters,
@@ -26,6 +27,7 @@ from nufed.objective.modules import (
     layers_with_running_stats,
     norm_layers,
     seeded,
+    tensor_slots,
     tracked_statistics,
 )
 from nufed.objective.parts import Part, find_part
@@ -74,9 +76,16 @@ class FlatModule:
             parameter.data = view  # the module's parameters take no memory of their own
         self._like = self._initial[:0]
         self._parts: dict[str, Part] = {}
+        self._tensors: dict[str, list[int]] = {}
         self._exits: dict[int, nn.Module] = {}
         self._levels: dict[tuple[tuple[Fraction, ...], tuple[int, ...]], Tensor] = {}
-        self._has_buffers = any(True for _ in self._module.buffers())
+        # buffers of the module itself; tracked statistics are passed to it in every call
+        buffers = {name for name, _ in self._module.named_buffers()}
+        passed = {*statistics, *batch_counters(self._module)} if statistics else set()
+        self._has_buffers = bool(buffers - passed)
+        self._last_statistics: list[Tensor] = []
+        self._moved = MovedStatistics()
+        self._slots = self._module, tensor_slots(self._module)
         # layers that stay in evaluation mode: those with statistics, and those the user froze
         chosen = [n for n, m in module.named_modules() if module.training and not m.training]
         self._always_evaluated = chosen if self._statistics else [*self._keepers, *chosen]
@@ -184,6 +193,10 @@ class FlatModule:
             self._levels[key] = levels.to(self._like.device)
         return self._levels[key]
 
+    def initial_part(self, part: Part) -> Tensor:
+        """A copy of the numbers of a part in the module's parameters."""
+        return part.take(self._initial).to(self.dtype, copy=True)
+
     def initial(self) -> Tensor:
         """A copy of the module's parameters as one flat vector."""
         return self._initial.to(self.dtype, copy=True)
@@ -242,24 +255,30 @@ class FlatModule:
                 hook.remove()
         return found
 
-    def track(self, w: Tensor, batch: AnyBatch, at: Tensor | None = None) -> Tensor:
+    def track(
+        self, w: Tensor, batch: AnyBatch, at: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
         """w with running statistics updated by a training batch; w itself if it tracks none.
 
         As in torch: r ← (1 − momentum)·r + momentum·(the batch's statistic), with the parameters
         and statistics r of ``at``, the vector before the step that led to w (w itself by default).
-        The statistics in w are ignored.
+        The statistics in w are ignored. With ``overwrite`` they are written into w itself.
         """
         batch = Batch(*batch)
         if not self._statistics:
             return w
         at = w if at is None else at
-        views = [view.clone() for view in self._views(at)]
-        if batch.seed is not None:
-            with torch.no_grad(), self._mode(batch.seed):
-                self._outputs(views, batch.inputs, stacked=False, moving=True)
-        parameters = self._views(w)[: -len(self._statistics)]
-        moved = [*parameters, *views[-len(self._statistics) :]]
-        return torch.cat([view.reshape(-1) for view in moved])
+        statistics = self._moved.of(at, batch)
+        if statistics is None:
+            views = [view.clone() for view in self._views(at)]
+            if batch.seed is not None:
+                with torch.no_grad(), self._mode(batch.seed):
+                    self._outputs(views, batch.inputs, stacked=False, moving=True)
+            statistics = views[-len(self._statistics) :]
+        moved = w if overwrite else w.clone()
+        for view, statistic in zip(self._views(moved)[-len(statistics) :], statistics, strict=True):
+            view.copy_(statistic)
+        return moved
 
     def _outputs(
         self, views: Sequence[Tensor], inputs: Inputs, stacked: bool, moving: bool = False
@@ -267,6 +286,7 @@ class FlatModule:
         parameters = {name: views[place] for name, place in self._names.items()}
         if self._statistics:  # no gradient flows into them, and layers update them in place
             own = {} if moving else {n: parameters[n].detach().clone() for n in self._statistics}
+            self._last_statistics = list(own.values())
             parameters |= own | batch_counters(self._module)
         arguments: tuple[Tensor, ...] = ()
         keywords: dict[str, Tensor] = {}
@@ -278,10 +298,9 @@ class FlatModule:
             arguments = tuple(cast_like(x, self._like) for x in inputs)
         if stacked:
             return stacked_outputs(self._module, parameters, arguments, keywords)
-        outputs: Tensor = functional_call(
-            self._module, parameters, arguments, keywords, tie_weights=False
-        )
-        return outputs
+        if self._slots[0] is not self._module:  # of an objective that was made of another
+            self._slots = self._module, tensor_slots(self._module)
+        return call_with(self._module, self._slots[1], parameters, arguments, keywords)
 
     def _unflatten(self, w: Tensor) -> dict[str, Tensor]:
         views = self._views(w)

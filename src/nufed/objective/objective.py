@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nufed.errors import InputError, require
+from nufed.errors import require
 from nufed.objective.batch import AnyBatch, Batch, Inputs, Loss
-from nufed.objective.exits import FirstExits
-from nufed.objective.flat_module import FlatModule
-from nufed.objective.modules import RunningStats, cast_like
+from nufed.objective.exits import FirstExits, narrow_module
+from nufed.objective.flat_loss import FlatLoss, differentiable
+from nufed.objective.modules import MovedStatistics, cast_like
+from nufed.objective.parts import Part
 from nufed.objective.perceptron import perceptron
-from nufed.objective.stack import stacked_losses
 
 
-class Objective(FlatModule):
+class Objective(FlatLoss):
     """The loss of a module on a batch, as a function f(w, batch) of its flat parameters w.
 
     The vector holds every trainable parameter once (tied weights are one parameter, frozen ones
@@ -50,17 +49,6 @@ class Objective(FlatModule):
     tensor([2., 2.])
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        loss: Loss = F.cross_entropy,
-        *,
-        running_stats: RunningStats = "refuse",
-    ) -> None:
-        super().__init__(module, running_stats)
-        self._loss_function = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
-        self._chain = perceptron(self._module, self._loss_function)
-
     @cached_property
     def double(self) -> Objective:
         """The same objective in float64; it casts its batches.
@@ -68,7 +56,7 @@ class Objective(FlatModule):
         It stores no parameters: every call passes them to its module.
         """
         double = copy.copy(self)
-        double._exits = {}
+        double._exits, double._narrow, double._moved = {}, {}, MovedStatistics()
         double._like = self._like.double()
         zero = double._like.new_zeros(())
         stand_ins = {
@@ -94,6 +82,12 @@ class Objective(FlatModule):
         other._chain = perceptron(other._module, loss)
         return other
 
+    def with_shift(self, shift: Tensor) -> Objective:
+        """The same with ``shift`` added to the outputs before the loss."""
+        other = self.with_loss(lambda outputs, y: self.loss(outputs + shift.to(outputs.device), y))
+        other._chain = self._chain and replace(self._chain, shift=shift.to(self._like.device))
+        return other
+
     def with_exits(self, depth: int, loss: Loss | None = None) -> Objective:
         """An objective on the same vector with the outputs of the first ``depth`` exits.
 
@@ -104,13 +98,32 @@ class Objective(FlatModule):
             shared = {id(t): t for t in chain(self._module.parameters(), self._module.buffers())}
             self._exits[depth] = FirstExits(copy.deepcopy(self._module, shared), depth)
         other = self.with_loss(loss or self._loss_function)
-        other._module, other._parts = self._exits[depth], {}
+        other._module, other._parts, other._tensors = self._exits[depth], {}, {}
+        other._moved = MovedStatistics()
         other._names = {f"module.{name}": place for name, place in self._names.items()}
         other._statistics = {f"module.{name}": i for name, i in self._statistics.items()}
         other._always_evaluated = [f"module.{name}" for name in self._always_evaluated]
         other._chain = None
         other._set_training(False)
         return other
+
+    def level(
+        self, widths: Sequence[Fraction], depths: Sequence[int], level: int, loss: Loss
+    ) -> tuple[Objective, Part]:
+        """The objective of a capacity level's sub-network, and its part of the vector.
+
+        Its own vector holds the numbers of that part. The loss is one of the outputs of its exits.
+        """
+        key = tuple(widths), tuple(depths), level
+        if key not in self._narrow:
+            module = narrow_module(self._module, widths[level], depths[level]).train()
+            layers = dict(module.named_modules())
+            for name in {f"module.{name}" for name in self._always_evaluated} & layers.keys():
+                layers[name].training = False
+            own = Objective(module, self._loss_function, running_stats=self._running_stats)
+            self._narrow[key] = own, Part.where(self.first_levels(widths, depths) <= level)
+        own, part = self._narrow[key]
+        return own.with_loss(loss), part
 
     @property
     def base(self) -> Objective:
@@ -122,49 +135,17 @@ class Objective(FlatModule):
         norm: Tensor = torch.linalg.vector_norm(w, dim=-1, keepdim=w.ndim > 1)
         return norm
 
-    def value(self, w: Tensor, batch: AnyBatch) -> Tensor:
-        """f(w, batch), a scalar tensor; for a stack, one value per row."""
-        with torch.no_grad():
-            return self.forward(w, batch)
-
-    def grad(self, w: Tensor, batch: AnyBatch) -> Tensor:
-        """∇f(w, batch)."""
-        if w.ndim > 1:
-            return self.stacked_grad(w, batch)[0]
-        self._check_vector(w)
-        leaves = [view.requires_grad_() for view in self._views(w.detach())]
-        with torch.enable_grad():
-            loss = _differentiable(self._forward(leaves, batch, stacked=False))
-            return _joined(torch.autograd.grad(loss, leaves, materialize_grads=True))
+    def grad(self, w: Tensor, batch: AnyBatch, part: Part | None = None) -> Tensor:
+        """∇f(w, batch), or the numbers of it in a part, which saves the work for the others."""
+        if w.ndim == 1:
+            return self.single_grad(w, batch, part)
+        gradient, _ = self.stacked_grad(w, batch)
+        return gradient if part is None else part.take(gradient)
 
     def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         """∇²f(w, batch)·v, by differentiating ⟨∇f, v⟩; the Hessian is never formed."""
         require(v.shape == w.shape, "v", tuple(v.shape), f"must have the shape of w, {w.shape}")
-        if w.ndim > 1:
-            return self.stacked_hvp(w, batch, v)[0]
-        try:
-            return self._hvp(w, batch, v)
-        except RuntimeError as error:
-            if "is not implemented" not in str(error):
-                raise
-            # fused attention has no second derivative; its unfused form has one
-            with sdpa_kernel(SDPBackend.MATH):
-                return self._hvp(w, batch, v)
-
-    def _hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
-        self._check_vector(w)
-        leaves = [view.requires_grad_() for view in self._views(w.detach())]
-        directions = self._views(v)
-        with torch.enable_grad():
-            loss = _differentiable(self._forward(leaves, batch, stacked=False))
-            gradients = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
-            # a loss that is linear in a parameter has a gradient that does not depend on it
-            used = [i for i, g in enumerate(gradients) if g.requires_grad]
-            if not used:
-                return torch.zeros_like(w)
-            wanted, against = ([these[i] for i in used] for these in (gradients, directions))
-            del gradients
-            return _joined(torch.autograd.grad(wanted, leaves, against, materialize_grads=True))
+        return self.single_hvp(w, batch, v) if w.ndim == 1 else self.stacked_hvp(w, batch, v)[0]
 
     def beside(
         self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
@@ -195,7 +176,7 @@ class Objective(FlatModule):
             return gradient, inputs
         leaves, leafy = self._leaves(w, batch, by_inputs)
         with torch.enable_grad():
-            loss = _differentiable(self.forward(leaves[0], leafy).sum())
+            loss = differentiable(self.forward(leaves[0], leafy).sum())
         gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
         return gradients[0], gradients[1] if by_inputs else None
 
@@ -218,7 +199,7 @@ class Objective(FlatModule):
         leaves, leafy = self._leaves(w, batch, change is not None)
         directions = [v] if change is None else [v, change]
         with torch.enable_grad():
-            loss = _differentiable(self.forward(leaves[0], leafy).sum())
+            loss = differentiable(self.forward(leaves[0], leafy).sum())
             gradient = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
             # a loss that is linear in a leaf has a gradient that does not depend on it
             used = [i for i, g in enumerate(gradient) if g.requires_grad]
@@ -244,29 +225,6 @@ class Objective(FlatModule):
                 stack.extend(before for before, _ in node.next_functions)
         return {type(node).__name__ for node in nodes}
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of outputs that :meth:`predict` gave, a scalar tensor."""
-        loss = self._loss_function(outputs, cast_like(targets, self._like))
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(f"the loss returned {given}: it must return one number as a tensor")
-        return loss.reshape(())
-
-    def forward(self, w: Tensor, batch: AnyBatch) -> Tensor:
-        """f(w, batch) like :meth:`value`, with autograd's graph."""
-        self._check_vector(w)
-        return self._forward(self._views(w), batch, stacked=w.ndim > 1)
-
-    def _forward(self, views: Sequence[Tensor], batch: AnyBatch, stacked: bool) -> Tensor:
-        """f of the parameter tensors."""
-        batch = Batch(*batch)
-        with self._mode(batch.seed):
-            outputs = self._outputs(views, batch.inputs, stacked)
-            if not stacked:
-                return self.loss(outputs, batch.targets)
-            targets = cast_like(batch.targets, self._like)
-            return stacked_losses(self._loss_function, outputs, targets)
-
     def _flat(self, inputs: Inputs) -> Tensor:
         """The inputs of a perceptron, (agents, samples, features)."""
         assert isinstance(inputs, Tensor)
@@ -280,25 +238,3 @@ class Objective(FlatModule):
             leaves.append(batch.inputs.detach().requires_grad_())
             batch = batch._replace(inputs=leaves[1])
         return leaves, batch
-
-
-def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
-    """The concatenation; each tensor is freed once copied, so that memory holds one copy."""
-    waiting = deque(tensors)
-    del tensors
-    vector = waiting[0].new_empty(sum(tensor.numel() for tensor in waiting))
-    start = 0
-    while waiting:
-        part = waiting.popleft().reshape(-1)
-        vector[start : start + len(part)] = part
-        start += len(part)
-    return vector
-
-
-def _differentiable(loss: Tensor) -> Tensor:
-    if not loss.requires_grad:
-        raise InputError(
-            "the loss does not depend on the parameters in a way that can be differentiated: "
-            "the module or the loss may detach, use no_grad, or leave torch"
-        )
-    return loss

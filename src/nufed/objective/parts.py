@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from nufed.errors import InputError
 
 HEAD, BODY, NORM, ALL, NONE = PARTS = "head", "body", "norm", "all", "none"
+FEW_SPANS = 512
 LAST = "last:"  # followed by a number of layers
 
 
@@ -28,15 +31,57 @@ class Part:
     index: slice | Tensor
     size: int
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether it is one slice, of which :meth:`take` gives a view."""
+        return isinstance(self.index, slice)
+
     def take(self, w: Tensor) -> Tensor:
         """The values of this part; for a stack, row by row."""
+        if self._spans:
+            return torch.cat([w[..., span] for span in self._spans], dim=-1)
         return w[..., self.index]
+
+    def keep(self, w: Tensor) -> Tensor:
+        """The same to be kept when w is not: a copy, unless they are most of w."""
+        own = self.take(w)
+        return own.clone() if self.contiguous and 2 * self.size < w.shape[-1] else own
 
     def put(self, w: Tensor, values: Tensor) -> Tensor:
         """A copy of w with these values in this part."""
         changed = w.clone()
-        changed[..., self.index] = values
+        self.fill(changed, values)
         return changed
+
+    def fill(self, w: Tensor, values: Tensor) -> None:
+        """Replace the values of this part in w itself."""
+        if not self._spans:
+            w[..., self.index] = values
+            return
+        parts = torch.split(values, [span.stop - span.start for span in self._spans], dim=-1)
+        for span, part in zip(self._spans, parts, strict=True):
+            w[..., span] = part
+
+    @classmethod
+    def where(cls, mask: Tensor) -> Part:
+        """The coordinates at which a mask is true.
+
+        >>> Part.where(torch.tensor([False, True, True])).index
+        slice(1, 3, None)
+        """
+        places = mask.nonzero().flatten()
+        return cls("", _compact(places), len(places))
+
+    @cached_property
+    def _spans(self) -> list[slice]:
+        """The slices that it consists of, if these are few but more than one: faster to copy."""
+        if isinstance(self.index, slice):
+            return []
+        ends = (self.index.diff() > 1).nonzero().flatten().tolist()
+        if len(ends) >= FEW_SPANS:
+            return []
+        bounds = [-1, *ends, len(self.index) - 1]
+        return [slice(int(self.index[a + 1]), int(self.index[b]) + 1) for a, b in pairwise(bounds)]
 
     def only(self, w: Tensor) -> Tensor:
         """A copy of w with zeros outside this part."""
@@ -69,7 +114,11 @@ def find_part(
         norms: the normalisation layers.
     """
     chosen = {n for each in name.split(",") for n in _names(each.strip(), places, layers, norms)}
-    spans = sorted({(places[n].start, places[n].stop) for n in chosen})
+    return part_of(name, sorted({(places[n].start, places[n].stop) for n in chosen}))
+
+
+def part_of(name: str, spans: Sequence[tuple[int, int]]) -> Part:
+    """The part that holds these spans of the vector, given in ascending order."""
     every = [torch.arange(start, stop) for start, stop in spans]
     index = _compact(torch.cat(every)) if every else slice(0, 0)
     return Part(name, index, sum(map(len, every)))

@@ -4,6 +4,9 @@ On small networks autograd's overhead dominates. Here a network is a chain of li
 activations. The gradient is a forward pass, then a backward pass of d, the derivative with respect
 to a link's outputs. A Hessian-vector product differentiates both passes along the direction, with
 tangents ẋ of every x and ḋ of every d (Pearlmutter's R-operator). Agents are the first dimension.
+
+The gradient of one network, without a stack, is written out too, in the operations that autograd
+would call, so that it has the same bits.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from torch import Tensor, nn
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 aten = torch.ops.aten
+ALIGNMENT = 64  # bytes, of torch's new tensors
+MEAN, IGNORED = 1, -100  # of cross-entropy: its reduction, and the class number it leaves out
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,64 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
 
 @dataclass(frozen=True)
 class Perceptron:
-    """A chain of layers with cross-entropy as the loss, for a stack of parameters."""
+    """A chain of layers with cross-entropy as the loss.
+
+    Args:
+        links: the layers.
+        flattens: whether it flattens samples first.
+        shift: what is added to the outputs, if anything.
+    """
 
     links: tuple[Linear | Activation, ...]
+    flattens: bool
+    shift: Tensor | None = None
+
+    def takes(self, inputs: object, targets: Tensor) -> bool:
+        """Whether :meth:`single_gradient` is defined for such a batch."""
+        plain = isinstance(inputs, Tensor) and (inputs.ndim == 2 or self.flattens)
+        return plain and targets.ndim == 1 and not targets.is_floating_point()
+
+    @property
+    def head(self) -> int:
+        """The place of the last linear link."""
+        return max(i for i, link in enumerate(self.links) if isinstance(link, Linear))
+
+    def single_gradient(
+        self, p: Parameters, inputs: Tensor, targets: Tensor, into: Parameters, first: int = 0
+    ) -> Tensor:
+        """Write the derivatives of one network ``into`` place, with the bits of autograd's.
+
+        Those of tensors that ``into`` lacks are not computed. Returns the inputs of the head. With
+        ``first`` the inputs are those of that link.
+        """
+        lowest = min(i for i, link in enumerate(self.links) if _names(link) & into.keys())
+        xs = [inputs.flatten(1)] * (first + 1)
+        for link in self.links[first:]:
+            if isinstance(link, Activation):
+                xs.append(link.apply(xs[-1]))
+            elif link.bias:
+                xs.append(torch.addmm(p[link.bias], xs[-1], p[link.weight].t()))
+            else:
+                xs.append(torch.mm(xs[-1], p[link.weight].t()))
+        outputs = xs[-1] if self.shift is None else xs[-1] + self.shift
+        logs = torch.log_softmax(outputs, dim=1)
+        loss, number = aten.nll_loss_forward(logs, targets, None, MEAN, IGNORED)
+        d = aten.nll_loss_backward(
+            torch.ones_like(loss), logs, targets, None, MEAN, IGNORED, number
+        )
+        d = aten._log_softmax_backward_data(d, logs, 1, logs.dtype)
+        for i, link in reversed(list(enumerate(self.links))):
+            if isinstance(link, Activation):
+                d = link.backward(d, xs[i + 1])
+                continue
+            if link.weight in into:
+                _product_into(into[link.weight], d.t(), xs[i])
+            if link.bias and link.bias in into:
+                into[link.bias].copy_(d.sum(dim=0))
+            if i == lowest:
+                break
+            d = torch.mm(d, p[link.weight])
+        return xs[self.head]
 
     def gradient(
         self, p: Parameters, inputs: Tensor, targets: Tensor, into: Parameters, by_inputs: bool
@@ -120,6 +180,8 @@ class Perceptron:
             else:
                 x = torch.bmm(x, p[link.weight].mT)
             xs.append(x)
+        if self.shift is not None:
+            xs[-1] = xs[-1] + self.shift
         return xs
 
 
@@ -133,7 +195,22 @@ def perceptron(module: nn.Module, loss: object) -> Perceptron | None:
     trainable = all(p.requires_grad for p in own.values())
     if loss is not F.cross_entropy or None in links or not complete or not trainable:
         return None
-    return Perceptron(tuple(link for link in links if link is not None))
+    layers = [m for m in module.modules() if not isinstance(m, nn.Sequential | nn.Identity)]
+    flattens = bool(layers) and _flattens(layers[0])
+    return Perceptron(tuple(link for link in links if link is not None), flattens)
+
+
+def _product_into(place: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write ab into place, with the bits of a new tensor, which depend on its alignment."""
+    if place.data_ptr() % ALIGNMENT:
+        place.copy_(torch.mm(a, b))
+    else:
+        torch.mm(a, b, out=place)
+
+
+def _names(link: Linear | Activation) -> set[str]:
+    """The names of a link's parameters."""
+    return {n for n in (link.weight, link.bias) if n} if isinstance(link, Linear) else set()
 
 
 def _links(module: nn.Module, prefix: str) -> Iterator[Linear | Activation | None]:

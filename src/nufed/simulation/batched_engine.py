@@ -149,6 +149,9 @@ class OfAStack:
     def whole(self) -> Batch:
         raise TypeError("agents of a stack have training parts of different sizes")
 
+    def targets(self) -> Tensor:
+        raise TypeError("agents of a stack have training parts of different sizes")
+
 
 @dataclass(frozen=True)
 class StackedBatches(OfAStack):
