@@ -24,7 +24,7 @@ from nufed.cli.terminal import console, styled, table
 from nufed.config import load_config
 from nufed.data import SOURCES
 from nufed.errors import visible
-from nufed.report.charts import counts_chart
+from nufed.report.agent_charts import counts_chart
 from nufed.report.figures import spec_of
 
 KNOWN = [

@@ -18,7 +18,7 @@ from nufed.bundle.data_file import LABEL, Data, read_data, to_cell
 from nufed.bundle.from_run import make_bundle
 from nufed.bundle.personal import make_personal
 from nufed.cli.data_commands import AsJson
-from nufed.cli.terminal import console, say, table
+from nufed.cli.terminal import console, print_table, say, table
 from nufed.errors import InputError
 from nufed.files import write_durably
 from nufed.runs import load_run
@@ -209,7 +209,7 @@ def _print(answers: list[Prediction], labels: list[str]) -> None:
     if labels:
         for cells, answer, label in zip(rows, answers, labels, strict=False):
             cells += [label, "" if label == answer.answer else "wrong"]
-    console().print(table(rows, titles))
+    print_table(table(rows, titles))
     if len(answers) > MAX_PRINTED:
         say(f"… {len(answers) - MAX_PRINTED} more: --out predictions.csv writes all of them")
 
