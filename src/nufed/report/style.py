@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import altair as alt
 
 # Okabe and Ito's colour-blind-safe palette; purple instead of black, which is invisible when dark
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#9467BD"]
-GREY = "#808080"
+GREY = "#777777"
 SHAPES = ["circle", "square", "triangle-up", "cross", "diamond", "triangle-right", "triangle-down",
           "triangle-left"]  # fmt: skip
-WIDTH, HEIGHT = 560, 320
+WIDTH, HEIGHT = 660, 320
 LEGEND_COLUMNS = 6  # methods in a row of a legend
 DASHED = [5, 4]  # strokes of a null baseline
 DOTTED = [2, 3]  # and of a global model
@@ -25,8 +27,15 @@ def _theme(ink: str, faint: str, grid: str, ramp: Sequence[str]) -> dict[str, An
     """A Vega-Lite configuration; the background is that of the page."""
     text = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
     return {
-        "axis": {**text, "gridColor": grid, "domainColor": faint, "tickColor": faint},
-        "legend": {**text, "labelLimit": 0},
+        "header": text,
+        "axis": {
+            **text,
+            "labelLimit": 260,
+            "gridColor": grid,
+            "domainColor": faint,
+            "tickColor": faint,
+        },
+        "legend": {**text, "labelLimit": 0, "orient": "top"},
         "title": {"color": ink},
         "view": {"stroke": grid},
         "range": {"ramp": list(ramp), "heatmap": list(ramp)},
@@ -73,6 +82,42 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     return alt.Chart(alt.InlineData(values=[dict(row) for row in rows]))
 
 
+def fitted(chart: Any, beside: Sequence[str] = ()) -> Any:
+    """The chart with its axes and legend inside its width, and room on the right for labels."""
+    room = 14 + 7 * max((len(name) for name in beside), default=0)
+    return chart.properties(
+        autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
+        padding={"left": 5, "top": 5, "bottom": 5, "right": min(room, WIDTH // 4)},
+    )
+
+
+def end_labels(chart: Any, height: Any) -> Any:
+    """The names of null baselines, beside the right ends of their lines."""
+    text = chart.mark_text(align="left", dx=8, color=GREY, fontSize=12)
+    return text.encode(y=height, text="method:N")
+
+
+def spread_labels(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Labels at the ends of lines, moved apart to avoid overlap."""
+    values = [p[k] for p in points for k in ("mean", "low", "high") if math.isfinite(p.get(k, nan))]
+    gap = 0.05 * (max(values) - min(values)) if values else 0.0
+    spread: list[dict[str, Any]] = []
+    for end in sorted(ends, key=lambda e: float(e["mean"])):
+        lowest = spread[-1]["mean"] + gap if spread else end["mean"]
+        spread.append({**end, "mean": max(end["mean"], lowest)})
+    return spread
+
+
+def tooltips(names: Sequence[str], scores: Sequence[str], percent: bool) -> list[Any]:
+    """What hovering shows: names and numbers, then scores."""
+    titles = {"half_width": "± 95 %", "low": "lowest seed", "high": "highest seed"}
+    shown = [alt.Tooltip(f"{name}:N") for name in names]
+    return shown + [
+        alt.Tooltip(f"{score}:Q", title=titles.get(score, score), format=number_format(percent))
+        for score in scores
+    ]
+
+
 def number_format(percent: bool) -> str:
     """Of scores in tooltips."""
     return ".1%" if percent else ".4~g"
@@ -80,7 +125,7 @@ def number_format(percent: bool) -> str:
 
 def score_axis(channel: Any, field: str, title: str, percent: bool, domain: Any = None) -> Any:
     """The axis of a score; ``domain`` fixes its range, so that charts can be compared."""
-    scale = alt.Scale(zero=False) if domain is None else alt.Scale(domain=domain, zero=False)
+    scale = alt.Scale(zero=False) if domain is None else alt.Scale(domain=list(domain), nice=True)
     axis = alt.Axis(format="%" if percent else "~g")
     return channel(f"{field}:Q", title=title, scale=scale, axis=axis)
 

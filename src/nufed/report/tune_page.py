@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
-import jinja2
-
 from nufed.analysis.tuning_findings import doubts, edges, ranking_notes
-from nufed.errors import RunError, visible
 from nufed.report.figures import draw, spec_of
+from nufed.report.page import save_page, template
 from nufed.report.tune_charts import tune_charts
 from nufed.report.tune_tables import (
     certainty_table,
@@ -33,8 +28,7 @@ def build_tune_page(record: TuningRecord, out: Path, *, figures: bool = True) ->
     specs = {name: spec_of(chart) for name, _, chart in charts}
     drawn = draw(specs if figures else {}, javascript=True)
     captions = [(name, caption) for name, caption, _ in charts]
-    page = _template().render(
-        style=_style(),
+    page = template("tune.html.j2").render(
         title=f"{record.search.config['name']}, tuned",
         headline=tune_headline(record),
         choices=choices_table(record),
@@ -51,31 +45,5 @@ def build_tune_page(record: TuningRecord, out: Path, *, figures: bool = True) ->
         specs=specs,
         drawn=drawn,
     )
-    try:
-        for name, figure in drawn.figures.items():
-            figure.save(out / "figures", name)
-        (out / PAGE).write_bytes(page.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise RunError(f"the page can't be written to {out}: {error.strerror}") from error
-    drawn.warn(f"{out / PAGE} has tables but lacks charts")
-    return out / PAGE
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=lambda value: (
-            visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
-        ),
-    )
-    return environment.from_string((files("nufed.report") / "tune_page.html.j2").read_text("utf-8"))
-
-
-@cache
-def _style() -> str:
-    """The style sheet of reports."""
-    text = (files("nufed.report") / "page.html.j2").read_text("utf-8")
-    found = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
-    return found[1] if found else ""
+    encoded = page.encode("utf-8", "backslashreplace")
+    return save_page(encoded, drawn, out, "nufed tune --resume", PAGE)
