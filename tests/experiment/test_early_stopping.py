@@ -34,7 +34,7 @@ CONFIG = {
 }
 
 
-def noise(seed=3):
+def noise(seed=4):
     """Labels that can't be learned, so that the validation score soon stops rising."""
     rng = np.random.default_rng(seed)
     return rng.normal(size=(120, 5)).astype("float32"), rng.integers(0, 3, 120)
@@ -90,7 +90,7 @@ def test_results_bundles_and_personal_models_are_of_the_best_round(whole):
     (own,) = [s for s in trained.final if s.agent == 2]
     made = nufed.make_personal(whole, "ditto", 2, model=linear, data=noise())
     steps = whole.config.steps_of("ditto")[0]
-    assert made.about.measured.groups["seen"].personal == own.score[steps]
+    assert made.about.measured["groups"]["seen"]["personal"] == own.score[steps]
     written = load_file(whole.path / "methods/ditto/seed-0/personal/2.safetensors")
     flat = torch.cat([p.detach().flatten() for p in made.module.parameters()])
     assert torch.equal(flat, written["model"])
@@ -107,7 +107,7 @@ def killed_after(events):
     return listener
 
 
-@pytest.mark.parametrize("events", [4, 9, 15, 21])
+@pytest.mark.parametrize("events", [3, 6, 12, 14])
 def test_a_killed_run_stops_in_the_same_round_with_the_same_bits(tmp_path, whole, events):
     with pytest.raises(Killed):
         train(tmp_path / "run", on_progress=killed_after(events))
@@ -132,7 +132,7 @@ def test_test_samples_decide_nothing(tmp_path, whole):
     inputs, labels = noise()
     split = Split.load(whole.path / "splits" / "seed-0.safetensors")
     tested = np.concatenate([split.test[agent] for agent in split.agents])
-    inputs[tested], labels[tested] = 50 * inputs[tested][::-1], (labels[tested] + 1) % 3
+    inputs[tested], labels[tested] = -inputs[tested][::-1], (labels[tested] + 1) % 3
     data = CONFIG["data"] | {"split_file": str(whole.path / "splits/seed-{seed}.safetensors")}
     spoilt = train(tmp_path / "run", CONFIG | {"data": data}, (inputs, labels))
     for method in METHODS:
