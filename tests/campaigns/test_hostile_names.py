@@ -25,7 +25,7 @@ from nufed.data import SOURCES
 from nufed.data.csv_file import from_cell, to_cell
 from nufed.data.data_file import read_data
 from nufed.errors import visible
-from nufed.report.charts import counts_chart
+from nufed.report.agent_charts import counts_chart
 from nufed.report.figures import spec_of
 
 KNOWN = [

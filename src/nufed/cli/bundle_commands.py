@@ -20,7 +20,7 @@ from nufed.bundle.from_run import make_bundle
 from nufed.bundle.personal import make_personal
 from nufed.cli.completion import complete_bundle, complete_method, complete_run
 from nufed.cli.data_commands import AsJson
-from nufed.cli.terminal import console, say, table
+from nufed.cli.terminal import console, print_table, say, table
 from nufed.data.csv_file import to_cell
 from nufed.data.data_file import LABEL, read_data
 from nufed.data.sample_table import Data
@@ -257,7 +257,7 @@ def _print(answers: list[Prediction], labels: list[str], names: Sequence[str]) -
     if labels:
         for cells, answer, label in zip(rows, answers, labels, strict=False):
             cells += [label, "" if label == answer.answer else "wrong"]
-    console().print(table(rows, titles))
+    print_table(table(rows, titles))
     if len(answers) > MAX_PRINTED:
         say(f"… {len(answers) - MAX_PRINTED} more: --out predictions.csv writes all of them")
 

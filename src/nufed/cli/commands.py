@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,8 +36,9 @@ from nufed.cli.examples import add_examples
 from nufed.cli.federate_commands import federate_app
 from nufed.cli.listing import listing, listing_of
 from nufed.cli.progress import show_progress
+from nufed.cli.results import print_notes, print_results
 from nufed.cli.streams import standard_streams
-from nufed.cli.terminal import console, say, styled, table
+from nufed.cli.terminal import console, print_table, say, styled, table
 from nufed.config.trust import require_trust
 from nufed.errors import InputError, NufedError
 from nufed.experiment import resume as resume_experiment
@@ -49,8 +49,8 @@ from nufed.objective.threads import torch_threads
 from nufed.report import build_report, save_advice_chart, save_bounds_charts
 from nufed.report.advice_tables import advice_notes, advice_tables
 from nufed.report.bounds_tables import bounds_notes, bounds_tables
-from nufed.report.tables import Table, all_groups, headline, results_table
-from nufed.runs import Run, load_run
+from nufed.report.csv_results import results_csv
+from nufed.runs import load_run
 from nufed.runs.directory import BOUNDS
 from nufed.runs.json_files import write_json
 from nufed.theory import TheoryError
@@ -134,7 +134,7 @@ def run(
     if as_json:
         print(json.dumps({"directory": str(finished.path), **finished.to_json()}))
         return
-    _print_results([finished])
+    print_results([finished])
     if can_be_bundled(finished):
         say(f"models to adapt: {finished.path / 'bundles'} (see `nufed adapt --help`)")
         for name in finished.methods:
@@ -159,8 +159,14 @@ def report(
     trust: Trust = False,
     no_figures: NoFigures = False,
     as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the results as CSV.")] = False,
 ) -> None:
-    """Rebuild a run's report, or compare several runs on one page."""
+    """Rebuild a run's report, or compare several runs on one page.
+
+    Example: nufed report runs/quickstart-00* --out compared --csv > results.csv
+    """
+    if as_json and as_csv:
+        raise InputError("--json and --csv: give one of them")
     loaded = [load_run(path, trust=trust) for path in runs]
     for each in loaded:
         require_trust(each.path, each.config, trust)
@@ -172,7 +178,10 @@ def report(
     if as_json:
         print(json.dumps([{"directory": str(r.path), **r.to_json()} for r in loaded]))
         return
-    _print_results(loaded)
+    if as_csv:
+        print(results_csv(loaded), end="")
+        return
+    print_results(loaded)
     say(f"report: {page}")
 
 
@@ -204,7 +213,7 @@ def bounds(
     if as_json:
         print(json.dumps(found.record()))
         return
-    _print_notes(bounds_tables(found), bounds_notes(found))
+    print_notes(bounds_tables(found), bounds_notes(found))
     if source.is_dir():
         for figure in save_bounds_charts(found, source / "figures"):
             say(f"chart: {figure}")
@@ -233,7 +242,7 @@ def advise_on(
     if as_json:
         print(json.dumps(found.record()))
         return
-    _print_notes(advice_tables(found), advice_notes(found))
+    print_notes(advice_tables(found), advice_notes(found))
     for figure in save_advice_chart(found, run / "figures"):
         say(f"chart: {figure}")
 
@@ -251,7 +260,7 @@ def doctor(as_json: AsJson = False) -> None:
             advice = [Text("\n→ "), styled(finding.advice)] if finding.advice else []
             said = Text.assemble(styled(finding.found), *advice)
             rows.append([styled((finding.state, colours[finding.state])), finding.name, said])
-        console().print(table(rows))
+        print_table(table(rows))
     if any(finding.state == "problem" for finding in findings):
         raise typer.Exit(1)
 
@@ -274,45 +283,10 @@ def list_all(
         return
     for title, entries in contents.items():
         console().print(styled((title, "bold")))
-        console().print(table([["  " + name, line] for name, line in entries.items()]))
+        print_table(table([["  " + name, line] for name, line in entries.items()]))
 
 
 add_examples(app)
-
-
-def _print_results(runs: list[Run]) -> None:
-    terminal = console()
-    for line in (headline(run) for run in runs):
-        terminal.print(styled(line))
-    for group in all_groups(runs):
-        terminal.print()
-        _print_table(f"agents {group} in training", results_table(runs, group, narrow=True))
-    for line in (line for run in runs for line in run.failures):
-        terminal.print(styled(("could not be trained", "red"), f", left out above: {line}"))
-    for warning in (w for run in runs for w in run.warnings() if w.about == "data"):
-        terminal.print(styled(("check the data", "yellow"), f", {warning}"))
-    for warning in (w for run in runs for w in run.warnings() if w.about == "training"):
-        terminal.print(styled(("training went wrong", "red"), f", {warning}"))
-    for line in (line for run in runs for line in run.unanswered()):
-        terminal.print(styled(("agents did not answer", "yellow"), f", {line}"))
-    rejected = [line for run in runs for line in run.rejected()]
-    if rejected:
-        many = f"{len(rejected)} updates were left out"
-        terminal.print(styled((many, "yellow"), f", first: {rejected[0]}"))
-
-
-def _print_notes(tables: Iterable[tuple[str, Table]], notes: Iterable[str]) -> None:
-    for title, each in tables:
-        _print_table(title, each)
-        console().print()
-    for note in notes:
-        console().print(styled(note))
-
-
-def _print_table(title: str, shown: Table) -> None:
-    quiet = [number for number, is_quiet in enumerate(shown.quiet) if is_quiet]
-    made = table(shown.rows, shown.headings, title=title, right=True, quiet=quiet, gap=1)
-    console().print(made)
 
 
 def _version(requested: bool) -> None:

@@ -10,10 +10,13 @@ import sys
 from collections.abc import Collection, Sequence
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from nufed.errors import visible
+
+WIDE = 10_000  # columns, wider than any table
 
 
 def say(text: object, *, error: bool = False) -> None:
@@ -33,6 +36,34 @@ def styled(*parts: str | tuple[str, str]) -> Text:
     """A line for a console, from strings and (string, style) pairs."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((visible(text), style) for text, style in pairs))
+
+
+def wide() -> bool:
+    """Whether lines are not broken: standard output is a file or a pipe."""
+    return not console().is_terminal
+
+
+def natural_width(made: Table) -> int:
+    """The columns that a table needs."""
+    unlimited = Console(width=WIDE)
+    return Measurement.get(unlimited, unlimited.options, made).maximum
+
+
+def print_table(made: Table) -> None:
+    """Print a table; to a file or pipe at its full width."""
+    if not wide():
+        console().print(made)
+        return
+    full = Console(markup=False, emoji=False, highlight=False, width=natural_width(made))
+    with full.capture() as capture:
+        full.print(made)
+    for line in capture.get().splitlines():
+        print(line.rstrip())
+
+
+def print_line(*parts: str | tuple[str, str]) -> None:
+    """Print a line, broken into several only on a terminal."""
+    console().print(styled(*parts), soft_wrap=wide())
 
 
 def table(

@@ -51,6 +51,13 @@ def build_samples(config: DataConfig) -> Samples:
     return as_samples(call_named("data.source", config.source, SOURCES, config.args))
 
 
+def resolved_partition(config: DataConfig, owners: bool) -> str:
+    """The name of the partition; "auto" is "given" if the data names owners of its samples."""
+    if config.partition != "auto":
+        return config.partition
+    return "given" if owners else "dirichlet"
+
+
 def build_split(
     config: DataConfig, samples: Samples, seed: int, own: Partition | None = None
 ) -> Split:
@@ -59,9 +66,7 @@ def build_split(
         path = Path(config.split_file.replace("{seed}", str(seed)))
         return Split.load(path, samples.targets.numpy())
     if own is None:
-        name = config.partition
-        if name == "auto":
-            name = "dirichlet" if samples.owners is None else "given"
+        name = resolved_partition(config, samples.owners is not None)
         if name == "dirichlet" and config.reuse == "across_agents" and samples.classes:
             return _split_sharing_samples(config, samples, seed)
         own = find_named("data.partition", name, PARTITIONS)

@@ -49,9 +49,9 @@ def save_counts_chart(
     agents: Sequence[str], classes: Sequence[str], counts: object, path: Path
 ) -> None:
     """Write a heat map of samples per agent and class (SVG, PNG or HTML by file extension)."""
-    from nufed.report import charts, figures
+    from nufed.report import agent_charts, figures
 
-    spec = figures.spec_of(charts.counts_chart(agents, classes, counts))
+    spec = figures.spec_of(agent_charts.counts_chart(agents, classes, counts))
     if path.suffix == ".html":
         import altair
 

@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 
 from nufed.analysis.advice_records import Advice, Curve
-from nufed.report.charts import GREY, HEIGHT, PALETTE, WIDTH
+from nufed.report.style import GREY, HEIGHT, PALETTE, WIDTH
 
 
 def advice_chart(advice: Advice) -> Any:

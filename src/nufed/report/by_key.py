@@ -14,6 +14,7 @@ from nufed.report.style import (
     HEIGHT,
     WIDTH,
     Styles,
+    fitted,
     method_colour,
     method_shape,
     number_format,
@@ -86,7 +87,7 @@ def score_by_key(
     nulls = [row for row in rows if row["baseline"]]
     bars = [row for row in own if row["half_width"] is not None]
     colour = method_colour([*names, *_methods(scores, baseline=True)], styles)
-    return alt.layer(
+    chart = alt.layer(
         line(nulls, strokeDash=DASHED).encode(y=height("mean"), color=colour),
         base(nulls).mark_point(size=30).encode(y=height("mean"), color=colour, tooltip=hover),
         base(bars)
@@ -97,6 +98,7 @@ def score_by_key(
         .mark_point(size=60, strokeWidth=1.5)
         .encode(y=height("mean"), color=colour, shape=method_shape(names, styles), tooltip=hover),
     ).properties(width=WIDTH, height=HEIGHT)
+    return fitted(chart)
 
 
 def score_by_two_keys(

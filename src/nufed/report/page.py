@@ -9,24 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from nufed.errors import InputError, RunError, visible
 from nufed.report.bounds_charts import bounds_charts
 from nufed.report.bounds_tables import bounds_notes, bounds_tables
 from nufed.report.charts import all_charts
 from nufed.report.figures import Drawn, draw, spec_of
-from nufed.report.settings_tables import costs_table, methods_table, settings_table
+from nufed.report.headline import finding, measured
+from nufed.report.settings_tables import costs_table, methods_table, problem_text, settings_table
+from nufed.report.style import DARK, LIGHT
 from nufed.report.tables import (
     agents_table,
     all_groups,
     baseline_notes,
-    headline,
     newcomer_notes,
     results_table,
     run_name,
     without_global,
 )
 from nufed.runs import Run
+
+# the charts of each part of the page, by how their names begin; others come last
+PARTS = {
+    "first": ("fits", "by-key-seen", "results-seen"),
+    "unseen": ("by-key-unseen", "results-unseen", "rounds-unseen"),
+    "training": ("rounds-seen", "training-", "steps"),
+    "agents": ("agents",),
+    "data": ("split",),
+}
 
 
 def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Path:
@@ -37,6 +48,19 @@ def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Pat
     """
     page, drawn = page_of(runs, figures=figures)
     return save_page(page, drawn, out, "nufed report")
+
+
+def save_page(page: bytes, drawn: Drawn, out: Path, command: str) -> Path:
+    """Write ``report.html`` and its figures; ``command`` makes them again."""
+    try:
+        for name, figure in drawn.figures.items():
+            figure.save(out / "figures", name)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.html").write_bytes(page)
+    except OSError as error:
+        raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
+    drawn.warn(f"{out / 'report.html'} has tables but lacks charts; `{command}` retries")
+    return out / "report.html"
 
 
 def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn]:
@@ -52,9 +76,11 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
     bounded = list(bounds_charts(bounds)) if bounds else []
     specs = {name: spec_of(chart) for name, _, chart in (*charts, *bounded)}
     drawn = draw(specs if figures else {}, javascript=True)
+    warnings = [w for run in runs for w in run.warnings()]
     page = template("page.html.j2").render(
         title=" and ".join(run_name(run, runs) for run in runs),
-        headlines=[headline(run) for run in runs],
+        headlines=[(run_name(run, runs) if len(runs) > 1 else "", *_said(run)) for run in runs],
+        short=[(group, results_table(runs, group, short=True)) for group in all_groups(runs)],
         results=[(group, results_table(runs, group)) for group in all_groups(runs)],
         baselines=baseline_notes(runs[0]),
         newcomers=newcomer_notes(runs),
@@ -65,12 +91,12 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
         ),
         scored_on=runs[0].config.eval_on,
         classes=runs[0].measure.name == "accuracy",
-        one_seed=any(len(run.config.seeds) == 1 for run in runs),
-        charts=[(name, caption) for name, caption, _ in charts],
-        bounds=bounds_tables(bounds) if bounds else [],
+        charts=_by_part([(name, caption) for name, caption, _ in charts]),
+        bounds=list(bounds_tables(bounds)) if bounds else [],
         bounds_notes=bounds_notes(bounds) if bounds else [],
         bounds_charts=[(name, caption) for name, caption, _ in bounded],
         specs=specs,
+        themes={"light": LIGHT, "dark": DARK},
         drawn=drawn,
         settings=[(run_name(run, runs), settings_table(run)) for run in runs],
         methods=methods_table(runs),
@@ -79,24 +105,33 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
         failures=[line for run in runs for line in run.failures],
         unanswered=[line for run in runs for line in run.unanswered()],
         rejected=[line for run in runs for line in run.rejected()],
-        warnings=[str(w) for run in runs for w in run.warnings() if w.about in ("data", "numbers")],
-        below_start=[str(w) for run in runs for w in run.warnings() if w.about == "training"],
+        warnings=[str(w) for w in warnings if w.about in ("data", "numbers")],
+        below_start=[str(w) for w in warnings if w.about == "training"],
         unscored=[line for run in runs for line in run.unscored()],
     )
     return page.encode("utf-8", "backslashreplace"), drawn
 
 
-def save_page(page: bytes, drawn: Drawn, out: Path, command: str) -> Path:
-    """Write ``report.html`` and its figures; ``command`` makes them again."""
-    try:
-        for name, figure in drawn.figures.items():
-            figure.save(out / "figures", name)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.html").write_bytes(page)
-    except OSError as error:
-        raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
-    drawn.warn(f"{out / 'report.html'} has tables but lacks charts; `{command}` retries")
-    return out / "report.html"
+def _said(run: Run) -> tuple[list[Markup], str, str]:
+    """What was found, what was measured, and on which problem."""
+    groups = all_groups([run]) if run.rows() else []
+    found = [_unbroken(finding(run, group)) for group in groups]
+    return found, measured(run), problem_text(run)
+
+
+def _unbroken(text: str) -> Markup:
+    """The text as HTML, without line breaks between numbers and their units."""
+    html = str(escape(visible(text)))
+    return Markup(html.replace(" %", "&nbsp;%").replace(" ± ", "&nbsp;±&nbsp;"))
+
+
+def _by_part(charts: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+    """Names and captions of charts by part of the page."""
+    found: dict[str, list[tuple[str, str]]] = {part: [] for part in (*PARTS, "more")}
+    for name, caption in charts:
+        part = next((part for part, starts in PARTS.items() if name.startswith(starts)), "more")
+        found[part].append((name, caption))
+    return found
 
 
 @cache

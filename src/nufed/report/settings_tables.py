@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nufed.algorithms.protocol import Algorithm
-from nufed.config.schema import DataConfig
+from nufed.config.schema import AT_SITES
 from nufed.data import PARTITIONS, settings_taken
 from nufed.report.tables import Table, evaluated_agents, label, steps_shown
 from nufed.report.tuned_rows import tuned_rows
@@ -101,7 +101,8 @@ def settings_table(run: Run) -> Table:
         "agents (N)": f"{run.agents}, of which {config.data.unseen_agents} unseen in training",
         "participation (r)": f"{config.participation:g}, a cohort of {cohort} agents a round",
         "rounds (K)": str(config.rounds),
-        "data": f"{config.data.source}; {_partition(config.data)}",
+        "data": f"{config.data.source}; {_partition(run)}",
+        "samples per agent": samples_per_agent(run),
         "parts": f"validation {config.data.validation:g}, test {config.data.test:g}, rest training",
         "model": f"{config.model.name} {config.model.args or ''}, {config.dtype}",
         "fine-tuning steps": steps_shown(run),
@@ -123,13 +124,34 @@ def settings_table(run: Run) -> Table:
     return Table(["", ""], [[k, v] for k, v in rows.items()], [False] * len(rows))
 
 
-def _partition(config: DataConfig) -> str:
-    """The partition with its settings, and the shift."""
-    known = PARTITIONS.working().get(config.partition)
+def problem_text(run: Run) -> str:
+    """The data and its split, as resolved, in a sentence."""
+    config = run.config.data
+    unseen = f", {config.unseen_agents} of them unseen in training" if config.unseen_agents else ""
+    source = "" if config.source == AT_SITES else f"{config.source}, {_partition(run)}: "
+    return f"Data: {source}{run.agents} agents{unseen}, {samples_per_agent(run)} samples each."
+
+
+def samples_per_agent(run: Run) -> str:
+    """The number of samples of an agent, all parts: one number, or minimum, median and maximum."""
+    listed = [agent for split in run.splits.values() for agent in split.agents]
+    sizes = [agent.train + agent.validation + agent.test for agent in listed]
+    low, middle, high = min(sizes), float(np.median(sizes)), max(sizes)
+    same = f"{low:,}"
+    return same if low == high else f"{same} to {high:,} (median {middle:,g})"
+
+
+def _partition(run: Run) -> str:
+    """The partition with its settings, as resolved, and the shift."""
+    config = run.config.data
+    name = run.partition
+    known = PARTITIONS.working().get(name)
     taken = {} if known is None else settings_taken(known, config.partition_settings)
-    names = {"concentration": "dirichlet (α_d)"}
-    words = [config.partition, *(f"{names.get(k, k)} = {v:g}" for k, v in taken.items())]
-    if config.partition == "dirichlet":
+    names = {"concentration": "α_d (dirichlet)"}
+    words = [name, *(f"{names.get(k, k)} = {v:g}" for k, v in taken.items())]
+    if name != config.partition:
+        words[0] += f" (by {config.partition!r})" if config.split_file is None else ""
+    if name == "dirichlet":
         words.append(f"reuse {config.reuse}")
     text = ", ".join(words)
     if config.partition_args:

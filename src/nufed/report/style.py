@@ -10,10 +10,10 @@ import altair as alt
 
 # Okabe and Ito's colour-blind-safe palette; purple instead of black, which is invisible when dark
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#9467BD"]
-GREY = "#808080"
+GREY = "#777777"
 SHAPES = ["circle", "square", "triangle-up", "cross", "diamond", "triangle-right", "triangle-down",
           "triangle-left"]  # fmt: skip
-WIDTH, HEIGHT = 560, 320
+WIDTH, HEIGHT = 660, 320
 LEGEND_COLUMNS = 6  # methods in a row of a legend
 DASHED = [5, 4]  # strokes of a null baseline
 DOTTED = [2, 3]  # and of a global model
@@ -71,6 +71,25 @@ def colours(names: Sequence[str]) -> list[str]:
 def plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A chart of these rows."""
     return alt.Chart(alt.InlineData(values=[dict(row) for row in rows]))
+
+
+def fitted(chart: Any, beside: Sequence[str] = ()) -> Any:
+    """The chart with its axes and legend inside its width, and room on the right for labels."""
+    room = 14 + 7 * max((len(name) for name in beside), default=0)
+    return chart.properties(
+        autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
+        padding={"left": 5, "top": 5, "bottom": 5, "right": min(room, WIDTH // 4)},
+    )
+
+
+def tooltips(names: Sequence[str], scores: Sequence[str], percent: bool) -> list[Any]:
+    """What hovering shows: names and numbers, then scores."""
+    titles = {"half_width": "± 95 %", "low": "lowest seed", "high": "highest seed"}
+    shown = [alt.Tooltip(f"{name}:N") for name in names]
+    return shown + [
+        alt.Tooltip(f"{score}:Q", title=titles.get(score, score), format=number_format(percent))
+        for score in scores
+    ]
 
 
 def number_format(percent: bool) -> str:

@@ -19,6 +19,7 @@ class Table:
     headings: list[str]
     rows: list[list[str]]
     quiet: list[bool]
+    optional: tuple[str, ...] = ()  # headings of columns to omit where all don't fit, in this order
 
 
 def number_format(run: Run) -> Callable[[float], str]:
@@ -26,6 +27,22 @@ def number_format(run: Run) -> Callable[[float], str]:
     if run.measure.name == "accuracy":
         return lambda value: f"{100 * value:.1f} %"
     return lambda value: f"{value:.3g}" if math.isfinite(value) else "diverged"
+
+
+def difference_format(run: Run) -> Callable[[float, float | None], str]:
+    """Formats a difference of scores with its half-width; accuracies in percentage points."""
+    percent = run.measure.name == "accuracy"
+
+    def show(value: float) -> str:
+        return f"{100 * value:.1f}" if percent else f"{value:.3g}"
+
+    def both(mean: float, half: float | None) -> str:
+        if not math.isfinite(mean):
+            return "–"
+        signed = ("+" if mean >= 0 else "−") + show(abs(mean))
+        return f"{signed} (too few)" if half is None else f"{signed} ± {show(half)}"
+
+    return both
 
 
 def label(run: Run, name: str, runs: Sequence[Run]) -> str:
@@ -44,30 +61,49 @@ def all_groups(runs: Sequence[Run]) -> list[str]:
     return max((run.groups for run in runs if run.rows()), key=len, default=[])
 
 
-def results_table(runs: Sequence[Run], group: str, *, narrow: bool = False) -> Table:
+def results_table(runs: Sequence[Run], group: str, *, short: bool = False) -> Table:
     """Methods and null baselines on the agents of one group, after the last round.
 
-    ``narrow`` omits derived and less important columns, to fit into a terminal.
+    ``short`` has only the scores and the paired differences to local training and to the best
+    method.
     """
     chosen = any(run.step_sizes_chosen for run in runs)
+    accuracy = all(run.measure.name == "accuracy" for run in runs)
     columns = [
         name
-        for name in _COLUMNS
-        if not (narrow and name in (_WIDE if chosen else _WIDEST))
-        and (name not in _STEP_SIZES or chosen)
-        and (name not in _BY_CLASS or all(run.measure.name == "accuracy" for run in runs))
+        for name in (_SHORT if short else _COLUMNS)
+        if (name not in _STEP_SIZES or chosen) and (name not in _BY_CLASS or accuracy)
     ]
+    if not any("local" in run.baselines for run in runs):
+        columns.remove("− local")
+    if all(sum(row.kind == "method" for row in run.rows()) < 2 for run in runs):
+        columns.remove("− best")
     rows, quiet = [], []
     for run in runs:
-        show = number_format(run)
+        show, pairs = number_format(run), _pairs(run, group)
         for row in run.rows():
             if row.group == group:
-                cells = [_COLUMNS[name](row, show) for name in columns]
-                name = row.name.replace(" after ", ", ") if narrow else row.name
-                rows.append([label(run, name, runs), *cells])
+                cells = [
+                    pairs.get((row.name, name), "–")
+                    if name in _PAIRED
+                    else _COLUMNS[name](row, show)
+                    for name in columns
+                ]
+                rows.append([label(run, row.name, runs), *cells])
                 quiet.append(row.kind == "baseline")
-    headings = [name.replace(" %", "%") if narrow else name for name in columns]
-    return Table(["", *headings], rows, quiet)
+    return Table(["", *columns], rows, quiet, _OPTIONAL)
+
+
+def _pairs(run: Run, group: str) -> dict[tuple[str, str], str]:
+    """The paired differences of a group by row and column."""
+    show, found = difference_format(run), {}
+    for pair in run.paired():
+        if pair.group == group:
+            column = {"local": "− local", "majority": "", "untrained": ""}.get(
+                pair.against, "− best"
+            )
+            found[pair.name, column] = show(pair.mean, pair.half_width)
+    return found
 
 
 def _signed(show: Callable[[float], str]) -> Callable[[float], str]:
@@ -78,10 +114,13 @@ def _or_dash(value: float, show: Callable[[float], str]) -> str:
     return "–" if math.isnan(value) else show(value)
 
 
+# paired differences are not properties of a row: results_table fills them in
 _COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
     "global": lambda row, show: _or_dash(row.shared.mean, show),
     "personal": lambda row, show: show(row.personal.mean),
     "± 95 %": lambda row, show: _half_width(row.personal, show),
+    "− local": lambda row, show: "–",
+    "− best": lambda row, show: "–",
     "as trained": lambda row, show: show(row.as_trained.mean) if row.lr_scale else "–",
     "α": lambda row, show: _chosen_lr(row),
     "std": lambda row, show: show(row.std),
@@ -93,8 +132,10 @@ _COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
 }
 _BY_CLASS = ("over majority", "balanced", "minority")
 _STEP_SIZES = ("as trained", "α")
-_WIDEST = ("std", "over majority")
-_WIDE = (*_WIDEST, "balanced", "minority")
+_PAIRED = ("− local", "− best")
+_SHORT = ("personal", "± 95 %", *_PAIRED, "global")
+_OPTIONAL = ("std", "over majority", "minority", "balanced", "as trained", "α", "harmed",
+             "worst 10 %", "− best", "± 95 %", "global")  # fmt: skip
 
 
 def _chosen_lr(row: Row) -> str:
@@ -113,7 +154,7 @@ def _chosen_lr(row: Row) -> str:
 
 
 def _half_width(estimate: Estimate, show: Callable[[float], str]) -> str:
-    return "–" if estimate.half_width is None else show(estimate.half_width)
+    return "too few" if estimate.half_width is None else show(estimate.half_width)
 
 
 def agents_table(run: Run) -> Table:
@@ -133,38 +174,11 @@ def agents_table(run: Run) -> Table:
     return Table(headings, [rows[agent] for agent in sorted(rows)], [False] * len(rows))
 
 
-def headline(run: Run) -> str:
-    """What was measured and the best result, in two sentences."""
-    config, show = run.config, number_format(run)
-    seen = [row for row in run.rows() if row.group == "seen"]
-    if not seen:
-        return (
-            f"Trained for {config.rounds} rounds. Sites sent no scores, so the model is not "
-            "evaluated here: each site can test it on its own data."
-        )
-    best = next(row for row in seen if row.kind == "method")
-    nulls = [row for row in seen if row.kind == "baseline"]
-    plural = "s" * (config.steps_shown != 1)
-    text = (
-        f"{config.eval_on.capitalize()} {run.measure.name} of agents' personal models after "
-        f"{config.steps_shown} fine-tuning step{plural}{_unless_named(run)} on their own training "
-        f"data{', step sizes chosen on validation samples' * run.step_sizes_chosen}, "
-        f"{run.shown_round}, mean over {evaluated_agents(run)} agents seen in training"
-        f"{_over_seeds(run)}. Best method: {best.name}, {show(best.personal.mean)}"
-    )
-    beside = ", ".join(f"{row.name} {show(row.personal.mean)}" for row in nulls)
-    return f"{text}; null baselines: {beside or 'none'}."
-
-
 def steps_shown(run: Run) -> str:
     """The fine-tuning steps after which results are shown, as text."""
     own = {n: s for n in run.methods if (s := run.config.steps_of(n)) != [run.config.steps_shown]}
     others = "".join(f"; {name} {' and '.join(map(str, steps))}" for name, steps in own.items())
     return f"{run.config.steps_shown}{others}"
-
-
-def _unless_named(run: Run) -> str:
-    return " (or the number in its name)" if ";" in steps_shown(run) else ""
 
 
 def evaluated_agents(run: Run) -> str:
@@ -174,11 +188,6 @@ def evaluated_agents(run: Run) -> str:
     return (
         f"the {seen}" if limit is None or limit >= seen else f"a fixed sample of {limit} of {seen}"
     )
-
-
-def _over_seeds(run: Run) -> str:
-    seeds = len(run.config.seeds)
-    return f" and {seeds} seeds" if seeds > 1 else ", one seed"
 
 
 def newcomer_notes(runs: Sequence[Run]) -> list[tuple[str, str]]:

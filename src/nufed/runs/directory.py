@@ -124,6 +124,7 @@ class RunDirectory:
         about = {
             "sha256": split.fingerprint,
             "classes": samples.classes,
+            "owners": samples.owners is not None,
             "unseen": split.unseen,
             "number": len(split.agents),
             "agents": [

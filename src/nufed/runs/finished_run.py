@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nufed.algorithms.gmeta import local_sgd
+from nufed.config.build import resolved_partition
 from nufed.config.problem import Recorded
 from nufed.config.schema import Config
 from nufed.errors import RunError, visible
@@ -20,6 +21,7 @@ from nufed.runs.directory import BOUNDS, PRIVACY
 from nufed.runs.federation_records import PrivacyRecord
 from nufed.runs.json_files import finite
 from nufed.runs.jumps import instability
+from nufed.runs.paired import Paired, paired_differences
 from nufed.runs.records import Inputs, SplitRecord, TimingLine, checked
 from nufed.runs.results import Line, Row, Trained, results_table
 
@@ -92,6 +94,15 @@ class Run:
         return next(iter(self.splits.values())).number
 
     @property
+    def partition(self) -> str:
+        """The partition that was used: "auto" as resolved from the data, where that is known."""
+        data = self.config.data
+        if data.split_file is not None:
+            return f"of {data.split_file}"
+        owners = next(iter(self.splits.values())).owners
+        return data.partition if owners is None else resolved_partition(data, owners)
+
+    @property
     def recorded(self) -> Recorded:
         """What the directory records of the problem, to rebuild it."""
         splits = {seed: split.sha256 for seed, split in self.splits.items()}
@@ -123,6 +134,10 @@ class Run:
         A line without scores from any agent has no row.
         """
         return results_table(self.lines(), self.groups, self.measure, self._adapt_lr)
+
+    def paired(self) -> list[Paired]:
+        """Each method minus the null baselines and the best method, on the same agents."""
+        return paired_differences(self.lines(), self.rows(), self.measure)
 
     def _adapt_lr(self, line: Line) -> float | None:
         """The step size that a line's scales multiply; None if it is not a single number."""
@@ -311,5 +326,6 @@ class Run:
             "seeds": self.config.seeds,
             **({"tuned": self.config.tuned.model_dump()} if self.config.tuned else {}),
             "rows": [finite(row.record()) for row in self.rows()],
+            "paired": [finite(asdict(each)) for each in self.paired()],
             "warnings": [asdict(warned) for warned in self.warnings()],
         }

@@ -89,13 +89,17 @@ class AgentCounts(Record):
 
 
 class SplitRecord(Record):
-    """``splits/seed-0.json``; ``agents`` are the first 1000 of ``number``."""
+    """``splits/seed-0.json``; ``agents`` are the first 1000 of ``number``.
+
+    ``owners``: whether the data names the owner of every sample; None in older runs.
+    """
 
     sha256: str
     classes: list[str]
     unseen: list[Whole]
     number: Count
     agents: list[AgentCounts]
+    owners: bool | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ _T975 = (
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
     2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
+MIN_VALUES = 3  # seeds or agents that an interval needs: that of two is far too wide, or 0
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,12 @@ class Line:
 class Row:
     """One method or baseline, on the agents seen in training or held out from it.
 
-    Means over agents, averaged over seeds, with an interval over seeds (with one seed, over
-    agents). ``shared`` is the score of the global model (NaN if there is none), ``personal`` that
-    of the personal model after the shown fine-tuning steps. It and the fields after ``lr_scale``
-    use the chosen step size if there is one, ``as_trained`` that of training. ``adapt_lr`` is the
-    chosen step size by seed (null if it is not a single number), ``lr_scale`` its ratio to that of
-    training.
+    Means over agents, averaged over seeds, with an interval over seeds (with fewer than three, over
+    agents, or None). ``shared`` is the score of the global model (NaN if there is none),
+    ``personal`` that of the personal model after the shown fine-tuning steps. It and the fields
+    after ``lr_scale`` use the chosen step size if there is one, ``as_trained`` that of training.
+    ``adapt_lr`` is the chosen step size by seed (null if it is not a single number), ``lr_scale``
+    its ratio to that of training.
     """
 
     name: str
@@ -178,9 +179,9 @@ def _row(line: Line, group: str, measure: Measure, lr: float | None, majority: L
         as_trained=_estimate(line.scores_as_trained(group), at_steps),
         adapt_lr=tuple(None if lr is None else scale * lr for scale in line.scales()),
         lr_scale=tuple(line.scales()),
-        balanced=Estimate.of([s.balanced for s in after]),
-        minority=Estimate.of([m for s in after if (m := s.minority) == m] or [math.nan]),
-        above_majority=Estimate.of(_above_majority(line, group, majority)),
+        balanced=_over_seeds([s.balanced for s in after]),
+        minority=_over_seeds([m for s in after if (m := s.minority) == m] or [math.nan]),
+        above_majority=_over_seeds(_above_majority(line, group, majority)),
         deciles=tuple(np.mean([s.deciles for s in after], axis=0).tolist()),
         **{f: _mean(after, f) for f in ("weighted_mean", "std", "worst_tenth", "harmed", "loss")},
     )
@@ -201,10 +202,30 @@ def _above_majority(line: Line, group: str, majority: Line | None) -> list[float
 def _estimate(
     by_seed: Sequence[Sequence[AgentScores]], score: Callable[[AgentScores], float]
 ) -> Estimate:
-    """The mean score over agents with its interval over seeds; with one seed, over agents."""
-    if len(by_seed) == 1:
-        return Estimate.of([score(s) for s in by_seed[0]])
-    return Estimate.of([float(np.mean([score(s) for s in own])) for own in by_seed])
+    """The mean score over agents with its interval over seeds, or over agents."""
+    seeds = [{s.agent: score(s) for s in own} for own in by_seed]
+    found = _over_seeds([float(np.mean(list(own.values()))) for own in seeds])
+    return found if len(seeds) >= MIN_VALUES else Estimate(found.mean, over_agents(seeds))
+
+
+def _over_seeds(values: Sequence[float]) -> Estimate:
+    """Their mean; its interval only of at least three seeds, since that of two is useless."""
+    found = Estimate.of(values)
+    return found if len(values) >= MIN_VALUES else Estimate(found.mean, None)
+
+
+def over_agents(seeds: Sequence[Mapping[int, float]]) -> float | None:
+    """The half-width of the interval of a mean over agents; None of fewer than three.
+
+    An agent's value is its mean over seeds, whether it has the same samples in all of them (as in
+    a natural federation) or others in each.
+    """
+    values: dict[int, list[float]] = {}
+    for own in seeds:
+        for agent, value in own.items():
+            values.setdefault(agent, []).append(value)
+    means = [float(np.mean(own)) for own in values.values()]
+    return Estimate.of(means).half_width if len(means) >= MIN_VALUES else None
 
 
 def _global_score(scores: AgentScores) -> float:

@@ -1,0 +1,143 @@
+"""What was found and what was measured, in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from nufed.report.tables import difference_format, evaluated_agents, number_format, steps_shown
+from nufed.runs import Row, Run
+from nufed.runs.paired import Paired
+
+MAX_NAMED = 3  # methods in a sentence
+NULLS = {
+    "local": "local training",
+    "majority": "always predicting the agent's most frequent class",
+    "untrained": "fine-tuning the untrained model",
+}
+
+
+def headline(run: Run) -> str:
+    """What was found, of every group of agents, and what was measured."""
+    if not run.rows():
+        return measured(run)
+    found = [finding(run, group) for group in run.groups if _methods(run, group)]
+    return " ".join([*found, measured(run)])
+
+
+def finding(run: Run, group: str = "seen") -> str:
+    """Which method is best, or that none is, by paired differences.
+
+    A method is the best only if it beats each of the others beyond noise, and beats a null baseline
+    only if its paired difference excludes 0; the strongest null baseline is named.
+    """
+    methods = [row for row in _methods(run, group) if math.isfinite(row.personal.mean)]
+    where = "" if group == "seen" else f"On agents {group} in training: "
+    if not methods:
+        return f"{where}{'no' if where else 'No'} method has finite scores."
+    pairs = {(p.name, p.against): p for p in run.paired() if p.group == group}
+    best = methods[0]
+    others = [(row, pairs[row.name, best.name]) for row in methods[1:]]
+    ties = [row for row, pair in others if pair.verdict != "worse"]
+    nulls = [row for row in run.rows() if row.group == group and row.kind == "baseline"]
+    null = next((row for row in nulls if math.isfinite(row.personal.mean)), None)
+    if null is not None:
+        beaten = {row.name: pairs[row.name, null.name] for row in methods}
+        if all(pair.verdict != "better" for pair in beaten.values()):
+            return where + _capital(_none_beats(run, best, null, list(beaten.values())), where)
+    text = _top(run, methods, ties)
+    if null is not None:
+        text += _over(run, null, [best, *ties], beaten)
+    elif others and not ties:
+        row, pair = others[0]
+        text += f", {_by(run, pair, reverse=True)} over {row.name}"
+    return f"{where}{text}."
+
+
+def _none_beats(run: Run, best: Row, null: Row, pairs: Sequence[Paired]) -> str:
+    show, name = number_format(run), NULLS[null.name]
+    first = pairs[0]
+    scores = f"{best.name} {show(best.personal.mean)}, {null.name} {show(null.personal.mean)}"
+    if first.half_width is None:
+        return f"too few agents and seeds to tell whether a method beats {name}: {scores}."
+    many = len(pairs) > 1
+    if all(pair.verdict == "worse" for pair in pairs):
+        text = f"{name} beats {'every method' if many else best.name}"
+    else:
+        text = f"{'no method beats' if many else f'{best.name} does not beat'} {name} beyond noise"
+    return f"{text}: {scores}, paired difference {_by(run, first)} ({_over_what(first)})."
+
+
+def _top(run: Run, methods: Sequence[Row], ties: Sequence[Row]) -> str:
+    """The best method, or those that can't be told apart from it."""
+    show, best = number_format(run), methods[0]
+    if not ties:
+        what = "is the best method at" if len(methods) > 1 else "reaches"
+        return f"{best.name} {what} {show(best.personal.mean)}"
+    names = [row.name for row in (best, *ties)]
+    low, high = show(ties[-1].personal.mean), show(best.personal.mean)
+    span = low if low == high else f"{high} to {low}"
+    if len(names) == len(methods) and len(names) > 2:
+        return f"The {len(names)} methods can't be told apart ({span})"
+    if len(names) > MAX_NAMED:
+        return f"{best.name} and {len(names) - 1} others can't be told apart ({span})"
+    return f"{_listed(names)} can't be told apart ({span})"
+
+
+def _over(run: Run, null: Row, top: Sequence[Row], pairs: dict[str, Paired]) -> str:
+    """Whether those at the top beat the strongest null baseline, and by how much."""
+    winners = [row for row in top if pairs[row.name].verdict == "better"]
+    name = f"{NULLS[null.name]} ({number_format(run)(null.personal.mean)})"
+    if not winners:
+        return f", but not beyond noise above {name}"
+    pair = pairs[winners[0].name]
+    by = f"{_by(run, pair)} ({_over_what(pair)})"
+    if len(top) == 1:
+        return f", {by} over {name}"
+    if len(winners) == len(top):
+        return f"; all beat {name}, {winners[0].name} by {by}"
+    some = _listed([row.name for row in winners[:MAX_NAMED]])
+    return f"; {some} beat{'s' * (len(winners) == 1)} {name}, {winners[0].name} by {by}"
+
+
+def _by(run: Run, pair: Paired, *, reverse: bool = False) -> str:
+    """A difference with its interval, such as “+1.5 ± 0.4 points”."""
+    unit = " points" if run.measure.name == "accuracy" else ""
+    return difference_format(run)(-pair.mean if reverse else pair.mean, pair.half_width) + unit
+
+
+def _over_what(pair: Paired) -> str:
+    return f"95 %, over {pair.over}"
+
+
+def _capital(text: str, before: str) -> str:
+    return text if before else text[0].upper() + text[1:]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _methods(run: Run, group: str) -> list[Row]:
+    return [row for row in run.rows() if row.group == group and row.kind == "method"]
+
+
+def measured(run: Run) -> str:
+    """What the scores are: of which models, after how many steps, on which agents."""
+    config = run.config
+    if not run.rows():
+        return (
+            f"Trained for {config.rounds} rounds. Sites sent no scores, so the model is not "
+            "evaluated here: each site can test it on its own data."
+        )
+    steps = steps_shown(run)
+    plural = "s" * (config.steps_shown != 1)
+    named = " (or the number in its name)" if ";" in steps else ""
+    seeds = len(config.seeds)
+    return (
+        f"{config.eval_on.capitalize()} {run.measure.name} of agents' personal models after "
+        f"{config.steps_shown} fine-tuning step{plural}{named} on their own training "
+        f"data{', step sizes chosen on validation samples' * run.step_sizes_chosen}, "
+        f"{run.shown_round}, mean over {evaluated_agents(run)} agents seen in training"
+        f"{f' and {seeds} seeds' if seeds > 1 else ', one seed'}."
+    )

@@ -1,0 +1,110 @@
+"""Paired differences between methods, which in one run have the same agents, splits and batches.
+
+What makes an agent easy or hard is the same for all methods, so that it cancels in the difference
+of their scores on that agent: its interval is often much narrower than those of the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from nufed.evaluate import Measure
+from nufed.runs.results import MIN_VALUES, Estimate, Line, Row, over_agents
+
+Scores: TypeAlias = Mapping[int, Mapping[int, float]]  # by seed and agent
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The mean of (score of ``name`` − score of ``against``) over the same agents and seeds.
+
+    ``half_width`` is that of its 95 % confidence interval, and ``over`` what that is over: with
+    three seeds or more over their means, unless that over agents is wider (a few seeds can agree
+    by chance), else over agents (an agent's value is its mean over seeds). Both are None with
+    fewer than three seeds and agents. ``verdict`` is "better" or "worse" if the interval excludes
+    0, else "undecided". Each interval is for one comparison, not corrected for their number.
+    """
+
+    group: str
+    name: str
+    against: str
+    mean: float
+    half_width: float | None
+    over: Literal["seeds", "agents"] | None
+    verdict: Literal["better", "worse", "undecided"]
+
+    @classmethod
+    def of(
+        cls, group: str, names: tuple[str, str], scores: tuple[Scores, Scores], sign: int
+    ) -> Paired | None:
+        """The first minus the second; None if they have no agent in common.
+
+        Args:
+            group: of agents.
+            names: of both.
+            scores: of both, by seed and agent; only agents with both scores are compared.
+            sign: 1 if higher scores are better, else −1.
+        """
+        one, other = scores
+        common = [seed for seed in one if seed in other]
+        pairs = [
+            {
+                agent: one[seed][agent] - other[seed][agent]
+                for agent in one[seed].keys() & other[seed]
+            }
+            for seed in common
+        ]
+        seeds = [pair for pair in pairs if pair]
+        if not seeds:
+            return None
+        found = Estimate.of([float(np.mean(list(pair.values()))) for pair in seeds])
+        half = over_agents(seeds)
+        over: Literal["seeds", "agents"] = "agents"
+        if len(seeds) >= MIN_VALUES and (half is None or not (found.half_width or 0.0) < half):
+            half, over = found.half_width, "seeds"
+        low, high = sorted(sign * (found.mean + side * (half or 0.0)) for side in (-1, 1))
+        decided = half is not None
+        return cls(
+            group,
+            *names,
+            found.mean,
+            half,
+            over if decided else None,
+            "better" if decided and low > 0 else "worse" if decided and high < 0 else "undecided",
+        )
+
+
+def paired_differences(
+    lines: Sequence[Line], rows: Sequence[Row], measure: Measure
+) -> list[Paired]:
+    """Each method minus each null baseline, and minus the best method, by group.
+
+    Args:
+        lines: methods and null baselines, with the scores of their agents.
+        rows: their results; the first method of a group is its best.
+        measure: of the scores.
+    """
+    by_label = {line.label: line for line in lines}
+    sign = 1 if measure.higher_is_better else -1
+    found = []
+    for group in dict.fromkeys(row.group for row in rows):
+        own = [row for row in rows if row.group == group]
+        scores = {row.name: _scores(by_label[row.name], group) for row in own}
+        methods = [row.name for row in own if row.kind == "method"]
+        nulls = [row.name for row in own if row.kind == "baseline"]
+        for name in methods:
+            for against in [*nulls, *methods[:1]]:
+                both = (scores[name], scores[against])
+                if name != against and (pair := Paired.of(group, (name, against), both, sign)):
+                    found.append(pair)
+    return found
+
+
+def _scores(line: Line, group: str) -> Scores:
+    """The personal models' scores by seed and agent, as results show them."""
+    own = zip(line.seeds, line.scores(group), strict=True)
+    return {seed: {s.agent: s.score[line.steps] for s in scores} for seed, scores in own}
