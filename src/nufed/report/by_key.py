@@ -11,15 +11,18 @@ import altair as alt
 
 from nufed.report.style import (
     DASHED,
+    GREY,
     HEIGHT,
     WIDTH,
     Styles,
+    end_labels,
     fitted,
     method_colour,
     method_shape,
     number_format,
     plot,
     score_axis,
+    spread_labels,
 )
 
 KeyValue: TypeAlias = str | int | float | bool
@@ -66,6 +69,7 @@ def score_by_key(
     styles = styles or Styles.of(names)
     values = [score.keys[key] for score in scores]
     axis, numeric = _key_axis(key, values), all(map(_is_number, values))
+    order = {place: n for n, place in enumerate(_ordered(values))}
     shown = number_format(percent)
     hover = [
         alt.Tooltip("method:N"),
@@ -86,10 +90,12 @@ def score_by_key(
     own = [row for row in rows if not row["baseline"]]
     nulls = [row for row in rows if row["baseline"]]
     bars = [row for row in own if row["half_width"] is not None]
-    colour = method_colour([*names, *_methods(scores, baseline=True)], styles)
+    colour = method_colour(names, styles)
+    ends = {row["method"]: row for row in sorted(nulls, key=lambda row: order[row[_FIELD]])}
     chart = alt.layer(
-        line(nulls, strokeDash=DASHED).encode(y=height("mean"), color=colour),
-        base(nulls).mark_point(size=30).encode(y=height("mean"), color=colour, tooltip=hover),
+        line(nulls, strokeDash=DASHED, color=GREY).encode(y=height("mean"), detail="method:N"),
+        base(nulls).mark_point(size=30, color=GREY).encode(y=height("mean"), tooltip=hover),
+        end_labels(base(spread_labels(list(ends.values()), rows)), height("mean")),
         base(bars)
         .mark_rule(opacity=0.45, strokeWidth=1.5)
         .encode(y=height("low"), y2="high:Q", color=colour),
@@ -98,7 +104,7 @@ def score_by_key(
         .mark_point(size=60, strokeWidth=1.5)
         .encode(y=height("mean"), color=colour, shape=method_shape(names, styles), tooltip=hover),
     ).properties(width=WIDTH, height=HEIGHT)
-    return fitted(chart)
+    return fitted(chart, list(ends))
 
 
 def score_by_two_keys(
@@ -186,9 +192,15 @@ def _is_number(value: KeyValue) -> bool:
 
 
 def _order(values: Sequence[KeyValue]) -> list[str]:
-    """Every value once, as text: numbers by size, if all are, else in their order."""
-    numeric = all(_is_number(value) for value in values)
-    return list(dict.fromkeys(map(_text, sorted(values, key=float) if numeric else values)))
+    """Every value once, as text."""
+    return list(dict.fromkeys(map(_text, _ordered(values))))
+
+
+def _ordered(values: Sequence[KeyValue]) -> list[KeyValue]:
+    """Numbers by size, if all are; else the values in their order, as a chart's rows have them."""
+    if all(map(_is_number, values)):
+        return sorted(values, key=float)
+    return [value if _is_number(value) else _text(value) for value in values]
 
 
 def _text(value: KeyValue) -> str:

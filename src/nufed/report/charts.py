@@ -23,11 +23,13 @@ from nufed.report.style import (
     HEIGHT,
     MAX_TICKS,
     WIDTH,
+    end_labels,
     fitted,
     method_colour,
     method_shape,
     plot,
     score_axis,
+    spread_labels,
     tooltips,
 )
 from nufed.report.tables import all_groups, label, run_name
@@ -206,13 +208,11 @@ def _curves(
     dotted = plot(shared).encode(x=axis, y=height("mean"), color=colour)
     dashed = plot(nulls).encode(x=axis, y=height("mean"), detail="method:N")
     ends = {line["method"]: line for line in nulls}  # the last point of each
-    named = plot(spread_labels(list(ends.values()), points + nulls)).encode(
-        x=axis, y=height("mean")
-    )
+    named = plot(spread_labels(list(ends.values()), points + nulls)).encode(x=axis)
     chart = alt.layer(
         dashed.mark_line(strokeDash=DASHED, color=GREY),
         *([dotted.mark_line(strokeDash=DOTTED, strokeWidth=1.5)] if shared else []),
-        named.mark_text(align="left", dx=8, color=GREY, fontSize=12).encode(text="method:N"),
+        end_labels(named, height("mean")),
         band,
         line,
         point,
@@ -233,17 +233,6 @@ def _null_lines(runs: Sequence[Run], group: str, x: str, last: int | None) -> li
             if math.isfinite(value):
                 lines.append({"method": name, x: at, "mean": value})
     return lines
-
-
-def spread_labels(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Labels at the ends of lines, moved apart to avoid overlap."""
-    values = [p[k] for p in points for k in ("mean", "low", "high") if math.isfinite(p.get(k, nan))]
-    gap = 0.05 * (max(values) - min(values)) if values else 0.0
-    spread: list[dict[str, Any]] = []
-    for end in sorted(ends, key=lambda e: float(e["mean"])):
-        lowest = spread[-1]["mean"] + gap if spread else end["mean"]
-        spread.append({**end, "mean": max(end["mean"], lowest)})
-    return spread
 
 
 def _lines(runs: Sequence[Run], kind: str) -> list[tuple[Run, str, Line]]:

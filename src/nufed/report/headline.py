@@ -46,6 +46,7 @@ def finding(run: Run, group: str = "seen") -> str:
         if all(pair.verdict != "better" for pair in beaten.values()):
             return where + _capital(_none_beats(run, best, null, list(beaten.values())), where)
     text = _top(run, methods, ties)
+    text = _capital(text, where) if text.startswith("the ") else text
     if null is not None:
         text += _over(run, null, [best, *ties], beaten)
     elif others and not ties:
@@ -78,7 +79,7 @@ def _top(run: Run, methods: Sequence[Row], ties: Sequence[Row]) -> str:
     low, high = show(ties[-1].personal.mean), show(best.personal.mean)
     span = low if low == high else f"{high} to {low}"
     if len(names) == len(methods) and len(names) > 2:
-        return f"The {len(names)} methods can't be told apart ({span})"
+        return f"the {len(names)} methods can't be told apart ({span})"
     if len(names) > MAX_NAMED:
         return f"{best.name} and {len(names) - 1} others can't be told apart ({span})"
     return f"{_listed(names)} can't be told apart ({span})"

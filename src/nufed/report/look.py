@@ -38,14 +38,12 @@ class Look:
             _range(value for run in runs for value in _scores(run)) if several else None,
         )
 
-    def interval(self, estimate: Estimate) -> dict[str, float]:
-        """The ends of a confidence interval; of a share within 0 and 1."""
-        half = estimate.half_width or 0.0
-        low, high = estimate.mean - half, estimate.mean + half
-        return {
-            "low": max(low, 0.0) if self.percent else low,
-            "high": min(high, 1.0) if self.percent else high,
-        }
+
+def interval(estimate: Estimate, percent: bool) -> tuple[float, float]:
+    """The ends of a confidence interval; of a share within 0 and 1."""
+    half = estimate.half_width or 0.0
+    low, high = estimate.mean - half, estimate.mean + half
+    return (max(low, 0.0), min(high, 1.0)) if percent else (low, high)
 
 
 def _range(values: Iterator[float]) -> tuple[float, float] | None:
@@ -56,7 +54,7 @@ def _range(values: Iterator[float]) -> tuple[float, float] | None:
 def _means(run: Run) -> Iterator[float]:
     """All means that are drawn: by round, by number of steps, and the results' intervals."""
     for row in run.rows():
-        yield from (row.shared.mean, row.personal.mean)
+        yield from (row.shared.mean, *interval(row.personal, run.measure.name == "accuracy"))
     for line in run.lines():
         for trained in line.seeds.values():
             for each in trained.metrics:

@@ -32,7 +32,8 @@ from nufed.runs import Run
 
 # the charts of each part of the page, by how their names begin; others come last
 PARTS = {
-    "first": ("fits", "by-key-seen", "results-seen"),
+    "first": ("fits", "by-key-seen"),
+    "scores": ("results-seen",),
     "unseen": ("by-key-unseen", "results-unseen", "rounds-unseen"),
     "training": ("rounds-seen", "training-", "steps"),
     "agents": ("agents",),
@@ -131,6 +132,8 @@ def _by_part(charts: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str
     for name, caption in charts:
         part = next((part for part, starts in PARTS.items() if name.startswith(starts)), "more")
         found[part].append((name, caption))
+    if not found["first"]:
+        found["first"], found["scores"] = found["scores"], []
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from nufed.report.look import Look
+from nufed.report.look import Look, interval
 from nufed.report.style import ROW, WIDTH, fitted, method_shape, plot, score_axis, tooltips
 from nufed.runs import Run
 
@@ -22,7 +22,7 @@ def result_chart(run: Run, group: str, look: Look | None = None) -> Any:
             "method": row.name,
             "mean": row.personal.mean,
             "half_width": row.personal.half_width,
-            **look.interval(row.personal),
+            **dict(zip(("low", "high"), interval(row.personal, look.percent), strict=True)),
             "model": "personal",
         }
         for row in rows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import altair as alt
@@ -82,6 +84,23 @@ def fitted(chart: Any, beside: Sequence[str] = ()) -> Any:
     )
 
 
+def end_labels(chart: Any, height: Any) -> Any:
+    """The names of null baselines, beside the right ends of their lines."""
+    text = chart.mark_text(align="left", dx=8, color=GREY, fontSize=12)
+    return text.encode(y=height, text="method:N")
+
+
+def spread_labels(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Labels at the ends of lines, moved apart to avoid overlap."""
+    values = [p[k] for p in points for k in ("mean", "low", "high") if math.isfinite(p.get(k, nan))]
+    gap = 0.05 * (max(values) - min(values)) if values else 0.0
+    spread: list[dict[str, Any]] = []
+    for end in sorted(ends, key=lambda e: float(e["mean"])):
+        lowest = spread[-1]["mean"] + gap if spread else end["mean"]
+        spread.append({**end, "mean": max(end["mean"], lowest)})
+    return spread
+
+
 def tooltips(names: Sequence[str], scores: Sequence[str], percent: bool) -> list[Any]:
     """What hovering shows: names and numbers, then scores."""
     titles = {"half_width": "± 95 %", "low": "lowest seed", "high": "highest seed"}
@@ -99,7 +118,7 @@ def number_format(percent: bool) -> str:
 
 def score_axis(channel: Any, field: str, title: str, percent: bool, domain: Any = None) -> Any:
     """The axis of a score; ``domain`` fixes its range, so that charts can be compared."""
-    scale = alt.Scale(zero=False) if domain is None else alt.Scale(domain=domain, zero=False)
+    scale = alt.Scale(zero=False) if domain is None else alt.Scale(domain=list(domain), nice=True)
     axis = alt.Axis(format="%" if percent else "~g")
     return channel(f"{field}:Q", title=title, scale=scale, axis=axis)
 

@@ -39,7 +39,10 @@ def difference_format(run: Run) -> Callable[[float, float | None], str]:
     def both(mean: float, half: float | None) -> str:
         if not math.isfinite(mean):
             return "–"
-        signed = ("+" if mean >= 0 else "−") + show(abs(mean))
+        if mean == half == 0:
+            return "equal"  # on every agent
+        size = show(abs(mean))
+        signed = size if float(size) == 0 else ("+" if mean > 0 else "−") + size
         return f"{signed} (too few)" if half is None else f"{signed} ± {show(half)}"
 
     return both
