@@ -33,6 +33,7 @@ from nufed.report.style import (
     tooltips,
 )
 from nufed.report.tables import all_groups, label, run_name
+from nufed.report.training_chart import training_charts
 from nufed.runs import Run
 from nufed.runs.records import MetricsLine
 from nufed.runs.results import Line
@@ -79,6 +80,11 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
             "global model; dashed: null baselines, last round.",
             [rounds_chart([run], group, look) for run in runs],
         )
+    for run in runs:
+        for name, caption, chart in training_charts(run, look):
+            several = len(runs) > 1
+            number = f"-{runs.index(run) + 1}" if several else ""
+            yield name + number, f"{run_name(run, runs)}: {caption}" if several else caption, chart
     yield from _of_each(
         runs,
         "steps",

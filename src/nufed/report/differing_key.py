@@ -8,7 +8,16 @@ from typing import Any
 from nufed.report.by_key import KeyedScore, KeyValue
 from nufed.runs import Run
 
-IGNORED = ("name", "workers", "threads", "engine", "checkpoint_every", "save_every", "eval_every")
+IGNORED = (
+    "name",
+    "note",
+    "workers",
+    "threads",
+    "engine",
+    "checkpoint_every",
+    "save_every",
+    "eval_every",
+)
 
 
 def one_differing_key(runs: Sequence[Run]) -> str:

@@ -113,11 +113,11 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
     return page.encode("utf-8", "backslashreplace"), drawn
 
 
-def _said(run: Run) -> tuple[list[Markup], str, str]:
-    """What was found, what was measured, and on which problem."""
+def _said(run: Run) -> tuple[list[Markup], str, str, str]:
+    """What was found, what was measured, on which problem, and the configuration's note."""
     groups = all_groups([run]) if run.rows() else []
     found = [_unbroken(finding(run, group)) for group in groups]
-    return found, measured(run), problem_text(run)
+    return found, measured(run), problem_text(run), run.config.note
 
 
 def _unbroken(text: str) -> Markup:

@@ -27,8 +27,15 @@ def _theme(ink: str, faint: str, grid: str, ramp: Sequence[str]) -> dict[str, An
     """A Vega-Lite configuration; the background is that of the page."""
     text = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
     return {
-        "axis": {**text, "gridColor": grid, "domainColor": faint, "tickColor": faint},
-        "legend": {**text, "labelLimit": 0},
+        "header": text,
+        "axis": {
+            **text,
+            "labelLimit": 260,
+            "gridColor": grid,
+            "domainColor": faint,
+            "tickColor": faint,
+        },
+        "legend": {**text, "labelLimit": 0, "orient": "top"},
         "title": {"color": ink},
         "view": {"stroke": grid},
         "range": {"ramp": list(ramp), "heatmap": list(ramp)},
