@@ -26,10 +26,12 @@ def test_scores_and_intervals_by_one_key():
     bars = [(s.method, s.mean - 0.02, s.mean + 0.02) for s in scores]
     assert points(spec, "rule", "color", "y", "y2") == bars
     flat = [(s.method, s.keys["data.dirichlet"], s.mean) for s in nulls]
-    assert points(spec, "dashed line", "color", "x", "y") == flat
-    encoding = spec["layer"][0]["encoding"]
+    assert points(spec, "dashed line", "detail", "x", "y") == flat
+    assert points(spec, "text", "text", "x") == [("local", 1.0)]  # beside the end of its line
+    encoding = spec["layer"][-1]["encoding"]
     assert encoding["x"]["scale"]["type"] == "log" and encoding["x"]["title"] == "data.dirichlet"
-    assert encoding["color"]["scale"]["range"] == [*PALETTE[:2], GREY]
+    assert encoding["color"]["scale"]["range"] == PALETTE[:2]
+    assert spec["layer"][0]["mark"]["color"] == GREY
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,19 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import nufed as library
+from nufed.config import load_config
 from nufed.files import read_sealed
 from nufed.report import figures, page
+from nufed.report.differing_key import one_differing_key, value_of
+from nufed.report.look import Look
+from nufed.report.training_chart import signal_chart
+from nufed.runs import load_run
 from support import json_lines
 
 CONFIG = {
@@ -93,8 +99,32 @@ def close(found, wanted):
 def test_the_page_embeds_what_is_drawn(run, drawn):
     text = (run / "report.html").read_text("utf-8")
     embedded = json.loads(re.search(r"^const specs = (.*);$", text, re.MULTILINE)[1])
-    assert embedded.keys() == {"rounds-seen", "rounds-unseen", "steps", "agents", "split"}
+    groups = {f"{kind}-{group}" for kind in ("results", "rounds") for group in ("seen", "unseen")}
+    assert embedded.keys() == {
+        *groups,
+        "training-loss",
+        "training-update",
+        "steps",
+        "agents",
+        "split",
+    }
     assert embedded == {name: drawn[name] for name in embedded}
+
+
+@pytest.mark.parametrize("group", ["seen", "unseen"])
+def test_the_first_chart_shows_the_results(run, drawn, group):
+    spec, table = drawn[f"results-{group}"], results(run, group)
+    own = {name: row for name, row in table.items() if row["kind"] == "method"}
+    open_points = [(name, row["global"]["mean"]) for name, row in own.items()]
+    filled = [(name, row["personal"]["mean"]) for name, row in table.items()]
+    assert points(spec, "point", "y", "x") == [*open_points, *filled] and len(own) == 3
+    bars = [(name, row["personal"]) for name, row in table.items()]
+    ends = [
+        (name, max(0, p["mean"] - p["half_width"]), min(1, p["mean"] + p["half_width"]))
+        for name, p in bars
+        if p["half_width"] is not None
+    ]
+    assert points(spec, "rule", "y", "x", "x2") == ends and ends
 
 
 @pytest.mark.parametrize("group", ["seen", "unseen"])
@@ -127,6 +157,38 @@ def test_scores_by_round(run, drawn, group):
     assert {name for (name,) in points(spec, "text", "text")} == set(NULLS)
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [("training-loss", "training_loss"), ("training-update", "update_norm")]
+)
+def test_training_by_round(run, drawn, name, key):
+    wanted = []
+    for method in CONFIG["methods"]:
+        seeds = [json_lines(run / f"methods/{method}/seed-{s}/metrics.jsonl") for s in (0, 1)]
+        for lines in zip(*seeds, strict=True):
+            if key in lines[0]:
+                values = [line[key] for line in lines]
+                ends = (np.mean(values), min(values), max(values))
+                wanted.append((method, lines[0]["round"], *ends))
+    assert len(wanted) >= 2 * CONFIG["rounds"]
+    spec = drawn[name]
+    close(points(spec, "line", "color", "x", "y"), [point[:3] for point in wanted])
+    close(points(spec, "area", "color", "x", "y", "y2"), [(*p[:2], *p[3:]) for p in wanted])
+
+
+def test_jumps_of_training_are_flagged(run):
+    loaded = load_run(run)
+    trained = loaded.methods["fo"][1]
+    norms = [1.0, 0.9, 1.1, 1.0, 0.9, 0.8, 9.0, 0.9]
+    metrics = [
+        trained.metrics[1].model_copy(update={"round": k, "update_norm": norm})
+        for k, norm in enumerate(norms)
+    ]
+    parts = {0: loaded.methods["fo"][0], 1: replace(trained, metrics=metrics)}
+    changed = replace(loaded, methods={**loaded.methods, "fo": parts})
+    spec = signal_chart(changed, "update_norm", "norm", Look.of([changed])).to_dict()
+    assert points(spec, "circle", "x", "y") == [(6, 9.0)]
+
+
 def test_scores_by_steps(run, drawn):
     wanted = []
     for method in CONFIG["methods"]:
@@ -155,6 +217,17 @@ def test_scores_of_single_agents(run, drawn):
     wanted = [(n, x) for n, (part, k) in parts.items() for s in (0, 1) for x in scores(part, s, k)]
     found = points(drawn["agents"], "boxplot", "y", "x")
     assert Counter(found) == Counter(wanted) and len(found) == 6 * 2 * 3
+    single = points(drawn["agents"], "circle", "y", "x")
+    assert single == found  # hovering shows each
+    (layer,) = [x for x in drawn["agents"]["layer"] if x["mark"]["type"] == "circle"]
+    rows = drawn["agents"]["datasets"][drawn["agents"].get("data", layer.get("data"))["name"]]
+    by_agent = {(r["method"], r["seed"], r["agent"]): r["score"] for r in rows}
+    for label, (part, steps) in parts.items():
+        for seed in (0, 1):
+            for agent in agents_of(part, seed):
+                if agent["seen"]:
+                    assert by_agent[label, seed, agent["name"]] == agent["score"][steps]
+    assert {t["field"] for t in layer["encoding"]["tooltip"]} >= {"agent", "score", "method"}
     for name, row in results(run, "seen").items():
         assert np.mean([x for n, x in found if n == name]) == pytest.approx(row["personal"]["mean"])
 
@@ -169,6 +242,74 @@ def test_samples_per_agent_and_class(run, drawn):
     found = points(drawn["split"], "rect", "x", "y", "color")
     assert set(found) == wanted and len(found) == len(wanted) == 5 * 10
     assert sum(count for *_, count in found) == 5 * 40
+
+
+@pytest.fixture(scope="module")
+def compared(run, drawn, tmp_path_factory):
+    """Another run with the methods in another order, and the charts of both on one page."""
+    data = {**CONFIG["data"], "dirichlet": 1.0}
+    methods = dict(reversed(CONFIG["methods"].items()))
+    where = tmp_path_factory.mktemp("runs") / "other"
+    other = library.run({**CONFIG, "data": data, "methods": methods}, out=where).path
+    both = [load_run(path) for path in (run, other)]
+    drawn.clear()
+    page.build_report(both, where.parent / "both")
+    return both, dict(drawn)
+
+
+def test_runs_that_differ_by_one_key_are_plotted_over_it(compared):
+    runs, specs = compared
+    spec = specs["by-key-seen"]
+    wanted = [
+        (row.name, run.config.data.dirichlet, row.personal.mean)
+        for run in runs
+        for row in run.rows()
+        if row.group == "seen" and row.kind == "method"
+    ]
+    assert points(spec, "line", "color", "x", "y") == wanted and {x for _, x, _ in wanted} == {
+        0.01,
+        1,
+    }
+    assert {name for name, _ in points(spec, "dashed line", "detail", "x")} == set(NULLS)
+
+
+def test_a_method_looks_the_same_in_both_runs(compared):
+    runs, specs = compared
+    assert list(runs[0].methods) == list(reversed(runs[1].methods))
+    for kind in ("results-seen", "rounds-seen", "steps", "agents"):
+        looks = []
+        for number in (1, 2):
+            spec = specs[f"{kind}-{number}"]
+            look = {}
+            for layer in spec["layer"]:
+                for channel in ("color", "shape"):
+                    scale = layer["encoding"].get(channel, {}).get("scale", {"domain": []})
+                    pairs = zip(scale["domain"], scale.get("range", ()), strict=True)
+                    look |= {(channel, name): value for name, value in pairs}
+            looks.append(look)
+        assert looks[0] == looks[1] and looks[0], kind
+        domains = [specs[f"{kind}-{n}"]["layer"][-1]["encoding"] for n in (1, 2)]
+        axis = "x" if kind in ("results-seen", "agents") else "y"
+        assert domains[0][axis]["scale"] == domains[1][axis]["scale"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rounds": 5, "name": "x", "workers": 2}, "rounds"),
+        ({"rounds": 5, "participation": 0.5}, ""),
+        ({"workers": 2}, ""),
+        ({"method": {"adapt_steps": 1, "batch_size": 5}}, "method.adapt_steps"),
+        ({"methods": {"fedavg": {}, "fo": CONFIG["methods"]["fo"]}}, ""),
+    ],
+)
+def test_the_key_by_which_runs_differ(run, changes, key):
+    loaded = load_run(run)
+    other = load_config({**CONFIG, **changes}).written_out()
+    found = one_differing_key([loaded, replace(loaded, config=other)])
+    assert found == key
+    if key:
+        assert value_of(replace(loaded, config=other), key) == (5 if key == "rounds" else 1)
 
 
 def test_bounds(run, drawn, nufed):

@@ -21,7 +21,8 @@ SMALL = {
     "methods": {"fo": {"curvature": "first_order"}},
     "baselines": ["majority"],
 }
-NAMES = {"rounds-seen", "steps", "agents", "split"}
+NAMES = {"results-seen", "rounds-seen", "training-loss", "training-update", "steps", "agents",
+         "split"}  # fmt: skip
 DRAWN = {"name": "steps", "svg": "<svg></svg>", "png": "UE5H"}
 STEPS = f"print({json.dumps(json.dumps(DRAWN))}, flush=True)"
 UNDER_A_LIMIT = """

@@ -37,21 +37,20 @@ def finding(run: Run, group: str = "seen") -> str:
         return f"{where}{'no' if where else 'No'} method has finite scores."
     pairs = {(p.name, p.against): p for p in run.paired() if p.group == group}
     best = methods[0]
-    others = [(row, pairs[row.name, best.name]) for row in methods[1:]]
-    ties = [row for row, pair in others if pair.verdict != "worse"]
+    others = [(row, pairs.get((row.name, best.name))) for row in methods[1:]]
+    ties = [row for row, pair in others if pair is None or pair.verdict != "worse"]
     nulls = [row for row in run.rows() if row.group == group and row.kind == "baseline"]
     null = next((row for row in nulls if math.isfinite(row.personal.mean)), None)
     if null is not None:
-        beaten = {row.name: pairs[row.name, null.name] for row in methods}
-        if all(pair.verdict != "better" for pair in beaten.values()):
+        beaten = {r.name: p for r in methods if (p := pairs.get((r.name, null.name)))}
+        if best.name in beaten and all(pair.verdict != "better" for pair in beaten.values()):
             return where + _capital(_none_beats(run, best, null, list(beaten.values())), where)
     text = _top(run, methods, ties)
     text = _capital(text, where) if text.startswith("the ") else text
     if null is not None:
         text += _over(run, null, [best, *ties], beaten)
-    elif others and not ties:
-        row, pair = others[0]
-        text += f", {_by(run, pair, reverse=True)} over {row.name}"
+    elif others and not ties and (pair := others[0][1]):
+        text += f", {_by(run, pair, reverse=True)} over {pair.name}"
     return f"{where}{text}."
 
 
@@ -87,7 +86,7 @@ def _top(run: Run, methods: Sequence[Row], ties: Sequence[Row]) -> str:
 
 def _over(run: Run, null: Row, top: Sequence[Row], pairs: dict[str, Paired]) -> str:
     """Whether those at the top beat the strongest null baseline, and by how much."""
-    winners = [row for row in top if pairs[row.name].verdict == "better"]
+    winners = [row for row in top if row.name in pairs and pairs[row.name].verdict == "better"]
     name = f"{NULLS[null.name]} ({number_format(run)(null.personal.mean)})"
     if not winners:
         return f", but not beyond noise above {name}"

@@ -6,6 +6,7 @@ of their scores on that agent: its interval is often much narrower than those of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -105,6 +106,12 @@ def paired_differences(
 
 
 def _scores(line: Line, group: str) -> Scores:
-    """The personal models' scores by seed and agent, as results show them."""
+    """The personal models' scores by seed and agent, as results show them; diverged ones NaN."""
     own = zip(line.seeds, line.scores(group), strict=True)
-    return {seed: {s.agent: s.score[line.steps] for s in scores} for seed, scores in own}
+    return {
+        seed: {
+            s.agent: value if math.isfinite(value := s.score[line.steps]) else math.nan
+            for s in scores
+        }
+        for seed, scores in own
+    }
