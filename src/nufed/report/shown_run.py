@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nufed.errors import InputError, visible
-from nufed.report.tables import Table, all_groups, headline, results_table
+from nufed.report.headline import headline
+from nufed.report.tables import Table, all_groups, results_table
 from nufed.runs import Run, load_run
 
 if TYPE_CHECKING:
