@@ -9,7 +9,7 @@ from typing import Any
 import altair as alt
 
 from nufed.analysis.tuning_findings import best_so_far
-from nufed.report.charts import HEIGHT, WIDTH, colours, plot, shapes
+from nufed.report.style import HEIGHT, WIDTH, colours, plot, shapes
 from nufed.runs.tuning_record import TuningRecord
 
 
