@@ -12,7 +12,7 @@ from nufed import InputError
 from nufed.bundle.personal import final_state
 from nufed.config import load_config
 from nufed.data import Split
-from nufed.report.tables import headline
+from nufed.report.headline import headline
 from nufed.runs.validation_scores import ValidationScores
 from support import Killed, file_hashes, same, without_report
 

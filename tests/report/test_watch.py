@@ -133,7 +133,11 @@ def test_a_finished_run_shows_its_report_and_is_redrawn_when_it_changes(seen):
         assert first.status == head.status == 200 and body == ""
         assert first.headers["ETag"] == head.headers["ETag"]
         assert json.dumps(first.headers["ETag"]) in page  # the page compares with it
-        assert "<h2>All results</h2>" in page and "Not finished" not in page
+        assert (
+            "<h2>All results</h2>" in page
+            and "over majority" in page
+            and "Not finished" not in page
+        )
         metrics = run.path / "methods/first/seed-0/metrics.jsonl"
         content = metrics.read_bytes()
         try:

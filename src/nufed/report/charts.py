@@ -52,7 +52,7 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
     for group in all_groups(runs) if key else ():
         yield (
             f"by-key-{group}",
-            f"{_score(runs)} of personal models by {key}, last round, agents {group} in training. "
+            f"{_score(runs)} of personal models by {key}, agents {group} in training. "
             "Bars: 95 % confidence intervals; grey: null baselines.",
             score_by_key(
                 keyed_scores(runs, key, group),
@@ -66,8 +66,8 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
         yield from _of_each(
             runs,
             f"results-{group}",
-            f"{_score(runs)}, last round, agents {group} in training. Filled: personal models, "
-            "with 95 % confidence intervals; open: the global model; grey: null baselines.",
+            f"{_score(runs)} of the shown models, agents {group} in training. Filled: personal "
+            "models, with 95 % confidence intervals; open: the global model; grey: null baselines.",
             [result_chart(run, group, look) for run in runs],
         )
     for group in all_groups(runs):
@@ -77,7 +77,7 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
             f"{_score(runs)} of personal models after {_steps(runs)} fine-tuning steps by round, "
             f"agents {group} in training, with the step size of fine-tuning {_sized_by_round(runs)}"
             ". Lines: mean over agents and seeds; bands: range over seeds; dotted: the method's "
-            "global model; dashed: null baselines, last round.",
+            "global model; dashed: null baselines.",
             [rounds_chart([run], group, look) for run in runs],
         )
     for run in runs:
@@ -88,7 +88,7 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
     yield from _of_each(
         runs,
         "steps",
-        f"{_score(runs)} of personal models by number of fine-tuning steps, last round, agents "
+        f"{_score(runs)} of personal models by number of fine-tuning steps, agents "
         "seen in training. Bands: range over seeds; dashed: null baselines.",
         [steps_chart([run], look) for run in runs],
     )
@@ -96,7 +96,7 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
         runs,
         "agents",
         f"{_score(runs)} of individual agents' personal models after {_steps(runs)} fine-tuning "
-        "steps, last round, agents seen in training, all seeds. Boxes: quartiles; whiskers: range; "
+        "steps, agents seen in training, all seeds. Boxes: quartiles; whiskers: range; "
         "points: agents.",
         [agents_chart([run], look) for run in runs],
     )

@@ -99,7 +99,6 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
         bounds_notes=bounds_notes(bounds) if bounds else [],
         bounds_charts=[(name, caption) for name, caption, _ in bounded],
         specs=specs,
-        themes={"light": LIGHT, "dark": DARK},
         drawn=drawn,
         settings=[(run_name(run, runs), settings_table(run)) for run in runs],
         methods=methods_table(runs),
@@ -149,6 +148,7 @@ def template(name: str) -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
         finalize=_finalize,
     )
+    environment.globals["themes"] = {"light": LIGHT, "dark": DARK}
     return environment.get_template(name)
 
 

@@ -77,6 +77,11 @@ def colours(names: Sequence[str]) -> list[str]:
     return Styles.of(names).colours(names)
 
 
+def shapes(names: Sequence[str]) -> list[str]:
+    """A symbol for each name, in their order."""
+    return Styles.of(names).shapes(names)
+
+
 def plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A chart of these rows."""
     return alt.Chart(alt.InlineData(values=[dict(row) for row in rows]))

@@ -9,7 +9,7 @@ from typing import Any
 import altair as alt
 
 from nufed.analysis.tuning_findings import best_so_far
-from nufed.report.style import HEIGHT, WIDTH, Styles, colours, plot
+from nufed.report.style import HEIGHT, WIDTH, colours, plot, shapes
 from nufed.runs.tuning_record import TuningRecord
 
 
@@ -109,7 +109,7 @@ def _colour(names: Sequence[str]) -> Any:
 
 
 def _shape(names: Sequence[str]) -> Any:
-    scale = alt.Scale(domain=list(names), range=Styles.of(names).shapes(names))
+    scale = alt.Scale(domain=list(names), range=shapes(names))
     return alt.Shape("method:N", scale=scale, legend=None)
 
 
