@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +16,31 @@ from nufed.config.load import read_config
 from nufed.config.problem import Given, Problem
 from nufed.config.trust import require_trust
 from nufed.data import Partition
-from nufed.errors import InputError, NumericalWarning, RunError, shown
+from nufed.errors import InputError, RunError
 from nufed.evaluate import Metric
 from nufed.experiment.run_directories import check_simulated
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
-from nufed.experiment.tuning.halving import check_budget, rungs_of, search
-from nufed.experiment.tuning.ranges import Smoothness, configured, ranges_of_methods
-from nufed.experiment.tuning.sampling import resolve_sampler
+from nufed.experiment.tuning.halving import search
+from nufed.experiment.tuning.search_plan import SEARCH, make_plan, read_smoothness, reopen_plan
 from nufed.experiment.tuning.trainer import Trainer, TuneListener
 from nufed.experiment.tuning.trial_jobs import scored_agents
 from nufed.experiment.tuning.tuned_config import tuned_config, tuned_text
-from nufed.experiment.tuning.work import Predictor, matters
+from nufed.experiment.tuning.work import Predictor
 from nufed.files import locked, write_durably, write_sealed
 from nufed.objective import Loss
 from nufed.objective.threads import torch_threads
-from nufed.runs import RunDirectory, load_run
-from nufed.runs.json_files import check_entries, read_record
-from nufed.runs.provenance import flat_differences, plain_settings
+from nufed.runs import RunDirectory
+from nufed.runs.json_files import check_entries
 from nufed.runs.tuning_record import (
     AskedTrial,
-    MethodSearch,
     SearchRecord,
     Trial,
     TuningRecord,
     finalists,
 )
 
-SEARCH, TUNED, RESULT = "search.json", "tuned.toml", "tune.json"
+TUNED, RESULT = "tuned.toml", "tune.json"
 
 
 @dataclass(frozen=True)
@@ -123,15 +117,15 @@ def tune(
         setup = _setup(checked, given)
         predict = Predictor(setup)
         if resume is None:
-            smoothness = None if bounds is None else _smoothness(Path(bounds), checked, trust)
+            smoothness = None if bounds is None else read_smoothness(Path(bounds), checked, trust)
             command = _command(config, overrides, budget)
-            plan = _plan(checked, setup, predict, smoothness, command)
+            plan = make_plan(checked, setup, predict, smoothness, command)
             directory = RunDirectory.create(
                 f"{checked.name}-tune", None if out is None else Path(out)
             )
         else:
             directory = RunDirectory(Path(resume))
-            plan = _resumed(directory.path, checked, setup)
+            plan = reopen_plan(directory.path, checked, setup)
         with locked(directory.path):
             if resume is None:
                 write_durably(directory.path / "config.toml", checked.to_toml().encode())
@@ -204,78 +198,6 @@ def _other_seeds(config: Config) -> list[int]:
     return others[: config.tune.repeats]
 
 
-def _plan(
-    config: Config,
-    setup: Setup,
-    predict: Predictor,
-    smoothness: Smoothness | None,
-    command: str,
-) -> SearchRecord:
-    """What is searched, from the configuration and measured costs."""
-    sampler = resolve_sampler(config.tune.sampler)
-    algorithms = setup.problem.algorithms
-    ranges = ranges_of_methods(config, algorithms, partial(matters, setup), smoothness)
-    work = {name: config.rounds * predict(name, {}) for name in algorithms}
-    packages = ["nufed", "torch", "numpy", *(["optuna"] if sampler == "tpe" else [])]
-    return SearchRecord(
-        command=command,
-        config=_recorded(config),
-        **_digests(setup),
-        measure=setup.measure.name,
-        higher_is_better=setup.measure.higher_is_better,
-        budget=config.tune.budget,
-        unit=check_budget(config.tune.budget, work),
-        seed=config.tune.seed,
-        repeat_seeds=setup.config.seeds[1:],
-        sampler=sampler,
-        agents=config.tune.agents,
-        rungs=rungs_of(config.rounds, config.tune.halvings),
-        methods={
-            name: MethodSearch(
-                ranges=own,
-                configured={
-                    key: value
-                    for key, value in configured(algorithms[name]).items()
-                    if key in {each.setting for each in own}
-                },
-                work=work[name],
-                notes=notes,
-            )
-            for name, (own, notes) in ranges.items()
-        },
-        software={package: version(package) for package in packages},
-    )
-
-
-def _recorded(config: Config) -> dict[str, Any]:
-    """A configuration as plain data, with ``[tune]`` written out."""
-    return {**plain_settings(config), "tune": config.tune.model_dump()}
-
-
-def _digests(setup: Setup) -> dict[str, Any]:
-    splits = {str(seed): f.split.fingerprint for seed, f in setup.problem.federations.items()}
-    return {"data_sha256": setup.samples.fingerprint, "splits": splits}
-
-
-def _smoothness(path: Path, config: Config, trust: bool) -> Smoothness:
-    """The smoothness that ``nufed bounds`` estimated for a run on the same problem."""
-    run = load_run(path, trust=trust)
-    for table in ("data", "model", "loss"):
-        if getattr(run.config, table) != getattr(config, table):
-            raise InputError(
-                f"the bounds of {path} are about another problem, its {table} differs: run `nufed "
-                "bounds` on a run of this configuration"
-            )
-    found = run.bounds()
-    constant = None if found is None else found.constants.get("smoothness")
-    value = None if constant is None else constant.value
-    if not value or not 0 < value < float("inf"):
-        raise InputError(
-            f"{path} has no estimate of the smoothness L: run `nufed bounds {path}` first"
-        )
-    return Smoothness(value, f"`nufed bounds` on {path}")
-
-
 def _command(
     config: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], budget: float | None
 ) -> str:
@@ -283,38 +205,6 @@ def _command(
     source = "CONFIG" if isinstance(config, Mapping) else str(config)
     more = [] if budget is None else ["--budget", f"{budget:g}"]
     return shlex.join(["nufed", "tune", source, *overrides, *more])
-
-
-def _resumed(path: Path, config: Config, setup: Setup) -> SearchRecord:
-    """The record of a search to resume; refuses another configuration, data or split."""
-    if not (path / SEARCH).is_file():
-        raise RunError(f"{path} is not the directory of a search: it has no {SEARCH}")
-    check_entries(path)
-    plan = read_record(path / SEARCH, SearchRecord)
-    changed = flat_differences(plan.config, _recorded(config))
-    if changed:
-        words = "; ".join(f"{k} was {shown(a)} and is {shown(b)}" for k, (a, b) in changed.items())
-        raise InputError(
-            f"{path} is a search of another configuration ({words}): a resumed search keeps its "
-            "settings; change them back, or start a new one with --out"
-        )
-    for what, value in _digests(setup).items():
-        if getattr(plan, what) != value:
-            word = "data" if what == "data_sha256" else "split"
-            raise RunError(
-                f"the {word} is not that of {path} (its SHA-256 differs): start a new one"
-            )
-    resolve_sampler(plan.sampler)
-    now = {package: version(package) for package in plan.software}
-    if now != plan.software:
-        words = "; ".join(f"{p} {v}, now {now[p]}" for p, v in plan.software.items() if v != now[p])
-        warnings.warn(
-            f"{path} was started with other software ({words}): its choices may differ from those "
-            "of an uninterrupted search",
-            NumericalWarning,
-            stacklevel=2,
-        )
-    return plan
 
 
 def _search(
