@@ -12,6 +12,8 @@ run: $(READY)            ## train the quickstart and print the path of its repor
 federation: $(READY)     ## a server and four sites on this machine, with TLS and keys, on Flower
 	$(BIN)/nufed federate local examples/federation
 
+# processes that tests start import nufed from bytecode
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)           ## all checks: format, lint, types, import rules, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

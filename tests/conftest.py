@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from support import without_report
+from support import report_without_figures, with_figures, without_report
 
 # `make test` runs the same examples every time; `make test-slow` searches for new ones
 settings.register_profile("repeatable", derandomize=True, max_examples=60, deadline=None)
@@ -36,6 +36,27 @@ def nufed(monkeypatch, capsys):
         return SimpleNamespace(returncode=exit.value.code or 0, stdout=out, stderr=err)
 
     return call
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_runs():
+    """Leave out what takes most of the time of a small run and what few tests look at.
+
+    * fsync matters only after a power failure, which no test simulates. fstat in its place still
+      refuses a closed file; :data:`support.FSYNC` is the real one.
+    * Reports are written without SVG and PNG files, except with the fixture ``figures`` or inside
+      :func:`support.with_figures`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        patch.setattr("nufed.report.page.build_report", report_without_figures)
+        yield
+
+
+@pytest.fixture
+def figures():
+    with with_figures():
+        yield
 
 
 @pytest.fixture

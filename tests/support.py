@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,6 +13,9 @@ from torch import nn
 from nufed import Batch, Federation, Objective
 from nufed.algorithms.protocol import AgentContext, AgentUpdate, Context
 from nufed.data import as_samples, make_split
+from nufed.report.page import build_report
+
+FSYNC = os.fsync  # tests run without it
 
 
 def mlp(dtype=torch.float64, width=7):
@@ -189,6 +193,19 @@ def same(left, right):
 
 def json_lines(path):
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def report_without_figures(runs, out, *, figures=True):
+    """:func:`nufed.report.build_report` without SVG and PNG files."""
+    return build_report(runs, out, figures=False)
+
+
+@contextmanager
+def with_figures():
+    """Reports are drawn as SVG and PNG files, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nufed.report.page.build_report", build_report)
+        yield
 
 
 @contextmanager

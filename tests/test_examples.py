@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 
 from nufed.config import load_config
 from nufed.config.build import build_samples, build_split
@@ -21,6 +22,7 @@ nbformat.write(notebook, "executed.ipynb")
 """
 
 
+@pytest.mark.usefixtures("figures")
 def test_the_tutorial_and_what_its_page_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLES / "tutorial.py"))

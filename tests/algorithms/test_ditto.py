@@ -60,7 +60,7 @@ def check_with_w_fixed_v_reaches_the_proximal_point(cls):
         for weight in (0.3, 3.0):
             largest = float(torch.linalg.eigvalsh(a)[-1])
             lr = 1.9 / (largest + weight)
-            algorithm = cls(weight, lr, 2000, batch_size=3)
+            algorithm = cls(weight, lr, 300, batch_size=3)  # the error shrinks by 0.9 in a step
             own = agent_context(objective, data.batches(agent, 0, "train", 1))
             v = algorithm.personal_update(own, torch.zeros_like(w), w)
             eye = torch.eye(3, dtype=torch.float64)

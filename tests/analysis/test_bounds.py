@@ -14,6 +14,7 @@ from nufed.files import write_sealed
 from nufed.report.bounds_tables import bounds_notes, bounds_tables
 from nufed.runs import load_run
 from nufed.theory import BatchSizes, ProblemConstants
+from support import with_figures
 
 NUMBERS = """
 adapt_lr = 0.1
@@ -111,7 +112,8 @@ def test_a_run_with_a_smooth_model(tmp_path):
     assert [title for title, _ in bounds_tables(found)][-1].startswith("Theorem 1")
     write_sealed(run.path / "bounds.json", found.record())
     assert load_run(run.path).bounds() == found
-    nufed.report.build_report([load_run(run.path)], run.path)
+    with with_figures():
+        nufed.report.build_report([load_run(run.path)], run.path)
     page = (run.path / "report.html").read_text()
     assert "hessian_lipschitz (ρ)" in page and "bounds-stationarity" in page
 

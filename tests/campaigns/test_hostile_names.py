@@ -166,6 +166,7 @@ def source(classes, owners):
     )
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("times", [1, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_run_with_hostile_names_completes(tmp_path, nufed, tell, times, monkeypatch):
     monkeypatch.setitem(SOURCES, "hostile", source)

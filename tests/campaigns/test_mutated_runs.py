@@ -19,7 +19,7 @@ from nufed.files import SEALED_TEXT, ZERO_DIGEST, read_sealed, sha256, unseal, w
 from nufed.report import page
 from nufed.runs import load_run
 from nufed.runs.checkpoint import load_checkpoint
-from support import without_report
+from support import with_figures, without_report
 
 CONFIG = {
     "rounds": 4,
@@ -235,7 +235,7 @@ def look(run, path, out, how="tables"):
             raise RunError(problems[0])
         return
     out.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
+    with with_figures(), pytest.MonkeyPatch.context() as patch:
         if how == "tables":
             patch.setattr(page, "all_charts", lambda runs: ())
             patch.setattr(page, "bounds_charts", lambda bounds: ())

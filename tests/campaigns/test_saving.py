@@ -21,7 +21,7 @@ from nufed.runs.checkpoint import load_checkpoint
 from nufed.runs.part_files import PartFiles
 from nufed.simulation import can_fork
 from processes import Child, fork
-from support import file_hashes
+from support import FSYNC, file_hashes
 
 linux = pytest.mark.skipif(not can_fork(), reason="needs Linux")
 BELONGS = {"configuration": "a", "data": "b", "split": "c"}
@@ -91,6 +91,7 @@ def stopped_at(work, call):
     if pid == 0:
         libc.ptrace(TRACE_ME, 0, 0, 0)
         os.kill(os.getpid(), signal.SIGSTOP)
+        os.fsync = FSYNC
         work()
         os._exit(0)
     os.waitpid(pid, 0)

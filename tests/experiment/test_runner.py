@@ -20,7 +20,7 @@ from nufed.data import SOURCES
 from nufed.errors import TrainingError
 from nufed.experiment import run_parts
 from nufed.files import read_sealed
-from support import context, file_hashes, json_lines
+from support import context, file_hashes, json_lines, with_figures
 
 SMALL = {
     "rounds": 4,
@@ -48,7 +48,8 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    return nufed.run(SMALL, out=tmp_path_factory.mktemp("runs") / "small")
+    with with_figures():
+        return nufed.run(SMALL, out=tmp_path_factory.mktemp("runs") / "small")
 
 
 def test_the_same_seed_gives_the_same_files(finished, tmp_path):

@@ -16,7 +16,7 @@ from nufed.report.differing_key import one_differing_key, value_of
 from nufed.report.look import Look
 from nufed.report.training_chart import signal_chart
 from nufed.runs import load_run
-from support import json_lines
+from support import json_lines, with_figures
 
 CONFIG = {
     "name": "charts",
@@ -49,7 +49,7 @@ def drawn():
         specs.update(json.loads(json.dumps(given)))
         return figures.Drawn(javascript="//" if javascript else None)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with with_figures(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "draw", draw)
         patch.setattr(page, "draw", draw)
         yield specs

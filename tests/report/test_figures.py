@@ -12,6 +12,8 @@ from nufed.report import build_report, figures, save_bounds_charts
 from nufed.runs import load_run
 from nufed.runs.bounds_record import BoundsRecord, Stationarity
 
+pytestmark = pytest.mark.usefixtures("figures")
+
 SMALL = {
     "name": "small",
     "rounds": 1,

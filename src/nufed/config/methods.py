@@ -273,15 +273,17 @@ class _Tables:
         raise InputError(f"{where} = {shown(name)}: must be one of {', '.join(choices)}{near}")
 
     def _value(self, setting: SettingField, value: Any) -> Any:
-        where = self._where(setting.name)
+        key = setting.name
         if not setting.kinds:
-            raise InputError(f"{where}.{setting.name} = {shown(value)}: can only be set in Python")
+            raise InputError(
+                f"{self._where(key)}.{key} = {shown(value)}: can only be set in Python"
+            )
         try:
             setting.check(value)
         except InputError as error:
-            raise InputError(f"{where}.{error}") from None
+            raise InputError(f"{self._where(key)}.{error}") from None
         if isinstance(value, str) and not value.isprintable():
-            raise InputError(f"{where}.{setting.name} = {shown(value)}: must be printable text")
+            raise InputError(f"{self._where(key)}.{key} = {shown(value)}: must be printable text")
         whole = isinstance(value, int) and not isinstance(value, bool) and int not in setting.kinds
         return float(value) if whole else value
 

@@ -267,20 +267,28 @@ class Config(_Table):
     @property
     def steps_shown(self) -> int:
         """``eval_steps`` as a number: the fine-tuning steps after which results are shown."""
+        return self._steps_shown(self.algorithms())
+
+    def _steps_shown(self, algorithms: Mapping[str, Algorithm]) -> int:
         if self.eval_steps != "auto":
             return self.eval_steps
-        return max(1, *(a.trained_for for a in self.algorithms().values()))
+        return max(1, *(a.trained_for for a in algorithms.values()))
 
     def steps_of(self, method: str) -> list[int]:
         """The numbers of fine-tuning steps after which a method's results are shown."""
+        return self._steps_of(method, self.algorithms())
+
+    def _steps_of(self, method: str, algorithms: Mapping[str, Algorithm]) -> list[int]:
         own = self.methods[method].eval_steps if method in self.methods else None
-        usual = self.algorithms()[method].shown_steps
-        return own or self.method.eval_steps or [self.steps_shown if usual is None else usual]
+        usual = algorithms[method].shown_steps
+        shown = self._steps_shown(algorithms) if usual is None else usual
+        return own or self.method.eval_steps or [shown]
 
     @property
     def steps_evaluated(self) -> int:
         """The largest number of steps shown for any method; all smaller ones are scored, too."""
-        return max(self.steps_shown, *(s for m in self.algorithms() for s in self.steps_of(m)))
+        made = self.algorithms()  # slow: once for all methods
+        return max(self._steps_shown(made), *(s for m in made for s in self._steps_of(m, made)))
 
     def algorithms(self, own: Mapping[str, Algorithm] | None = None) -> dict[str, Algorithm]:
         """The methods to train, by name; ``own`` are those that were given in Python.

@@ -62,7 +62,7 @@ class Setup:
     @classmethod
     def make(cls, problem: Problem, engines_then: Mapping[str, EngineName] | None = None) -> Setup:
         """From a problem; ``engines_then`` are the engines of a run to resume."""
-        config, samples = problem.config, problem.samples
+        config, samples, workers = problem.config, problem.samples, worker_count(problem.config)
         objectives, measure = problem.objectives, problem.measure
         # the training loop checks curvature instead, in rounds that don't depend on workers
         algorithms = {name: a.without_checks() for name, a in problem.algorithms.items()}
@@ -101,7 +101,7 @@ class Setup:
             engines,
             names,
             {seed: _evaluated(config, f.split, seed) for seed, f in federations.items()},
-            worker_count(config),
+            workers,
         )
         if made.validates and not all(made.validated(seed) for seed in config.seeds):
             key = f"stop_when = {config.stop_when}" if config.stop_when else 'keep = "best"'
