@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nufed.analysis.tuning_findings import (
@@ -99,6 +99,7 @@ def spent(trials, method):
     return sum(trial.last.work for trial in trials if trial.method == method)
 
 
+@settings(max_examples=25)
 @given(
     st.dictionaries(st.sampled_from("abc"), st.integers(1, 12), min_size=1),
     st.integers(12, 40),
@@ -107,9 +108,8 @@ def spent(trials, method):
     st.sampled_from([0.5, 0.9, 1.0, 1.3, 3.0]),
 )
 def test_no_budget_is_exceeded_by_more_than_a_rung(methods, budget, rounds, halvings, ratio):
-    made, training, trials = searched(
-        methods, ratio, budget=budget, rounds=rounds, halvings=halvings
-    )
+    how = {"budget": budget, "rounds": rounds, "halvings": halvings}
+    made, training, trials = searched(methods, ratio, **how)
     for method, work in methods.items():
         full = [t for t in trials if t.method == method and t.after(rounds)]
         assert full  # a choice can be made
@@ -139,7 +139,9 @@ def test_failed_trials_are_never_promoted_and_the_search_goes_on():
     failed = [t for t in trials if t.failure]
     assert failed and all(len(t.rungs) == 1 for t in failed)
     assert any(t.after(27) for t in trials)
-    _, training, trials = searched({"a": 1}, score=lambda settings: math.nan)
+    # trials that fail at once cost nothing, and end, too
+    _, training, trials = searched({"a": 1}, ratio=0, score=lambda settings: math.nan)
+    assert len(trials) == 30 * 27 / 3
     assert not any(t.after(27) for t in trials) and all(t.failure for t in trials)
     assert {rounds for rounds, asked in training.log if asked} == {3}
 
@@ -161,9 +163,9 @@ def test_proposals_depend_on_seed_batch_and_results_only(sampler):
         for _ in range(2)
     )
     assert first == again and len(first) == 9
-    for settings in first:
-        assert all(own.contains(settings[own.setting]) for own in ranges)
-        assert isinstance(settings["local_steps"], int)
+    for each in first:
+        assert all(own.contains(each[own.setting]) for own in ranges)
+        assert isinstance(each["local_steps"], int)
     other = propose(sampler, ranges, {}, tried, 9, seed=4, batch=2, higher_is_better=True)
     assert other != first
 

@@ -41,6 +41,12 @@ def check_budget(budget: float, work: Mapping[str, float]) -> float:
 
     Refuses a budget below one full training of every method.
     """
+    for method, own in work.items():
+        if not own:
+            raise InputError(
+                f"{method} reports no gradients, so that no budget can be counted: its "
+                "agent_update must return its cost"
+            )
     cheapest, dearest = min(work, key=lambda m: work[m]), max(work, key=lambda m: work[m])
     unit = work[cheapest]
     if budget * unit < work[dearest]:
@@ -65,6 +71,11 @@ class _Account:
     trials: list[Trial] = field(default_factory=list)
     spent: int = 0
     ratio: float = 1.0  # of real to predicted work, so far
+
+    @property
+    def most_trials(self) -> int:
+        """What the budget pays for at the first rung: trials that fail at once cost nothing."""
+        return math.ceil(self.allowed / (self.rungs[0] * self.predict(self.name, {})))
 
     def cost(self, asked: AskedTrial, rounds: int) -> float:
         """The predicted work of training a trial for so many rounds."""
@@ -126,12 +137,15 @@ def search(
 
 def _ask(plan: SearchRecord, account: _Account, batch: int, first: int) -> list[AskedTrial]:
     """A method's trials of a batch, as many as its budget pays for."""
+    number = min(BATCH, account.most_trials - len(account.trials))
+    if number <= 0:
+        return []
     proposed = propose(
         plan.sampler,
         account.search.ranges,
         account.search.configured,
         account.trials,
-        BATCH,
+        number,
         seed=plan.seed,
         batch=batch,
         higher_is_better=plan.higher_is_better,
