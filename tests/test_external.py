@@ -65,10 +65,3 @@ def test_data_sets_hold_out_what_is_scored(external, real_data):
     for name, (train, scored) in {"cifar10": (40_000, 10_000), "mnist": (60_000, 10_000)}.items():
         agents, held_out = external.DATA[name]()
         assert (len(agents), len(held_out)) == (train, scored) and held_out.owners is None
-
-
-def test_the_page_is_made_from_the_recorded_results(external, tmp_path):
-    recorded = ROOT / "docs/results/external.json"
-    external.write(json.loads(recorded.read_text("utf-8")), tmp_path / "page.md")
-    written = (tmp_path / "page.md").read_text("utf-8")
-    assert written == (ROOT / "docs/external.md").read_text("utf-8"), "run make external"

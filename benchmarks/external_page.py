@@ -1,0 +1,52 @@
+"""The page of `make external`: published numbers beside ours, the setting, and why they differ."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jinja2 import Environment
+
+RESULTS, PAGE = Path("docs/results/external.json"), Path("docs/external.md")
+TEMPLATE = Path(__file__).with_name("external.md.j2")
+METHODS = {"fedavg": "FedAvg", "fedprox": "FedProx", "scaffold": "SCAFFOLD"}
+ROUNDS = 50  # of the setting
+NAMES = {"cifar10": "CIFAR-10", "mnist": "MNIST"}
+FLOWER = "Flower's baseline `niid_bench`, its README"
+# source, rounds, and per cent in the order of METHODS
+PUBLISHED = {
+    "cifar10": [
+        ["NIID-Bench, leader board in the authors' repository", ROUNDS, 68.2, 67.9, 69.8],
+        [FLOWER, ROUNDS, 63.4, 65.6, 68.0],
+    ],
+    "mnist": [
+        [FLOWER, ROUNDS, 98.9, 99.0, 99.0],
+        ["FedBench 0.1.3, its results page", "not stated", 98.85, 98.91, 61.99],
+    ],
+}
+
+
+def write(found: Mapping[str, Any], page: Path) -> None:
+    """Write the page from the results of every data set."""
+    template = Environment(trim_blocks=True, keep_trailing_newline=True, autoescape=False)
+    text = template.from_string(TEMPLATE.read_text("utf-8")).render(
+        methods=list(METHODS.values()),
+        tables=[_table(name, own) for name, own in found.items()],
+        unfinished=[
+            f"{NAMES[name]} was trained for {own['rounds']} rounds"
+            for name, own in found.items()
+            if own["rounds"] < ROUNDS
+        ],
+    )
+    page.write_text(text, "utf-8")
+
+
+def _table(name: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    rows: list[list[Any]] = list(PUBLISHED[name])
+    curves, last = own["accuracy"], own["rounds"]
+    seeds = len(curves["fedavg"])
+    for rounds in sorted({*range(10, last, 10), last}):
+        means = [fmean(seed[rounds - 1] for seed in curves[m].values()) for m in METHODS]
+        label = f"nufed, {seeds} seed{'s' * (seeds > 1)}"
+        rows.append([label, rounds, *(f"{100 * mean:.1f}" for mean in means)])
+    return {"name": NAMES[name], "rows": rows, **own}
