@@ -97,6 +97,7 @@ COMMANDS = {
     "bundle of an agent": ["bundle", "run", "--method", "gmeta", "--agent", "1"],
     "resume": ["run", "--resume", "run"],
     "sweep": ["sweep", "--resume", "sweep"],
+    "tune": ["tune", "--resume", "tune"],
     "export": ["export", "run", "--to", "csv"],
     "watch": ["watch", "run"],
 }
@@ -111,6 +112,7 @@ FUNCTIONS = {
     "resume": library.resume,
     **READING,
     "resume_sweep": lambda path, **how: library.resume_sweep("sweep", **how),
+    "tune": lambda path, **how: library.tune(resume="tune", **how),
     "load_sweep": lambda path, **how: library.load_sweep("sweep", **how),
 } | {
     name: lambda path, rebuild=rebuild, **how: rebuild(load_run(path, **how), **how)
@@ -138,6 +140,8 @@ def made(tmp_path_factory):
         patch.setattr(sys, "path", list(sys.path))
         library.run(CONFIG, out="run")
         library.sweep(CONFIG, {"rounds": [1, 2]}, out="sweep", figures=False)
+        validated = {**CONFIG, "data": {**CONFIG["data"], "validation": 0.2}}
+        library.tune(validated, ["tune.repeats=0"], budget=1, out="tune", figures=False)
         forget()
     return folder
 

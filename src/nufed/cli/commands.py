@@ -35,8 +35,8 @@ from nufed.cli.doctor import examine
 from nufed.cli.examples import add_examples
 from nufed.cli.federate_commands import federate_app
 from nufed.cli.listing import listing, listing_of
+from nufed.cli.printed_results import print_notes, print_results
 from nufed.cli.progress import show_progress
-from nufed.cli.results import print_notes, print_results
 from nufed.cli.streams import standard_streams
 from nufed.cli.terminal import console, print_table, say, styled, table
 from nufed.config.trust import require_trust

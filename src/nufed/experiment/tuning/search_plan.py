@@ -15,7 +15,6 @@ from nufed.experiment.tuning.halving import check_budget, rungs_of
 from nufed.experiment.tuning.ranges import Smoothness, configured, ranges_of_methods
 from nufed.experiment.tuning.sampling import resolve_sampler
 from nufed.experiment.tuning.work import Predictor, matters
-from nufed.runs import load_run
 from nufed.runs.json_files import check_entries, read_record
 from nufed.runs.provenance import flat_differences, plain_settings
 from nufed.runs.tuning_record import MethodSearch, SearchRecord
@@ -74,25 +73,6 @@ def _recorded(config: Config) -> dict[str, Any]:
 def _digests(setup: Setup) -> dict[str, Any]:
     splits = {str(seed): f.split.fingerprint for seed, f in setup.problem.federations.items()}
     return {"data_sha256": setup.samples.fingerprint, "splits": splits}
-
-
-def read_smoothness(path: Path, config: Config, trust: bool) -> Smoothness:
-    """The smoothness that ``nufed bounds`` estimated for a run on the same problem."""
-    run = load_run(path, trust=trust)
-    for table in ("data", "model", "loss"):
-        if getattr(run.config, table) != getattr(config, table):
-            raise InputError(
-                f"the bounds of {path} are about another problem, its {table} differs: run `nufed "
-                "bounds` on a run of this configuration"
-            )
-    found = run.bounds()
-    constant = None if found is None else found.constants.get("smoothness")
-    value = None if constant is None else constant.value
-    if not value or not 0 < value < float("inf"):
-        raise InputError(
-            f"{path} has no estimate of the smoothness L: run `nufed bounds {path}` first"
-        )
-    return Smoothness(value, f"`nufed bounds` on {path}")
 
 
 def reopen_plan(path: Path, config: Config, setup: Setup) -> SearchRecord:

@@ -22,7 +22,8 @@ from nufed.experiment.run_directories import check_simulated
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.experiment.tuning.halving import search
-from nufed.experiment.tuning.search_plan import SEARCH, make_plan, read_smoothness, reopen_plan
+from nufed.experiment.tuning.ranges import Smoothness
+from nufed.experiment.tuning.search_plan import SEARCH, make_plan, reopen_plan
 from nufed.experiment.tuning.trainer import Trainer, TuneListener
 from nufed.experiment.tuning.trial_jobs import scored_agents
 from nufed.experiment.tuning.tuned_config import tuned_config, tuned_text
@@ -30,7 +31,7 @@ from nufed.experiment.tuning.work import Predictor
 from nufed.files import locked, write_durably, write_sealed
 from nufed.objective import Loss
 from nufed.objective.threads import torch_threads
-from nufed.runs import RunDirectory
+from nufed.runs import RunDirectory, load_run
 from nufed.runs.json_files import check_entries
 from nufed.runs.tuning_record import (
     AskedTrial,
@@ -117,7 +118,7 @@ def tune(
         setup = _setup(checked, given)
         predict = Predictor(setup)
         if resume is None:
-            smoothness = None if bounds is None else read_smoothness(Path(bounds), checked, trust)
+            smoothness = None if bounds is None else _smoothness(Path(bounds), checked, trust)
             command = _command(config, overrides, budget)
             plan = make_plan(checked, setup, predict, smoothness, command)
             directory = RunDirectory.create(
@@ -196,6 +197,25 @@ def _other_seeds(config: Config) -> list[int]:
     if config.data.split_file is None:
         others = [*others, *(s for s in range(1000) if s not in config.seeds)]
     return others[: config.tune.repeats]
+
+
+def _smoothness(path: Path, config: Config, trust: bool) -> Smoothness:
+    """The smoothness that ``nufed bounds`` estimated for a run on the same problem."""
+    run = load_run(path, trust=trust)
+    for table in ("data", "model", "loss"):
+        if getattr(run.config, table) != getattr(config, table):
+            raise InputError(
+                f"the bounds of {path} are about another problem, its {table} differs: run `nufed "
+                "bounds` on a run of this configuration"
+            )
+    found = run.bounds()
+    constant = None if found is None else found.constants.get("smoothness")
+    value = None if constant is None else constant.value
+    if not value or not 0 < value < float("inf"):
+        raise InputError(
+            f"{path} has no estimate of the smoothness L: run `nufed bounds {path}` first"
+        )
+    return Smoothness(value, f"`nufed bounds` on {path}")
 
 
 def _command(

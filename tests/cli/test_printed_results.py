@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 import nufed as library
-from nufed.cli.results import blocks
+from nufed.cli.printed_results import blocks
 from nufed.cli.terminal import natural_width, table
 from nufed.report.tables import Table
 from processes import NUFED
