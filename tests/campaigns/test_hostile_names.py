@@ -204,7 +204,9 @@ def test_a_run_with_hostile_names_completes(tmp_path, nufed, tell, times, monkey
 def test_commands_print_through_one_module():
     """Other prints are of JSON, which Python writes in ASCII."""
     root = Path(library.__file__).parent
-    direct = re.compile(r"^(?!\s*>>>).*?((?<![\w.])print\((?!json\.dumps)|\bConsole\()", re.M)
+    direct = re.compile(
+        r"^(?!\s*(>>>|\.\.\.)).*?((?<![\w.])print\((?!json\.dumps)|\bConsole\()", re.M
+    )
     found = [
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")

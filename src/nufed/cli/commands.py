@@ -38,7 +38,7 @@ from nufed.cli.listing import listing, listing_of
 from nufed.cli.printed_results import print_notes, print_results
 from nufed.cli.progress import show_progress
 from nufed.cli.streams import standard_streams
-from nufed.cli.terminal import console, print_table, say, styled, table
+from nufed.cli.terminal import console, print_plain, print_table, say, styled, table
 from nufed.config.trust import require_trust
 from nufed.errors import InputError, NufedError
 from nufed.experiment import resume as resume_experiment
@@ -179,7 +179,7 @@ def report(
         print(json.dumps([{"directory": str(r.path), **r.to_json()} for r in loaded]))
         return
     if as_csv:
-        print(results_csv(loaded), end="")
+        print_plain(results_csv(loaded))
         return
     print_results(loaded)
     say(f"report: {page}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -61,6 +62,12 @@ def print_table(made: Table) -> None:
         print(line.rstrip())
 
 
+def print_plain(text: str) -> None:
+    """Print lines for another program, never broken or styled."""
+    for line in text.splitlines():
+        print(visible(line))
+
+
 def print_line(*parts: str | tuple[str, str]) -> None:
     """Print a line, broken into several only on a terminal."""
     console().print(styled(*parts), soft_wrap=wide())
@@ -86,8 +93,11 @@ def table(
         padding=(0, gap),
     )
     for place, heading in enumerate(headings):
-        numbers = right and place > 0
-        made.add_column(styled(heading), justify="right" if numbers else "left", no_wrap=right)
+        if right and place:  # numbers are never cut; names are broken if there is no room
+            width = max(cell_len(str(row[place])) for row in [headings, *rows])
+            made.add_column(styled(heading), justify="right", no_wrap=True, min_width=width)
+        else:
+            made.add_column(styled(heading), overflow="fold")
     for number, row in enumerate(rows):
         cells = [cell if isinstance(cell, Text) else styled(cell) for cell in row]
         made.add_row(*cells, style="dim" if number in quiet else "")
