@@ -38,10 +38,10 @@ def read_images(folder: Path, labelled: bool, shape: Sequence[int] | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             try:
-                image = Image.open(path, formats=FORMATS)
-                if image.mode not in MODES:
-                    raise ValueError(f"it has mode {image.mode}, not 8 bits per channel")
-                return ImageOps.exif_transpose(image)
+                with Image.open(path, formats=FORMATS) as image:
+                    if image.mode not in MODES:
+                        raise ValueError(f"it has mode {image.mode}, not 8 bits per channel")
+                    return ImageOps.exif_transpose(image)  # a copy
             except Exception as error:  # of a foreign or damaged file
                 raise InputError(f"{path.relative_to(folder)} is no image ({error})") from None
 
