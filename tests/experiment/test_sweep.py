@@ -240,21 +240,25 @@ def test_the_page_links_every_run_and_charts_every_key(whole):
 
 @pytest.mark.parametrize("needed", [2, 3])
 def test_scores_by_one_key_are_means_over_the_others(whole, monkeypatch, needed):
-    monkeypatch.setattr(sweep_page, "MIN_SEEDS", needed)
+    """The interval is over the means of two seeds, or, if they are too few, of agents."""
+    monkeypatch.setattr(sweep_page, "MIN_VALUES", needed)
     sweep, _ = whole
     for score in marginal_scores(sweep, "seen", "data.dirichlet"):
-        rows = [
-            r
-            for r in sweep.records()
-            if (r["method"], r["group"]) == (score.method.partition(" ")[0], "seen")
-            and r["data.dirichlet"] == score.keys["data.dirichlet"]
-        ]
-        assert len(rows) == 4 and score.mean == pytest.approx(
-            np.mean([r["personal"] for r in rows])
-        )
-        by_seed = [np.mean([r["personal"] for r in rows if r["seed"] == s]) for s in (0, 1)]
-        half = 12.706 * np.std(by_seed, ddof=1) / np.sqrt(2)
-        assert score.half_width == (pytest.approx(half) if needed == 2 else None)
+        scores = {}
+        for name, run in sweep.runs.items():
+            if sweep.values[name]["data.dirichlet"] == score.keys["data.dirichlet"]:
+                line = next(line for line in run.lines() if line.label == score.method)
+                for seed, own in zip(line.seeds, line.scores("seen"), strict=True):
+                    scores |= {(name, seed, s.agent): s.score[line.steps] for s in own}
+        values, place = list(scores.values()), 1 if needed == 2 else 2
+        assert len(values) == 2 * 2 * 3 and score.mean == pytest.approx(np.mean(values))
+        groups = {}
+        for key, value in scores.items():
+            groups.setdefault(key[place], []).append(value)
+        means = [np.mean(own) for own in groups.values()]
+        t = {2: 12.706, 3: 4.303, 4: 3.182}[len(means)]
+        half = t * np.std(means, ddof=1) / np.sqrt(len(means))
+        assert score.half_width == pytest.approx(half)
         assert score.baseline == (score.method == "majority")
     assert len(keyed_scores(sweep, "seen")) == 4 * 3
 

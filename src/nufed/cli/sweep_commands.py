@@ -10,13 +10,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn
 
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.data_commands import AsJson
 from nufed.cli.progress import show_warnings, time_left
-from nufed.cli.terminal import console, say, styled, table
+from nufed.cli.terminal import console, print_line, print_table, say, styled, table
 from nufed.config.sweep_grid import MAX_RUNS
 from nufed.errors import InputError, visible
 from nufed.experiment import Event, resume_sweep
@@ -96,19 +95,14 @@ def register(app: typer.Typer) -> None:
 
 
 def _print_sweep(found: Sweep) -> None:
-    terminal = console()
-    terminal.print(styled(sweep_headline(found)))
+    print_line(sweep_headline(found))
     for group in sweep_groups(found):
-        terminal.print()
+        say("")
         shown = sweep_table(found, group, narrow=True)
-        made = table(
-            shown.rows, shown.headings, title=f"agents {group} in training", right=True, gap=1
-        )
-        wide = terminal.options.update(width=10_000)
-        width = max(terminal.width, Measurement.get(terminal, wide, made).maximum)
-        terminal.print(made, width=width, crop=False)  # a narrow terminal wraps, and loses no digit
+        title = f"agents {group} in training"
+        print_table(table(shown.rows, shown.headings, title=title, right=True, gap=1))
     for line in found.failures:
-        terminal.print(styled(("could not be trained", "red"), f", left out above: {line}"))
+        print_line(("could not be trained", "red"), f", left out above: {line}")
     say(f"results: {found.path / 'results.csv'}")
     say(f"report: {found.path / 'report.html'}")
 

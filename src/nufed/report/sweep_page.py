@@ -23,10 +23,8 @@ from nufed.report.sweep_tables import (
     sweep_table,
 )
 from nufed.report.tables import Table
-from nufed.runs.results import Estimate, Line
+from nufed.runs.results import MIN_VALUES, Estimate, Line, over_agents
 from nufed.runs.sweep_record import Sweep
-
-MIN_SEEDS = 3  # for an interval
 
 
 def build_sweep_page(sweep: Sweep, *, figures: bool = True) -> Path:
@@ -118,33 +116,37 @@ def keyed_scores(sweep: Sweep, group: str) -> list[KeyedScore]:
 def marginal_scores(sweep: Sweep, group: str, key: str) -> list[KeyedScore]:
     """Scores by the values of one key, averaged over those of the others.
 
-    The interval of such a mean is that over seeds, each averaged over the same runs; there is none
-    with fewer than three.
+    The interval is that over seeds, each averaged over the same runs; with fewer than three seeds
+    over agents.
     """
     if len(sweep.runs) == len(sweep.keys[key]):
         return keyed_scores(sweep, group)
-    found: dict[tuple[str, KeyValue, bool], list[dict[int, float]]] = {}
+    found: dict[tuple[str, KeyValue, bool], list[dict[int, dict[int, float]]]] = {}
     for name, run in sweep.runs.items():
         for line in run.lines():
-            means = _by_seed(line, group)
-            if means:
+            own = _by_seed_and_agent(line, group)
+            if own:
                 place = (line.label, _value(sweep.values[name][key]), line.kind == "baseline")
-                found.setdefault(place, []).append(means)
+                found.setdefault(place, []).append(own)
     scores = []
     for (method, value, baseline), runs in found.items():
-        common = set.intersection(*(set(means) for means in runs))
-        by_seed = [float(np.mean([means[seed] for means in runs])) for seed in sorted(common)]
-        if by_seed:
-            mean = Estimate.of(by_seed)
-            half = mean.half_width if len(by_seed) >= MIN_SEEDS else None
-            scores.append(KeyedScore({key: value}, method, mean.mean, half, baseline))
+        common = sorted(set.intersection(*(set(own) for own in runs)))
+        if not common:
+            continue
+        by_seed = [
+            float(np.mean([np.mean(list(own[seed].values())) for own in runs])) for seed in common
+        ]
+        mean = Estimate.of(by_seed)
+        half = mean.half_width
+        if len(by_seed) < MIN_VALUES:
+            half = over_agents([own[seed] for own in runs for seed in common])
+        scores.append(KeyedScore({key: value}, method, mean.mean, half, baseline))
     return scores
 
 
-def _by_seed(line: Line, group: str) -> dict[int, float]:
-    """The mean score over agents, by seed."""
+def _by_seed_and_agent(line: Line, group: str) -> dict[int, dict[int, float]]:
     return {
-        seed: float(np.mean([s.score[line.steps] for s in scores]))
+        seed: {s.agent: s.score[line.steps] for s in scores}
         for seed, scores in zip(line.seeds, line.scores(group), strict=True)
         if scores
     }
