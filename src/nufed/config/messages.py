@@ -40,8 +40,8 @@ def suggest_key(given: str, known: Iterable[str]) -> str:
     """The known key that a misspelt one likely means, as the end of a sentence; empty if none is
     close.
 
-    Looks for a close last part in the same table, or in all if it names no known one; then for the
-    same last part in another table.
+    Looks for a close last part in the same table (of a key without one: at the top, then in all),
+    or in all if it names no known one; then for the same last part in another table.
 
     >>> suggest_key("data.agent", ["rounds", "data.agents"])
     "; did you mean 'data.agents'?"
@@ -50,10 +50,11 @@ def suggest_key(given: str, known: Iterable[str]) -> str:
     """
     keys, (table, _, last) = list(known), given.rpartition(".")
     inside = [key for key in keys if key.startswith(f"{table}.")] if table else keys
+    top = closest(last, [key for key in keys if "." not in key]) if not table else None
     by_last: dict[str, list[str]] = {}
     for key in inside or keys:
         by_last.setdefault(key.rpartition(".")[2], []).append(key)
-    close = by_last.get(closest(last, by_last) or "", [])
+    close = [top] if top else by_last.get(closest(last, by_last) or "", [])
     close = close or [key for key in keys if key.rpartition(".")[2] == last]
     nearest = difflib.get_close_matches(given, close, n=1, cutoff=0)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
