@@ -194,8 +194,8 @@ def _promoted(
 ) -> list[AskedTrial]:
     """The best third of a method's trials, as far as the rest of the budget pays for them.
 
-    The best one is promoted while any budget is left: where predictions were too low, a method
-    may spend one rung of one trial too much.
+    The best one is promoted while any budget is left, or as long as no trial of the method was
+    trained to the end: where predictions were too low, a method may exceed its budget for it.
     """
     done = [each for each in live if scores[each.number][-1].failure is None]
     predicted = sum(rounds * account.predict(account.name, each.settings) for each in done)
@@ -207,8 +207,9 @@ def _promoted(
     further = plan.rungs[plan.rungs.index(rounds) + 1] - rounds
     found: list[AskedTrial] = []
     left = account.allowed * (1 + 1e-9) - account.spent
+    needed = left > 0 or not any(trial.after(plan.rungs[-1]) for trial in account.trials)
     for each in best[: promoted_of(len(live))]:
         left -= account.cost(each, further)
-        if left >= 0 or (each is best[0] and account.spent < account.allowed):
+        if left >= 0 or (each is best[0] and needed):
             found.append(each)
     return sorted(found, key=lambda each: each.number)

@@ -214,8 +214,8 @@ def _rung(
     failure = f"the validation score after {rounds} rounds is not finite: it diverged"
     return RungScore(
         rounds=rounds,
-        score=score,
-        loss=loss,
+        score=finite(score),
+        loss=finite(loss),
         scale=scale,
         evaluation_gradients=gradients,
         evaluation_hvps=hvps,
