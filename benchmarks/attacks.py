@@ -72,7 +72,7 @@ def trained(split: str, attack: str) -> Run:
     else:
         print(f"{split}, {attack}")
         with show_progress(Console(stderr=True)) as display:
-            follow = {"on_start": display.start, "on_progress": display.update}
+            follow = {"observers": [display]}
             begun = (path / "run.json").exists()
             finished = resume(path, **follow) if begun else run(tables, out=path, **follow)
     if finished.config.fingerprint != load_config(tables).fingerprint:

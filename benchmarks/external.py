@@ -80,7 +80,7 @@ def trained(name: str, samples: Samples, changes: dict, rounds: int) -> Path:
     path = RUNS / name
     tables = {**SETTING, **changes, "rounds": rounds, "name": name}
     with show_progress(Console(stderr=True)) as display:
-        follow = {"on_start": display.start, "on_progress": display.update, "figures": False}
+        follow = {"observers": [display], "figures": False}
         if not (path / "run.json").exists():
             run(tables, data=samples, out=path, **follow)
         else:

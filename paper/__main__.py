@@ -78,7 +78,7 @@ def _train(tables: dict[str, Any], directory: Path) -> Run:
     before, start = _seconds(directory), time.monotonic()
     with show_progress(Console(stderr=True)) as display, warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)  # expected for the large steps of `delta`
-        how = {"on_start": display.start, "on_progress": display.update, "figures": False}
+        how = {"observers": [display], "figures": False}
         try:
             if (directory / "run.json").exists():
                 return resume(directory, trust=True, **how)  # started by this command

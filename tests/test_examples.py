@@ -88,6 +88,6 @@ def test_the_notebook(tmp_path):
         assert framed.startswith('<div><iframe sandbox="allow-scripts"')
         assert not re.search(r'(src|href)=(&quot;|")https?:', framed)
     assert "vegaEmbed(&quot;#chart&quot;, {" in chart and "communication round" in chart
-    assert "fedavg" in frame and "bytes_up" in history and "Results" in page
+    assert "fedavg" in frame and "bytes_up" in history and "All results" in page
     values = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert [v for v in values if v["output_type"] in ("stream", "error")] == []

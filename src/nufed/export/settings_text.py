@@ -15,7 +15,7 @@ def settings_of_method(config: Config, method: str) -> dict[str, str]:
     >>> from nufed.config import load_config
     >>> found = settings_of_method(load_config({"methods": {"fedavg": {}}}), "fedavg")
     >>> found["method"], found["rounds"], found["data.source"], found["method.local_steps"]
-    ('fedavg', '100', 'digits', '1')
+    ('fedavg', '100', 'digits', '4')
     """
     algorithm = config.algorithms()[method]
     own = {

@@ -40,7 +40,7 @@ class Objective(FlatLoss):
             parameters: training normalises by the batch and updates them (:meth:`track`), and the
             algorithm decides whether they are averaged (as by FedAvg) or private (FedBN).
 
-    >>> objective = Objective(nn.Linear(2, 1, bias=False), F.mse_loss)
+    >>> objective = Objective(nn.Linear(2, 1, bias=False), nn.functional.mse_loss)
     >>> w = torch.tensor([1.0, 2.0])
     >>> batch = (torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0]]))
     >>> objective.value(w, batch), objective.grad(w, batch)
