@@ -6,8 +6,8 @@ READY  := $(VENV)/.ready
 
 .PHONY: run federation test test-slow test-federation test-offline bench attacks external paper format clean
 
-run: $(READY)            ## train the quickstart and print the path of its report
-	$(BIN)/nufed run quickstart
+run: $(READY)            ## train four methods on sine waves and print the path of the report
+	$(BIN)/nufed run sinusoid
 
 federation: $(READY)     ## a server and four sites on this machine, with TLS and keys, on Flower
 	$(BIN)/nufed federate local examples/federation
