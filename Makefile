@@ -19,7 +19,7 @@ test: $(READY)           ## all checks: format, lint, types, import rules, tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q -n 2 --dist loadscope
+	$(BIN)/pytest -q -n 2 --dist loadscope --no-loadscope-reorder
 
 test-slow: test-federation ## slow tests too, with more hypothesis examples, and those of federations
 	NUFED_HYPOTHESIS=search $(BIN)/pytest -q -m "slow or not slow" --timeout 3600 \

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,50 @@ from processes import NUFED
 NOT_UTF8 = os.fsdecode(b"run-\xff")
 
 
-def start(*arguments, cwd, unbuffered=False, **options):
-    environment = {**os.environ, **options.pop("environment", {})}
-    environment.pop("PYTHONUNBUFFERED", None)
-    if unbuffered:
-        environment["PYTHONUNBUFFERED"] = "1"
+# runs commands one after another, each in a fork: importing torch takes two seconds
+FORKS = """
+import json, os, sys
+from nufed.cli import main
+
+codes = []
+for number, arguments in enumerate(json.loads(sys.argv[1])):
+    pid = os.fork()
+    if not pid:
+        for stream in json.loads(sys.argv[2]):
+            os.dup2(os.open(f"{number}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv = ["nufed", *arguments]
+        main()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+with open("codes", "w") as file:
+    json.dump(codes, file)
+"""
+
+
+def environment(unbuffered, changes):
+    found = {**os.environ, **changes}
+    found.pop("PYTHONUNBUFFERED", None)
+    return found | ({"PYTHONUNBUFFERED": "1"} if unbuffered else {})
+
+
+def start(*arguments, cwd, changes=(), **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen([*NUFED, *arguments], cwd=cwd, env=environment, **options)
+    own = environment(False, dict(changes))
+    return subprocess.Popen([*NUFED, *arguments], cwd=cwd, env=own, **options)
+
+
+def each(commands, folder, *, stdout=None, unbuffered=False, changes=()):
+    """The exit code, output and errors of every command, in that environment."""
+    written = [2] if stdout else [1, 2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKS, json.dumps(commands), json.dumps(written)],
+        cwd=folder,
+        env=environment(unbuffered, dict(changes)),
+        stdout=stdout,
+    )
+    assert process.wait(200) == 0
+    for number, code in enumerate(json.loads((folder / "codes").read_text())):
+        files = [folder / f"{number}.{stream}" for stream in (1, 2)]
+        yield code, *(file.read_bytes() if file.exists() else b"" for file in files)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +65,7 @@ def done(tmp_path_factory):
     """A run whose directory has a name that is not UTF-8, printed to a strict UTF-8 stream."""
     cwd = tmp_path_factory.mktemp("work")
     utf8 = {"PYTHONIOENCODING": "utf-8:strict"}
-    run = start("run", "quickstart", *QUICK, "--out", NOT_UTF8, cwd=cwd, environment=utf8)
+    run = start("run", "quickstart", *QUICK, "--out", NOT_UTF8, cwd=cwd, changes=utf8)
     out, err = run.communicate(timeout=200)
     return cwd, run.returncode, out.decode(), err.decode()
 
@@ -45,28 +83,27 @@ def test_a_directory_whose_name_is_not_utf8(done, nufed):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_what_an_encoding_lacks_is_escaped(done, encoding):
-    cwd, *_ = done
-    for command in (["report", NOT_UTF8, "--no-figures"], ["list"], ["data", "show"]):
-        narrow = {"PYTHONIOENCODING": encoding}
-        process = start(*command, cwd=cwd, environment=narrow)
-        out, err = process.communicate(timeout=100)
-        assert process.returncode == 0 and not err
+def test_what_an_encoding_lacks_is_escaped(done, tmp_path, encoding):
+    run = str(done[0] / NOT_UTF8)
+    commands = (["report", run, "--no-figures"], ["list"], ["data", "show"])
+    for code, out, err in each(commands, tmp_path, changes={"PYTHONIOENCODING": encoding}):
+        assert code == 0 and not err
         assert "\\u" in out.decode(encoding)  # ν, or shades of grey
 
 
 @pytest.mark.parametrize("unbuffered", [False, True])
-def test_a_full_device_is_one_sentence(done, unbuffered):
-    cwd, *_ = done
-    for command in (["list"], ["list", "--json"], ["report", NOT_UTF8, "--no-figures"]):
-        (cwd / NOT_UTF8 / "report.html").unlink(missing_ok=True)
-        with Path("/dev/full").open("wb") as full:
-            process = start(*command, cwd=cwd, unbuffered=unbuffered, stdout=full)
-            _, err = process.communicate(timeout=100)
-        assert process.returncode == 2
+def test_a_full_device_is_one_sentence(done, tmp_path, unbuffered):
+    run = done[0] / NOT_UTF8
+    (run / "report.html").unlink(missing_ok=True)
+    commands = (["list"], ["list", "--json"], ["report", str(run), "--no-figures"])
+    with Path("/dev/full").open("wb") as full:
+        results = list(each(commands, tmp_path, stdout=full, unbuffered=unbuffered))
+    assert len(results) == 3
+    for code, _, err in results:
+        assert code == 2
         assert err.decode().startswith("nufed: error: standard output can't be written (No space")
         assert err.count(b"\n") == 1
-    assert (cwd / NOT_UTF8 / "report.html").exists()
+    assert (run / "report.html").exists()
 
 
 def test_a_full_device_for_progress_does_not_end_a_run(tmp_path):
@@ -78,13 +115,13 @@ def test_a_full_device_for_progress_does_not_end_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("unbuffered", [False, True])
-@pytest.mark.parametrize("command", [["list"], ["list", "--json"], ["run", "--help"]])
-def test_a_broken_pipe_ends_a_command_silently(tmp_path, command, unbuffered):
-    process = start(*command, cwd=tmp_path, unbuffered=unbuffered)
-    process.stdout.close()
-    with process.stderr:
-        assert process.stderr.read() == b""
-    assert process.wait(100) == 141  # 128 + SIGPIPE, as shells report it
+def test_a_broken_pipe_ends_a_command_silently(tmp_path, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    commands = (["list"], ["list", "--json"], ["run", "--help"])
+    results = list(each(commands, tmp_path, stdout=writer, unbuffered=unbuffered))
+    os.close(writer)
+    assert results == [(141, b"", b"")] * 3  # 128 + SIGPIPE, as shells report it
 
 
 def test_a_run_whose_progress_nobody_reads_can_be_resumed(tmp_path, nufed):

@@ -228,7 +228,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
         wait_for((tmp_path / "run" / "methods").exists, 60)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "resume with: nufed run --resume run" in said
+    assert process.returncode == 130 and "resume with: nufed run --resume run" in said, said
     assert list(tmp_path.glob("run/methods/*/seed-*/checkpoint-*.safetensors"))
     nufed.resume(tmp_path / "run")
     nufed.run(str(file), out=tmp_path / "whole")
