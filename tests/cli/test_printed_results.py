@@ -3,10 +3,7 @@
 import csv
 import io
 import json
-import os
-import pty
 import re
-import subprocess
 
 import pytest
 
@@ -14,7 +11,6 @@ import nufed as library
 from nufed.cli.printed_results import blocks
 from nufed.cli.terminal import natural_width, table
 from nufed.report.tables import Table
-from processes import NUFED
 from support import without_report
 
 LONG = "a-method-with-quite-a-long-name"
@@ -53,25 +49,12 @@ def test_piped_tables_have_all_columns_and_digits(run, nufed):
         assert line == line.rstrip()
 
 
-def test_a_narrow_terminal_shows_whole_numbers(run):
-    """In a terminal of its own, 44 columns wide."""
-    leader, follower = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "44", "TERM": "xterm"}
-    command = [*NUFED, "report", str(run), "--no-figures", "--out", str(run.parent / "narrow")]
-    process = subprocess.Popen(command, stdout=follower, stderr=follower, env=environment)
-    os.close(follower)
-    found = b""
-    while True:
-        try:
-            read = os.read(leader, 4096)
-        except OSError:
-            break
-        if not read:
-            break
-        found += read
-    assert process.wait(timeout=60) == 0
-    os.close(leader)
-    text = re.sub(r"\x1b\[[\d;]*m", "", found.decode())  # without styles
+def test_a_narrow_terminal_shows_whole_numbers(run, nufed, monkeypatch):
+    """As in a terminal that is 44 columns wide."""
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "44", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    found = nufed("report", run, "--no-figures", "--out", run.parent / "narrow", cwd=run).stdout
+    text = re.sub(r"\x1b\[[\d;]*m", "", found)  # without styles
     rows = json.loads((run / "results.json").read_text())["rows"]
     for row in rows:
         own = [line for line in text.splitlines() if line.startswith(row["name"] + " ")]
