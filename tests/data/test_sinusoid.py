@@ -65,7 +65,7 @@ TINY = [
 def test_the_preset_runs_and_scores_by_the_loss(tmp_path):
     run = nufed.run("sinusoid", TINY, out=tmp_path / "run")
     rows = [row for row in run.rows() if row.kind == "method"]
-    assert {row.name for row in rows} == {"fedavg", "per-fedavg", "gmeta"}
+    assert {row.name for row in rows} == {"fedavg", "fedavg-10-steps", "per-fedavg", "gmeta"}
     assert all(0 < row.personal.mean < 30 for row in rows)
     assert all(row.personal.mean == row.loss for row in rows if row.group == "seen")
 
