@@ -207,7 +207,8 @@ def ranking_notes(record: TuningRecord) -> list[str]:
         )
     listed = ", ".join(row.trial.method for row in rows)
     if certain:
-        first = f"The order {listed} is the same with all {len(seeds)} other seeds"
+        others = "the other seed" if len(seeds) == 1 else f"all {len(seeds)} other seeds"
+        first = f"The order {listed} is the same with {others}"
         first += "; few seeds can't rule out chance." if len(seeds) < 5 else "."
     else:
         first = f"The order {listed} is not certain: it differs between seeds."
