@@ -42,7 +42,9 @@ class PrivacyRecord(Record):
 
 
 class FederationRecord(Record):
-    """``federation.json``: the run's identifier at the sites, and the seed of secret cohorts."""
+    """``federation.json``: the run's identifier at the sites, the digest of its configuration in
+    checkpoints, and the seed of secret cohorts."""
 
     run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    configuration: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     cohort_seed: Annotated[int, Field(ge=0, lt=2**128)] | None = None

@@ -330,13 +330,6 @@ def test_a_site_with_an_invalid_number_is_excluded(caplog):
     assert "must be the site's own number" in caplog.text
 
 
-def test_a_site_with_another_version_is_excluded(monkeypatch, caplog):
-    monkeypatch.setattr("nufed.flower.app.site_app.VERSION", "0.0.1")
-    with pytest.raises(TrainingError, match="start the sites"):
-        federate(plan_of(FEDAVG), DATA)
-    assert "it has nufed '0.0.1' and the server" in caplog.text
-
-
 def test_without_sites_the_run_fails_and_says_what_to_do():
     with pytest.raises(TrainingError, match=r"only agents \[\] of 4 are online .* start the sites"):
         federate(plan_of(FEDAVG), DATA, prepare=lambda grid: grid.contexts.clear())

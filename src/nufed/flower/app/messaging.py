@@ -14,8 +14,9 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from nufed.errors import TrainingError, shown, visible
-from nufed.flower.app.payload import PayloadError, read_identity
+from nufed.flower.app.payload import PayloadError, content, read_identity
 from nufed.flower.app.plan import Plan
+from nufed.flower.app.versions import VERSION
 from nufed.server import TOO_LATE
 
 LOG = logging.getLogger("nufed")
@@ -162,7 +163,7 @@ class Roster:
         now = time.monotonic()
         overdue = {n for n in self._queries.nodes if now - self._queried_at[n] > self._plan.wait}
         self._queried_at |= dict.fromkeys(new | overdue, now)
-        queries = {node: RecordDict() for node in sorted(new | overdue)}
+        queries = {node: content(version=VERSION) for node in sorted(new | overdue)}
         self._queries.send(MessageType.QUERY, queries, QUERY_TTL)
         replies = self._queries.replies(self._plan.wait if new else 0)
         for node, reply in replies.items():

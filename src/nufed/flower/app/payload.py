@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any, cast
 
 import numpy as np
@@ -20,15 +19,16 @@ from torch import Tensor
 
 from nufed.algorithms.protocol import AgentUpdate, Cost, State
 from nufed.errors import InputError, shown
+from nufed.flower.app.versions import VERSION, works_with
 from nufed.server.checks import Unreadable
 
 ARRAYS, ABOUT, SCORES, RELEASE = "arrays", "about", "scores", "release"
 KEEP = "keep"  # the action of a message on which a site writes its personal model
-VERSION = version("nufed")
 STORED_AS = "numpy.ndarray"
 DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
 MAX_GRADIENTS = 10**15  # gradients that a site may report
 MAX_NAME_LENGTH = 100
+SAME = "install releases of one minor series at both, as 0.1.0 and 0.1.3"
 MAX_RELEASES = 10**6  # noisy updates that a site may report
 
 
@@ -154,18 +154,25 @@ def read_update(
 
 
 def read_identity(records: Mapping[str, object], agents: int) -> tuple[int, str]:
-    """A site's number and name; its version of nufed must be the server's."""
+    """A site's number and name; its version of nufed must work with the server's."""
+    installed = read_version(records)  # first: another version may send other fields
+    if not works_with(installed, VERSION):
+        raise PayloadError(f"it has nufed {shown(installed)} and the server {VERSION!r}: {SAME}")
     check_keys(records, ABOUT)
-    agent, name, installed = read_about(records, "agent", "name", "version")
-    if installed != VERSION:
-        raise PayloadError(
-            f"it has nufed {shown(installed)} and the server {VERSION!r}: install the same version"
-        )
+    agent, name, _ = read_about(records, "agent", "name", "version")
     if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME_LENGTH:
         raise PayloadError(
             f"its name {shown(name)} is not one line of up to {MAX_NAME_LENGTH} characters"
         )
     return read_int(agent, "its number", agents - 1), name
+
+
+def read_version(records: Mapping[str, object]) -> str:
+    """The version of nufed that a server or a site reports."""
+    installed = get_record(records, ABOUT, ConfigRecord).get("version")
+    if not isinstance(installed, str):
+        raise PayloadError(f"it reports nufed {shown(installed)}, which is not a version")
+    return installed
 
 
 def read_int(value: object, name: str, most: int, least: int = 0) -> int:

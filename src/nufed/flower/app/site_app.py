@@ -14,19 +14,20 @@ from flwr.clientapp import ClientApp
 from safetensors.torch import save
 
 from nufed.algorithms.protocol import AgentContext, AgentResult, State
-from nufed.errors import InputError, TrainingError, shown
+from nufed.errors import InputError, TrainingError, shown, visible
 from nufed.evaluate import evaluate_agent, majority_class
 from nufed.files import sha256
 from nufed.flower.app.payload import (
     KEEP,
     RELEASE,
-    VERSION,
+    SAME,
     PayloadError,
     content,
     read_about,
     read_int,
     read_run,
     read_vectors,
+    read_version,
     release_record,
 )
 from nufed.flower.app.plan import Plan
@@ -34,6 +35,7 @@ from nufed.flower.app.privacy import Privacy, check_release, protect
 from nufed.flower.app.score_payload import read_part, read_scales, scores_content
 from nufed.flower.app.site import Load, Site
 from nufed.flower.app.site_store import Release, load_record, save_record
+from nufed.flower.app.versions import VERSION, works_with
 from nufed.objective.threads import torch_threads
 from nufed.runs.personal_models import personal_after, write_personal
 
@@ -80,6 +82,9 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
 
 
 def _identify(site: Site, request: RecordDict) -> RecordDict:
+    theirs = read_version(request)
+    if not works_with(VERSION, theirs):  # the server excludes this site
+        LOG.error("this site has nufed %s and the server %s: %s", VERSION, visible(theirs), SAME)
     return content(agent=site.agent, name=site.name, version=VERSION)
 
 

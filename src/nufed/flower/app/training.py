@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from nufed.config import Config
-from nufed.errors import NufedError, RunError, TrainingError
+from nufed.errors import NufedError, NumericalWarning, RunError, TrainingError
 from nufed.evaluate import Evaluation, chooses, summarise
 from nufed.files import cannot_write, locked, read_sealed, write_sealed
 from nufed.flower.app.messaging import LOG
@@ -35,7 +36,7 @@ from nufed.runs.recorder import Recorder
 from nufed.runs.records import checked
 from nufed.server import Progress
 
-FEDERATION = "federation.json"  # the run's id, and the seed of secret cohorts
+FEDERATION = "federation.json"  # the run's id, its configuration's digest, a secret seed
 
 
 def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -> Path:
@@ -61,10 +62,11 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
                 _resume(directory, config, plan) if resuming else _begin(directory, config, plan)
             )
             folder = directory.part("methods", method, plan.seed)
-            files = PartFiles(folder, {"configuration": config.fingerprint})
+            # as recorded: the same configuration may have other keys in another version of nufed
+            files = PartFiles(folder, {"configuration": identity["configuration"]})
             files.check_rounds(plan.rounds)
             if resuming:
-                Provenance(directory).write_resumed(config)
+                _record_resumed(directory, config)
             if not files.is_done(plan.rounds):
                 began = time.perf_counter()
                 _train(plan, config, grid, identity, directory, files)
@@ -83,8 +85,11 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
 
 
 def _begin(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any]:
-    """Write the run's initial records; returns its id and the seed of secret cohorts."""
-    identity: dict[str, Any] = {"run": secrets.token_hex(16)}
+    """Write the run's initial records; returns the content of federation.json."""
+    identity: dict[str, Any] = {
+        "run": secrets.token_hex(16),
+        "configuration": config.fingerprint,
+    }
     if plan.privacy:  # epsilon assumes secret cohorts, and files here name them
         identity["cohort_seed"] = secrets.randbits(128)
         try:
@@ -105,7 +110,16 @@ def _resume(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, An
     identity = checked(FederationRecord, read_sealed(path).about, path)
     if plan.privacy and identity.cohort_seed is None:
         raise RunError(f"{path} has no cohort_seed, which a private run needs: start a new one")
-    return identity.model_dump()
+    return {"configuration": config.fingerprint} | identity.model_dump(exclude_none=True)
+
+
+def _record_resumed(directory: RunDirectory, config: Config) -> None:
+    """Record the software that a run is resumed with, and log how it differs."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", NumericalWarning)
+        Provenance(directory).write_resumed(config)
+    for warning in told:
+        LOG.warning("%s", warning.message)
 
 
 def _train(
