@@ -15,6 +15,7 @@ from nufed.algorithms.protocol import AgentUpdate, State
 from nufed.errors import UpdateError
 
 NOT_FINITE = "is not finite"
+DIVERGES = "it diverges"
 MOST_SAMPLES = 10**9  # upper bound on the sample count that an agent may report
 MOST_AGENTS = 10**9
 
@@ -123,7 +124,7 @@ def _fault_of_vector(vector: object, right: Tensor) -> str | None:
     # so small that no sum over MOST_AGENTS agents with MOST_SAMPLES samples each overflows
     limit = torch.finfo(torch.promote_types(vector.dtype, torch.float32)).max ** 0.5
     if max(-least, most) > limit:
-        return f"has numbers up to {max(-least, most):.2g}, above {limit:.2g}: it diverges"
+        return f"has numbers up to {max(-least, most):.2g}, above {limit:.2g}: {DIVERGES}"
     return None
 
 

@@ -14,7 +14,7 @@ import torch
 from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, State
 from nufed.errors import TrainingError, UpdateError, require
 from nufed.seeding import stream
-from nufed.server.checks import screen
+from nufed.server.checks import DIVERGES, NOT_FINITE, screen
 from nufed.server.states import AgentStates, MemoryStates
 
 LOG = logging.getLogger("nufed")
@@ -112,9 +112,10 @@ class QuorumError(TrainingError):
 def below_quorum(round: int, rejected: Sequence[UpdateError], rules: Rules) -> str:
     """The message about a round with too few valid updates."""
     reasons = "; ".join(str(r) for r in rejected) or "too few agents replied"
+    diverged = any(NOT_FINITE in r.reason or DIVERGES in r.reason for r in rejected)
     return (
         f"round {round} has no usable update or fewer than min_updates = {rules.min_updates} "
-        f"({reasons}); if values are not finite, lower meta_lr or adapt_lr"
+        f"({reasons})" + ("; lower meta_lr or adapt_lr" if diverged else "")
     )
 
 

@@ -13,13 +13,15 @@ import httpx
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from nufed.errors import TrainingError, shown, visible
+from nufed.errors import InputError, TrainingError, shown, visible
 from nufed.flower.app.payload import PayloadError, content, read_identity
 from nufed.flower.app.plan import Plan
+from nufed.flower.app.refusals import Refusal
 from nufed.flower.app.versions import VERSION
 from nufed.server import TOO_LATE
 
 LOG = logging.getLogger("nufed")
+REFUSED = f"{InputError.__module__}.{InputError.__qualname__}"  # raised at a site
 NOT_SENT = "the request could not be sent to it"
 MAX_REASON = 500  # characters kept of a site's error message
 POLL_INTERVAL = 0.5  # seconds
@@ -122,21 +124,22 @@ def _pull(grid: Grid, message_id: str) -> RecordDict | str | None:
         if reply.metadata.reply_to_message_id != message_id:
             LOG.warning("discarded a reply that matches no request of this run")
         elif reply.has_error():
-            return f"it failed: {_reason(str(reply.error.reason))}"
+            return _failure(str(reply.error.reason))
         else:
             return reply.content
     return None
 
 
-def _reason(text: str) -> str:
-    """The message of the exception inside Flower's error text.
+def _failure(text: str) -> str:
+    """A site's failure from Flower's error text: the class and message of an exception.
 
     A line break would forge a log line, and control characters may steer a terminal.
     """
-    raised = re.fullmatch(r"<class '[\w.]+'>:<'(.*)'>", text, re.DOTALL)
+    raised = re.fullmatch(r"<class '([\w.]+)'>:<'(.*)'>", text, re.DOTALL)
     if not raised:
-        return shown(text)
-    return visible(raised[1][:MAX_REASON])
+        return f"it failed: {shown(text)}"
+    reason = f"it failed: {visible(raised[2][:MAX_REASON])}"
+    return Refusal(reason) if raised[1] == REFUSED else reason
 
 
 class Roster:

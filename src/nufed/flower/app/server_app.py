@@ -18,6 +18,7 @@ from nufed.flower.app.messaging import LOG, Roster, request
 from nufed.flower.app.payload import KEEP, PayloadError, content, read_update
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy_account import Account
+from nufed.flower.app.refusals import Refusals
 from nufed.flower.app.score_payload import read_scores
 from nufed.server import Attempts, Progress, close_round, to_send, update_norm
 
@@ -66,6 +67,7 @@ class Server:
         self._plan, self._grid, self._run = plan, grid, run
         self._cohort_seed = plan.seed if cohort_seed is None else cohort_seed
         self._roster = Roster(grid, plan)
+        self._refusals = Refusals(plan)
         ledger = None if notes is None else notes.get("ledger", "missing")
         self.account = (
             Account(plan.privacy, len(plan.seen), plan.cohort, ledger) if plan.privacy else None
@@ -260,8 +262,11 @@ class Server:
             )
             for agent, node in online.items()
         }
-        replies = request(self._grid, kind, contents, self._plan.deadline)
-        return {agent: replies[node] for agent, node in online.items()}, offline
+        by_node = request(self._grid, kind, contents, self._plan.deadline)
+        replies = {agent: by_node[node] for agent, node in online.items()}
+        self._refusals.note(replies)
+        self._refusals.check(self._roster.names)
+        return replies, offline
 
 
 def _usable(reply: RecordDict | str) -> RecordDict:

@@ -79,8 +79,7 @@ class Site:
     @cached_property
     def federation(self) -> Federation:
         """A federation that holds only this agent's part."""
-        plan, samples = self.plan, self._samples()
-        plan.check_data(samples)
+        plan, samples = self.plan, self.samples
         split = site_split(
             len(samples),
             self.agent,
@@ -91,7 +90,14 @@ class Site:
         )
         return Federation(samples, split, plan.small_agents, plan.scored_on)
 
-    def _samples(self) -> Samples:
+    @cached_property
+    def samples(self) -> Samples:
+        """This site's data, which matches the federation's."""
+        samples = self._load()
+        self.plan.check_data(samples)
+        return samples
+
+    def _load(self) -> Samples:
         """This site's data; details of an error are logged at the site only."""
         try:
             classes = self.plan.like.classes if self.plan.like else ()
@@ -102,6 +108,6 @@ class Site:
             return samples
         except Exception as error:
             LOG.exception("this site's data can't be loaded")
-            raise TrainingError(
+            raise InputError(
                 f"its data can't be loaded ({type(error).__name__}); see the site's log"
             ) from None

@@ -63,7 +63,9 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
                 made = plan()
                 with torch_threads(made.threads):
                     reply = respond(Site(made, context.node_config, load), message.content)
-            except (InputError, TrainingError, PayloadError) as error:
+            except InputError:  # by this class the server knows that a retry does not help
+                raise
+            except (TrainingError, PayloadError) as error:
                 raise TrainingError(str(error)) from error
             except Exception as error:
                 LOG.exception("the site failed")
@@ -144,11 +146,12 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
     if site.limit is not None:
         sent += site.releases_in_other_runs(task.file, privacy.noise)
         check_release(replace(privacy, epsilon_server=site.limit), sent)
+    _ = site.samples  # a mismatch with the federation's format may be told
     try:
         result = _agent_update(site, task)
     except InputError:  # its message may reveal the number of samples
         LOG.exception("this site's data can't be used")
-        raise TrainingError("its data can't be used; see the site's log") from None
+        raise InputError("its data can't be used; see the site's log") from None
     release = last.after(digest, protect(result.vectors, task.received, privacy), result.cost)
     save_record(task.file, replace(record, release=release))
     return release
@@ -157,7 +160,7 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
 def _evaluate(site: Site, request: RecordDict) -> RecordDict:
     plan, task = site.plan, _read_task(site, request, "scales", "part")
     if not plan.sends_scores:
-        raise InputError("this site sends no scores: privacy.scores is false")
+        raise TrainingError("this site sends no scores: privacy.scores is false")
     federation = site.federation.scoring(read_part(task.more["part"]))
     scores = evaluate_agent(
         plan.algorithm,
