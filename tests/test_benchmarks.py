@@ -15,7 +15,7 @@ from nufed.algorithms.protocol import Cost
 from nufed.data import as_samples, make_split
 from nufed.seeding import torch_seed
 from nufed.server import Progress
-from nufed.simulation import DirectEngine, can_fork, run_round
+from nufed.simulation import DirectEngine, run_round, start_method
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -124,7 +124,9 @@ def test_every_algorithm_has_a_plain_loop():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not can_fork(), reason="workers and their memory are measured on Linux")
+@pytest.mark.skipif(
+    start_method() != "fork", reason="needs Linux"
+)
 def test_every_job_of_the_benchmark_runs_to_its_end(tmp_path):
     command = [sys.executable, ROOT / "benchmarks/bench.py", "--quick", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

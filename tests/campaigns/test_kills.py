@@ -10,11 +10,11 @@ from contextlib import suppress
 import pytest
 
 import nufed
-from nufed.simulation import can_fork
+from nufed.simulation import start_method
 from processes import Child, descendants, wait_for
 from support import file_hashes
 
-pytestmark = pytest.mark.skipif(not can_fork(), reason="this system can't fork safely")
+pytestmark = pytest.mark.skipif(start_method() != "fork", reason="this system can't fork safely")
 
 CONFIG = {
     "rounds": 12,

@@ -19,11 +19,11 @@ from nufed.errors import NumericalWarning, RunError
 from nufed.runs.agent_states import StoredStates
 from nufed.runs.checkpoint import load_checkpoint
 from nufed.runs.part_files import PartFiles
-from nufed.simulation import can_fork
+from nufed.simulation import start_method
 from processes import Child, fork
 from support import FSYNC, file_hashes
 
-linux = pytest.mark.skipif(not can_fork(), reason="needs Linux")
+linux = pytest.mark.skipif(start_method() != "fork", reason="needs Linux")
 BELONGS = {"configuration": "a", "data": "b", "split": "c"}
 FULL_DISK = "the disk is full: free some space there and continue with `nufed run --resume`"
 PAGE = 4096

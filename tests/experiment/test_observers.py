@@ -13,7 +13,7 @@ from rich.console import Console
 import nufed
 from nufed.cli.progress import show_progress
 from nufed.errors import ObserverWarning
-from nufed.simulation import can_fork
+from nufed.simulation import start_method
 from support import Killed, file_hashes
 
 pytestmark = pytest.mark.usefixtures("no_report")
@@ -96,7 +96,7 @@ def test_an_observer_is_told_what_the_run_records(observed):
             assert event.evaluation_gradients > 0
 
 
-@pytest.mark.skipif(not can_fork(), reason="needs Linux")
+@pytest.mark.skipif(start_method() != "fork", reason="needs Linux")
 def test_workers_tell_the_parent_the_same(observed, tmp_path):
     notes = Notes()
     nufed.run(CONFIG, ["workers=2"], out=tmp_path / "run", observers=[notes])

@@ -20,7 +20,7 @@ from nufed.report import sweep_page
 from nufed.report.sweep_page import keyed_scores, marginal_scores, sweep_charts
 from nufed.report.sweep_results import write_results
 from nufed.report.sweep_tables import sweep_headline, sweep_notes, sweep_table
-from nufed.simulation import can_fork
+from nufed.simulation import start_method
 from support import Killed, file_hashes, without_report
 
 CONFIG = {
@@ -103,7 +103,9 @@ def test_every_run_is_the_run_of_its_settings(whole, tmp_path):
     ("events", "workers"),
     [
         (25, 1),
-        pytest.param(9, 2, marks=pytest.mark.skipif(not can_fork(), reason="needs Linux")),
+        pytest.param(
+            9, 2, marks=pytest.mark.skipif(start_method() != "fork", reason="needs Linux")
+        ),
     ],
 )
 def test_a_killed_sweep_resumes_to_the_same_bits(whole, tmp_path, events, workers):

@@ -10,7 +10,7 @@ from torch import nn
 
 import nufed
 from nufed.errors import NumericalWarning, RunError
-from nufed.simulation import can_fork
+from nufed.simulation import start_method
 from support import file_hashes
 
 CONFIG = {
@@ -104,7 +104,7 @@ def test_updates_left_out_are_in_the_results(tmp_path):
     assert "'model' is not finite" in found[0]["message"]
 
 
-@pytest.mark.skipif(not can_fork(), reason="needs Linux")
+@pytest.mark.skipif(start_method() != "fork", reason="needs Linux")
 def test_warnings_do_not_depend_on_workers(tmp_path):
     one = run(tmp_path / "1")
     for workers in (2, 6):  # parts, and then also agents, in separate processes

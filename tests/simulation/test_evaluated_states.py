@@ -12,7 +12,7 @@ from nufed.evaluate import Measure
 from nufed.models import fcnn
 from nufed.runs.agent_states import StoredStates
 from nufed.server import MemoryStates, StatesOf
-from nufed.simulation import BatchedEngine, DirectEngine, WorkerEngine, can_fork, worker_engine
+from nufed.simulation import BatchedEngine, DirectEngine, WorkerEngine, start_method, worker_engine
 from support import uneven_federation
 
 AGENTS = 24
@@ -22,7 +22,7 @@ HOW = {
     "scales": [1.0, 3.0],
     "part": "test",
 }
-needs_fork = pytest.mark.skipif(not can_fork(), reason="this system can't fork safely")
+needs_fork = pytest.mark.skipif(start_method() != "fork", reason="this system can't fork safely")
 
 
 class Watched(MemoryStates):

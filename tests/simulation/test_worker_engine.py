@@ -23,11 +23,18 @@ from nufed.files import read_sealed
 from nufed.models import fcnn
 from nufed.objective.first_layer import first_layer
 from nufed.server import to_send
-from nufed.simulation import BatchedEngine, DirectEngine, GramEngine, WorkerEngine, can_fork, train
+from nufed.simulation import (
+    BatchedEngine,
+    DirectEngine,
+    GramEngine,
+    WorkerEngine,
+    start_method,
+    train,
+)
 from processes import NUFED, alive, children, descendants, wait_for
 from support import context, file_hashes, states_of, uneven_federation
 
-pytestmark = pytest.mark.skipif(not can_fork(), reason="this system can't fork safely")
+pytestmark = pytest.mark.skipif(start_method() != "fork", reason="this system can't fork safely")
 
 ALGORITHM = GMeta(
     adapt_steps=2, adapt_lr=0.2, meta_lr=0.3, local_steps=2, batch_size=12, curvature=Exact()

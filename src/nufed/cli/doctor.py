@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from nufed.data.store import STORED, data_directory
-from nufed.simulation import can_fork, usable_cores
+from nufed.simulation import start_method, usable_cores
 
 State: TypeAlias = Literal["ok", "note", "problem"]
 
@@ -61,12 +61,8 @@ def _torch() -> Finding:
 
 
 def _processes() -> Finding:
-    found = f"{usable_cores()} cores"
-    if can_fork():
-        return Finding("processes", "ok", f"{found}, all used by default (workers)")
-    return Finding(
-        "processes", "note", found, "runs use one process: this system can't fork safely"
-    )
+    found = f"{usable_cores()} cores, all used by default (workers), by {start_method()}"
+    return Finding("processes", "ok", found)
 
 
 def _memory() -> Iterator[Finding]:

@@ -50,13 +50,22 @@ def run_jobs(jobs: Sequence[Job], workers: int, listener: JobListener, stop: Sto
             job.run(partial(listener, job), workers, stop)
 
 
-def _run_in_parallel(jobs: Sequence[Job], workers: int, listener: JobListener, stop: Stop) -> None:
-    """Run several jobs at the same time, in forked processes, the longest first."""
-    processes = min(workers, len(jobs))
+@dataclass(frozen=True)
+class _Work:
+    """What a worker process does: the job of a number."""
 
-    def work(number: int, notify: Callable[[tuple[int, Event]], None]) -> None:
-        if not stop():
-            jobs[number].run(lambda event: notify((number, event)), workers // processes, stop)
+    jobs: Sequence[Job]
+    workers: int  # of each process
+    stop: Stop
+
+    def __call__(self, number: int, notify: Callable[[tuple[int, Event]], None]) -> None:
+        if not self.stop():
+            self.jobs[number].run(lambda event: notify((number, event)), self.workers, self.stop)
+
+
+def _run_in_parallel(jobs: Sequence[Job], workers: int, listener: JobListener, stop: Stop) -> None:
+    """Run several jobs at the same time, in worker processes, the longest first."""
+    processes = min(workers, len(jobs))
 
     def describe(number: int, last: tuple[int, Event] | None) -> str:
         job = jobs[number]
@@ -65,7 +74,7 @@ def _run_in_parallel(jobs: Sequence[Job], workers: int, listener: JobListener, s
     def can_abandon(busy: list[int]) -> bool:
         return stop() and all(jobs[number].part.method == BASELINE_PART for number in busy)
 
-    pool = Workers(processes, work)
+    pool = Workers(processes, _Work(jobs, workers // processes, stop))
     try:
         longest_first = sorted(range(len(jobs)), key=lambda number: -jobs[number].part.work)
         pool.map(

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,16 @@ def _engines(setup: Setup, seed: int, workers: int) -> Iterator[Callable[[Engine
 
         def get_engine(name: EngineName) -> Engine:
             engine = setup.engines[seed].get(name)
-            return stack.enter_context(WorkerEngine(engine, workers)) if workers > 1 else engine
+            if workers == 1:
+                return engine
+            rebuild = partial(_engine_of, setup, seed, name)
+            return stack.enter_context(WorkerEngine(engine, workers, rebuild))
 
         yield get_engine
+
+
+def _engine_of(setup: Setup, seed: int, name: EngineName) -> Engine:
+    return setup.engines[seed].get(name)
 
 
 @contextmanager

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from nufed.algorithms.protocol import Algorithm, Context
 from nufed.config import Config
-from nufed.config.problem import Problem
+from nufed.config.problem import Given, Problem
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, in_short
 from nufed.evaluate import Measure
 from nufed.objective import Objective
 from nufed.seeding import stream
 from nufed.server import Rules, to_send
-from nufed.simulation import DirectEngine, EngineName, Engines, Faults, can_fork, usable_cores
+from nufed.simulation import (
+    DirectEngine,
+    EngineName,
+    Engines,
+    Faults,
+    start_method,
+    unsendable,
+    usable_cores,
+)
 
 
 @dataclass(frozen=True)
@@ -62,13 +72,42 @@ class Setup:
     @classmethod
     def make(cls, problem: Problem, engines_then: Mapping[str, EngineName] | None = None) -> Setup:
         """From a problem; ``engines_then`` are the engines of a run to resume."""
-        config, samples, workers = problem.config, problem.samples, worker_count(problem.config)
-        objectives, measure = problem.objectives, problem.measure
+        config, workers = problem.config, worker_count(problem.config)
         # the training loop checks curvature instead, in rounds that don't depend on workers
         algorithms = {name: a.without_checks() for name, a in problem.algorithms.items()}
+        made = cls._assembled(problem, algorithms, {}, workers)
+        _try_model(made)
+        first = made.engines[config.seeds[0]]
+        chosen = {name: first.choose(a, config.engine) for name, a in algorithms.items()}
+        made = replace(made, engine_names={**chosen, **(engines_then or {})})
+        if config.tune_local and not len(made.federations[config.seeds[0]].split.validation[0]):
+            raise InputError(
+                "tune_local = true: agents have no validation part to choose the step size on; set "
+                "data.validation, for example to 0.1, or tune_local = false"
+            )
+        for engines in made.engines.values():  # before processes are forked, to share its caches
+            for name in set(made.engine_names.values()):
+                engines.get(name)
+        if made.validates and not all(made.validated(seed) for seed in config.seeds):
+            key = f"stop_when = {config.stop_when}" if config.stop_when else 'keep = "best"'
+            raise InputError(
+                f"{key}: agents seen in training have no validation part to score on; set "
+                "data.validation, for example to 0.2, or remove the key"
+            )
+        return replace(made, workers=_startable_workers(made))
+
+    @classmethod
+    def _assembled(
+        cls,
+        problem: Problem,
+        algorithms: dict[str, Algorithm],
+        engine_names: dict[str, EngineName],
+        workers: int,
+    ) -> Setup:
+        """From its parts, without checks."""
+        config, objectives = problem.config, problem.objectives
         faults = Faults(**dict(config.faults))
         federations = {seed: faults.flip_labels(f, seed) for seed, f in problem.federations.items()}
-        _try_model(config, samples, federations, objectives, algorithms, measure)
         engines = {
             seed: Engines(
                 objectives[seed],
@@ -79,57 +118,42 @@ class Setup:
             )
             for seed in config.seeds
         }
-        first = engines[config.seeds[0]]
-        chosen = {name: first.choose(a, config.engine) for name, a in algorithms.items()}
-        names = {**chosen, **(engines_then or {})}
-        if config.tune_local and not len(federations[config.seeds[0]].split.validation[0]):
-            raise InputError(
-                "tune_local = true: agents have no validation part to choose the step size on; set "
-                "data.validation, for example to 0.1, or tune_local = false"
-            )
-        for seed in config.seeds:  # before processes are forked, so that they share its caches
-            for name in set(names.values()):
-                engines[seed].get(name)
-        made = cls(
+        return cls(
             config,
             problem,
-            samples,
+            problem.samples,
             federations,
             dict(objectives),
             algorithms,
-            measure,
+            problem.measure,
             engines,
-            names,
+            engine_names,
             {seed: _evaluated(config, f.split, seed) for seed, f in federations.items()},
             workers,
         )
-        if made.validates and not all(made.validated(seed) for seed in config.seeds):
-            key = f"stop_when = {config.stop_when}" if config.stop_when else 'keep = "best"'
-            raise InputError(
-                f"{key}: agents seen in training have no validation part to score on; set "
-                "data.validation, for example to 0.2, or remove the key"
-            )
-        return made
+
+    def __reduce__(self) -> tuple[Callable[..., Setup], tuple[Any, ...]]:
+        """For spawned processes, which rebuild it; the samples are in shared memory."""
+        given = replace(self.problem.given, data=None)
+        parts = self.algorithms, self.engine_names, self.workers
+        return _rebuilt, (self.config, given, self.samples, *parts)
 
 
-def _try_model(
-    config: Config,
-    samples: Samples,
-    federations: Mapping[int, Federation],
-    objectives: Mapping[int, Objective],
-    algorithms: Mapping[str, Algorithm],
-    measure: Measure,
-) -> None:
+def _rebuilt(config: Config, given: Given, samples: Samples, *parts: Any) -> Setup:
+    return Setup._assembled(Problem.make(config, given, samples=samples), *parts)
+
+
+def _try_model(setup: Setup) -> None:
     """Check, before anything is written, that model, loss, metric and data are compatible.
 
     Runs one round of every method at one agent, and evaluates it.
     """
-    seed = config.seeds[0]
-    objective = objectives[seed]
-    engine = DirectEngine(objective, federations[seed], seed)
+    seed, measure = setup.config.seeds[0], setup.measure
+    objective, federation = setup.objectives[seed], setup.federations[seed]
+    engine = DirectEngine(objective, federation, seed)
     w = objective.initial()
-    context = Context(0, len(federations[seed].split.seen), 1)
-    for name, algorithm in algorithms.items():
+    context = Context(0, len(federation.split.seen), 1)
+    for name, algorithm in setup.algorithms.items():
         try:
             received = to_send(algorithm, algorithm.initial_server(objective, w))
             states = {0: algorithm.agent_init(objective, received)}
@@ -141,7 +165,7 @@ def _try_model(
             cause = error.__cause__ or error
             raise InputError(
                 f"the model, loss and metric can't be used on this data, inputs of shape "
-                f"{samples.input_shape}, by the method {name}: {in_short(cause)}"
+                f"{setup.samples.input_shape}, by the method {name}: {in_short(cause)}"
             ) from error
 
 
@@ -158,13 +182,9 @@ def _evaluated(config: Config, split: Split, seed: int) -> list[int]:
 
 
 def worker_count(config: Config) -> int:
-    """``workers`` as a number; ``auto`` is one per core if processes can be forked."""
+    """``workers`` as a number; ``auto`` is one per core if processes can be used."""
     obstacles = [
-        (not can_fork(), "this system can't fork processes safely"),
-        (
-            config.threads > 1,
-            f"threads = {config.threads} and torch's threads don't survive a fork",
-        ),
+        (config.threads > 1, f"threads = {config.threads}, which one process uses"),
         (config.device != "cpu", f"device = {config.device!r}, which one process uses at a time"),
     ]
     reasons = [reason for applies, reason in obstacles if applies]
@@ -173,3 +193,19 @@ def worker_count(config: Config) -> int:
     if config.workers > 1 and reasons:
         raise InputError(f"workers = {config.workers}: must be 1, because {reasons[0]}")
     return config.workers
+
+
+def _startable_workers(setup: Setup) -> int:
+    """The number of workers; 1, with a warning, if spawned processes can't get the setup."""
+    if setup.workers == 1 or start_method() == "fork":
+        return setup.workers
+    reason = unsendable(setup)
+    if reason is None:
+        return setup.workers
+    warnings.warn(
+        "this run uses one process, because worker processes can't import what it was given "
+        f"({reason}): define models, losses, metrics and methods in a module of their own, not in "
+        "the script, a notebook or another function",
+        stacklevel=2,
+    )
+    return 1

@@ -8,21 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from nufed.simulation.shared_memory import shared_zeros
+from nufed.simulation.shared_memory import shared_bytes
 
 
 class Stop:
-    """A stop flag set by Ctrl-C or SIGTERM, shared with all processes forked later.
+    """A stop flag set by Ctrl-C or SIGTERM, shared with all worker processes started later.
 
     On the first signal every part finishes and saves its round; a second one ends immediately.
     """
 
     def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
-        self._requested = shared_zeros((1,), torch.uint8)
+        self._requested = shared_bytes(1)
         self._on_stop = on_stop
         self._immediately = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_on_stop": None}  # for spawned processes, which get no signals
 
     def __call__(self) -> bool:
         return bool(self._requested[0])

@@ -8,10 +8,10 @@ from nufed.simulation.direct_engine import DirectEngine
 from nufed.simulation.engine import Engine
 from nufed.simulation.engine_kinds import ENGINES
 from nufed.simulation.faults import Faults
-from nufed.simulation.fork_pool import Workers, can_fork, usable_cores
 from nufed.simulation.gram_engine import GramEngine
 from nufed.simulation.loop import run_round, train
 from nufed.simulation.worker_engine import WorkerEngine
+from nufed.simulation.worker_pool import Workers, start_method, unsendable, usable_cores
 
 __all__ = [
     "ENGINES",
@@ -25,8 +25,9 @@ __all__ = [
     "Progress",
     "WorkerEngine",
     "Workers",
-    "can_fork",
     "run_round",
+    "start_method",
     "train",
+    "unsendable",
     "usable_cores",
 ]

@@ -1,4 +1,4 @@
-"""Memory shared by forked processes."""
+"""Memory shared by worker processes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.protocol import State
+from nufed.simulation.worker_pool import start_method
 
 Layout: TypeAlias = list[tuple[str, int, torch.Size, torch.dtype]]
 """The layout of a state in a buffer: name, byte offset, shape and dtype of each vector."""
@@ -26,12 +27,21 @@ def shared_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=numbers).view(*shape)
 
 
+def shared_bytes(size: int) -> Tensor:
+    """Zero bytes in memory shared with processes forked from this one, or spawned with it."""
+    if start_method() == "fork":
+        return shared_zeros((size,), torch.uint8)
+    zeros = torch.zeros(size, dtype=torch.uint8)
+    zeros.share_memory_()  # type: ignore[no-untyped-call]
+    return zeros
+
+
 class SharedBuffer:
     """Shared memory through which processes exchange states."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._bytes = shared_zeros((max(size, 64),), torch.uint8)
+        self._bytes = shared_bytes(max(size, 64))
 
     def write(self, state: State, span: range) -> Layout | State:
         """Write a state into a span of bytes and return its layout; if too large, the state."""

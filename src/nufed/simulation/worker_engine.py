@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -11,8 +11,8 @@ from nufed.data import Federation, ScoredOn
 from nufed.evaluate import AgentScores, Measure
 from nufed.objective import Objective
 from nufed.simulation.engine import Engine, EvaluatesScales, States
-from nufed.simulation.fork_pool import Notify, Workers
 from nufed.simulation.shared_memory import Layout, SharedBuffer, aligned_bytes
+from nufed.simulation.worker_pool import Notify, Workers
 
 LOADED_BYTES = 32 * 2**20  # of states that are evaluated together
 
@@ -22,13 +22,27 @@ class WorkerEngine(EvaluatesScales):
 
     Gives the bits of that engine alone, for any number of workers: the chunks and the computation
     on each are the same. The processes are reused from round to round, until :meth:`close`.
+    Spawned processes need ``rebuild``, which makes the same engine there.
     """
 
-    def __init__(self, engine: Engine, workers: int) -> None:
-        self._engine, self._count = engine, workers
+    def __init__(
+        self, engine: Engine, workers: int, rebuild: Callable[[], Engine] | None = None
+    ) -> None:
+        self._engine, self._count, self._rebuild = engine, workers, rebuild
         self._workers: Workers | None = None
         self._buffer = SharedBuffer(0)
         self._objects: list[object] = []  # algorithms and measures that the processes inherited
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For spawned processes: the engine itself is rebuilt there."""
+        if self._rebuild is None:
+            raise TypeError("an engine without `rebuild` can't be sent to a spawned process")
+        return vars(self) | {"_workers": None, "_engine": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        assert self._rebuild is not None
+        self._engine = self._rebuild()
 
     @property
     def objective(self) -> Objective:
@@ -136,7 +150,7 @@ class WorkerEngine(EvaluatesScales):
     def _prepare(self, objects: list[object], sizes: list[int]) -> Iterator[range]:
         """Spans of the given sizes in the buffer, which the processes share.
 
-        Processes are forked again for a larger buffer or for objects that they have not inherited.
+        Processes are started again for a larger buffer or for objects that they have not inherited.
         """
         missing = [o for o in objects if not any(o is known for known in self._objects)]
         if missing or sum(sizes) > self._buffer.size or self._workers is None:

@@ -19,7 +19,7 @@ from nufed.runs.bounds_record import BoundsRecord, ConstantRecord
 from nufed.runs.directory import BOUNDS
 from nufed.runs.json_files import read_record
 from nufed.runs.tuning_record import SearchRecord
-from nufed.simulation import can_fork, loop
+from nufed.simulation import loop, start_method
 from processes import Child, wait_for
 from support import Killed
 
@@ -138,7 +138,7 @@ def test_no_checkpoint_is_left(found):
     }  # fmt: skip
 
 
-@pytest.mark.skipif(not can_fork(), reason="needs processes")
+@pytest.mark.skipif(start_method() != "fork", reason="needs processes")
 def test_two_workers_choose_the_same_bits(found, tmp_path):
     other = nufed.tune(CONFIG | {"workers": 2}, out=tmp_path / "search")
     assert result(other.path) == result(found.path)
@@ -160,7 +160,7 @@ def test_a_killed_search_resumes_to_the_same_bits(found, tmp_path):
     assert result(tmp_path / "search") == result(found.path)
 
 
-@pytest.mark.skipif(not can_fork(), reason="needs processes")
+@pytest.mark.skipif(start_method() != "fork", reason="needs processes")
 def test_processes_that_are_killed_lose_nothing_that_was_finished(found, tmp_path):
     path, config = tmp_path / "search", CONFIG | {"workers": 2}
     child = Child(lambda: nufed.tune(config, out=path), tmp_path)

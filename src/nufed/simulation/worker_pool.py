@@ -1,8 +1,10 @@
-"""A pool of forked worker processes.
+"""A pool of worker processes: forked on Linux, spawned elsewhere.
 
-Fork, because a child then has everything the parent has: the data without a copy, and modules,
-losses and metrics that can't be serialised. A child must not use more than one thread of torch,
-whose pools do not survive a fork. Tasks and results are small; vectors go through shared memory.
+A forked child has everything the parent has: the data without a copy, and modules, losses and
+metrics that can't be serialised. It must not use more than one thread of torch, whose pools do not
+survive a fork. A spawned child is a new interpreter that gets ``work`` serialised; samples and
+buffers are in shared memory, everything else is rebuilt. Tasks and results are small; vectors go
+through shared memory. ``multiprocessing.set_start_method("spawn")`` spawns on Linux, too.
 """
 
 from __future__ import annotations
@@ -13,13 +15,19 @@ import multiprocessing
 import os
 import signal
 import sys
+import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeAlias
+from multiprocessing.reduction import ForkingPickler
+from threading import Thread
+from typing import Any, Literal, TypeAlias
+
+import torch
 
 from nufed.errors import NufedError, RunError, TrainingError, UpdateError
 
@@ -27,14 +35,38 @@ Notify: TypeAlias = Callable[[Any], None]
 LOG = logging.getLogger("nufed")
 
 
-def can_fork() -> bool:
-    """Whether this system forks safely; macOS and Windows do not."""
-    return sys.platform == "linux"
+def start_method() -> Literal["fork", "spawn"]:
+    """How workers are started: macOS and Windows do not fork safely."""
+    spawn = multiprocessing.get_start_method(allow_none=True) == "spawn"
+    return "spawn" if spawn or sys.platform != "linux" else "fork"
+
+
+def unsendable(work: object) -> str | None:
+    """Why a spawned process can't get this object; None if it can."""
+    try:
+        with _hidden_main():
+            ForkingPickler.dumps(work)
+    except Exception as error:  # objects of the user's may raise anything
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Without the user's script as a module: a child would run it again, from its beginning."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def usable_cores() -> int:
     """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Workers:
@@ -58,12 +90,16 @@ class Workers:
             ) from error
 
     def _start(self, work: Callable[[Any, Notify], Any]) -> None:
-        context = multiprocessing.get_context("fork")
+        method = start_method()
+        context: Any = multiprocessing.get_context(method)
         mine, theirs = context.Pipe()
+        inherited = [*self._links, mine] if method == "fork" else []
         process = context.Process(
-            target=_serve, args=(theirs, [*self._links, mine], work), name="nufed worker"
+            target=_serve,
+            args=(theirs, inherited, work, torch.get_num_threads()),
+            name="nufed worker",
         )
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _hidden_main() if method == "spawn" else nullcontext():
             # Python warns about forking with threads: a child uses none of the parent's
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
@@ -144,13 +180,21 @@ def _end(owner: int, links: dict[Connection, BaseProcess]) -> None:
             process.join()
 
 
-def _serve(link: Connection, others: list[Connection], work: Callable[[Any, Notify], Any]) -> None:
+def _serve(
+    link: Connection,
+    others: list[Connection],
+    work: Callable[[Any, Notify], Any],
+    threads: int,
+) -> None:
     """The main loop of a child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _end_with_parent()
-    # a worker that wakes up does not preempt the parent, which has others to wake
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    if sys.platform == "linux":
+        # a worker that wakes up does not preempt the parent, which has others to wake
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     for other in others:  # so that a waiting child gets EOF when the parent dies
         other.close()
     LOG.handlers, LOG.propagate = [_Forward(link)], False
@@ -186,9 +230,19 @@ class _Forward(logging.Handler):
 
 
 def _end_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, even during long work."""
-    parent_death_signal = 1
-    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    """End this process when its parent dies, even during long work."""
+    if sys.platform == "linux":
+        parent_death_signal = 1
+        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+        return
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    Thread(target=_exit_after, args=(parent,), daemon=True).start()
+
+
+def _exit_after(parent: BaseProcess) -> None:
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _sendable(thing: Any) -> Any:
