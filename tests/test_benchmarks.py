@@ -124,9 +124,7 @@ def test_every_algorithm_has_a_plain_loop():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(
-    start_method() != "fork", reason="needs Linux"
-)
+@pytest.mark.skipif(start_method() != "fork", reason="needs Linux")
 def test_every_job_of_the_benchmark_runs_to_its_end(tmp_path):
     command = [sys.executable, ROOT / "benchmarks/bench.py", "--quick", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
