@@ -12,7 +12,7 @@ from nufed.flower.ops.flower_processes import flower, free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import NAME, Link, flwr_json, register
 from nufed.flower.ops.superlink import is_listening, start_superlink, superlink_command
-from nufed.flower.ops.supernode import SiteOptions, supernode_command
+from nufed.flower.ops.supernode import SiteOptions, site_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TIMEOUT = 200  # seconds
@@ -43,10 +43,9 @@ def federation(tmp_path_factory):
         }
 
         def start(link, key):
-            (own,) = free_ports(1)
-            log = place / f"site-{own}.log"
+            log = place / f"site-{len(list(place.glob('site-*.log')))}.log"
             site = SiteOptions(0, key and place / key)
-            process = commands.start(*supernode_command(site, links[link], own), log=log)
+            process = commands.start(*site_command(site, links[link]), log=log)
             return SimpleNamespace(process=process, log=log)
 
         def online():
@@ -55,7 +54,7 @@ def federation(tmp_path_factory):
             return sum(node["status"] == "online" for node in nodes)
 
         right = start("right", "taken")
-        assert wait(lambda: "SuperNode ID" in right.log.read_text(), TIMEOUT), right.log.read_text()
+        assert wait(lambda: "connected to" in right.log.read_text(), TIMEOUT), right.log.read_text()
         yield SimpleNamespace(
             start=start,
             online=online,
@@ -81,7 +80,7 @@ def test_a_site_with_invalid_credentials_is_refused_and_exits(federation, link, 
     site = federation.start(link, key)
     assert site.process.wait(TIMEOUT) == 1
     assert words in site.log.read_text()
-    assert "SuperNode ID" not in site.log.read_text()
+    assert "connected to" not in site.log.read_text()
     assert federation.online() == 1 and federation.right.process.poll() is None
 
 
@@ -90,7 +89,7 @@ def test_a_site_without_encryption_can_not_connect(federation):
     tries = "Connection attempt failed"  # it retries for ever
     assert wait(lambda: site.log.read_text().count(tries) >= 3, TIMEOUT), site.log.read_text()
     site.process.kill()
-    assert "SuperNode ID" not in site.log.read_text()
+    assert "connected to" not in site.log.read_text()
     assert federation.online() == 1 and federation.right.process.poll() is None
 
 
@@ -107,7 +106,7 @@ def test_the_server_says_why_it_refused_a_key(federation):
 
 def test_a_second_valid_site_is_admitted(federation):
     site = federation.start("right", "right")
-    assert wait(lambda: "SuperNode ID" in site.log.read_text(), TIMEOUT), site.log.read_text()
+    assert wait(lambda: "connected to" in site.log.read_text(), TIMEOUT), site.log.read_text()
     assert federation.online() == 2
     site.process.terminate()
     assert site.process.wait(TIMEOUT) == 0

@@ -133,6 +133,11 @@ def wait(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
+def python_module(name: str) -> tuple[str, ...]:
+    """The start of a command that runs a module of nufed."""
+    return Path(sys.executable).name, "-m", name
+
+
 def free_ports(number: int) -> list[int]:
     """Free TCP ports of this machine."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]

@@ -11,7 +11,7 @@ from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import register
 from nufed.flower.ops.submit import Say, check_app, follow
 from nufed.flower.ops.superlink import start_superlink
-from nufed.flower.ops.supernode import SiteOptions, make_folder, supernode_command
+from nufed.flower.ops.supernode import SiteOptions, make_folder, site_command
 
 
 def run_locally(
@@ -30,7 +30,7 @@ def run_locally(
         folders = [beside / f"site-{number}" for number in range(sites)]
         for folder in (beside, *folders):
             make_folder(folder)
-        port, *ports = free_ports(1 + sites)
+        (port,) = free_ports(1)
         _, link = start_superlink(commands, "127.0.0.1", port, keys, log=beside / "superlink.log")
         link.connect(commands)
         members = [
@@ -39,10 +39,8 @@ def run_locally(
         ]
         register(commands, [make_site_key(site.key) for site in members if site.key])
         nodes = {
-            site.name: commands.start(
-                *supernode_command(site, link, own), log=beside / f"{site.name}.log"
-            )
-            for site, own in zip(members, ports, strict=True)
+            site.name: commands.start(*site_command(site, link), log=beside / f"{site.name}.log")
+            for site in members
         }
         say(f"started a server at {link.address} and {sites} sites; logs: {beside}")
 

@@ -1,7 +1,8 @@
-"""Runs a SuperNode in the foreground."""
+"""Runs a site in the foreground."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from nufed.errors import InputError, RunError
 from nufed.files import make_private
-from nufed.flower.ops.flower_processes import flower, free_ports
+from nufed.flower.ops.flower_processes import flower, python_module
 from nufed.flower.ops.link import Link, existing_file
 
 RETRY_DELAY = 5  # seconds; the server may register keys in the meantime
@@ -27,24 +28,24 @@ class SiteOptions:
     folder: Path | None = None  # of its state
     epsilon: float | None = None  # its privacy budget against the server
 
-    def config(self) -> str:
-        """The node config, in Flower's syntax."""
-        texts = {
+    def config(self) -> dict[str, str | int | float]:
+        """Its node config, which its app reads."""
+        if self.name is not None and not self.name.isprintable():
+            raise InputError(f"--name {self.name!r}: must be printable, without line breaks")
+        entries = {
+            "partition-id": self.number,
+            "epsilon": self.epsilon,
             "name": self.name,
-            "data": self.data and self.data.absolute(),
-            "folder": self.folder and self.folder.absolute(),
+            "data": str(self.data.absolute()) if self.data else None,
+            "folder": str(self.folder.absolute()) if self.folder else None,
         }
-        entries = [f"partition-id={self.number}"]
-        if self.epsilon is not None:
-            entries.append(f"epsilon={float(self.epsilon)!r}")
-        entries += [f"{key}={quoted(str(value), key)}" for key, value in texts.items() if value]
-        return " ".join(entries)
+        return {key: value for key, value in entries.items() if value is not None}
 
 
 def run_site(site: SiteOptions, link: Link, say: Callable[[str], None] = print) -> None:
     """Run a site until interrupted.
 
-    A restarted server has no record of its sites, and Flower's SuperNode then exits without an
+    A restarted server has no record of its sites, and the site's process then exits without an
     error: it is restarted too, also while its key is not registered yet.
     """
     if (site.key is None) != (link.ca is None):
@@ -63,25 +64,23 @@ def run_site(site: SiteOptions, link: Link, say: Callable[[str], None] = print) 
     with flower() as commands:
         took_part = False
         while True:
-            (port,) = free_ports(1)
-            code = commands.start(*supernode_command(site, link, port)).wait()
+            code = commands.start(*site_command(site, link)).wait()
             took_part = took_part or code == 0
             if not took_part:
-                raise RunError(f"the SuperNode exited (exit code {code}); see its output")
+                raise RunError(f"the site's process exited (exit code {code}); see its output")
             say(f"the server lost this site's registration; rejoining in {RETRY_DELAY} seconds")
             time.sleep(RETRY_DELAY)
 
 
-def supernode_command(site: SiteOptions, link: Link, port: int) -> list[str]:
-    """The command; ``port`` is for the site's own processes, on this machine only."""
-    command = ["flower-supernode", "--superlink", link.address, "--port", str(port)]
-    command += ["--node-config", site.config()]
-    if link.ca is None:
-        return [*command, "--insecure"]
-    command += ["--root-certificates", str(link.ca)]
-    if site.key is not None:
-        command += ["--auth-supernode-private-key", str(site.key.absolute())]
-    return command
+def site_command(site: SiteOptions, link: Link) -> list[str]:
+    """The command of a site's process (:mod:`nufed.flower.ops.site_process`)."""
+    connection = {
+        "server": link.address,
+        "ca": link.ca and str(link.ca),
+        "key": site.key and str(site.key.absolute()),
+        "node_config": site.config(),
+    }
+    return [*python_module("nufed.flower.ops.site_process"), json.dumps(connection)]
 
 
 def make_folder(folder: Path) -> None:

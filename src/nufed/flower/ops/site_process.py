@@ -1,0 +1,182 @@
+"""A site's connection to its server: takes messages, has the app answer them, sends the replies.
+
+It does the work of Flower's SuperNode, over the same API of the server. A SuperNode serves an HTTP
+API on loopback to the processes of its apps, which every user of the machine can use, and starts
+such a process for every message; this one listens nowhere and forks (:mod:`.app_process`).
+
+Run by :mod:`nufed.flower.ops.supernode` as ``python -m nufed.flower.ops.site_process JSON``, with
+the fields of :class:`Connection`. It exits with 0 once the server has forgotten it or on SIGTERM,
+and with 1 if it can't connect.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from logging import INFO, Formatter, StreamHandler, getLogger
+from pathlib import Path
+from types import FrameType
+
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.cli.install import install_from_fab
+from flwr.common.config import get_fused_config_from_fab
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import message_from_proto
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import (
+    pull_objects,
+    push_object_contents_from_iterable,
+)
+from flwr.supercore.run import Run, RunNotRunningException
+from flwr.supernode.fleet_http_connection import http_request_response
+
+from nufed.flower.ops.app_process import AppProcess, Objects, deflate
+
+LOG = getLogger("nufed")
+DIED = "the app's process died; see the site's log"
+MIN_PAUSE, MAX_PAUSE = 0.3, 3.0  # seconds between two polls; a SuperNode's is 3
+PAUSE_SHARE = 0.05  # of the time since the last message
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What a site's process needs; paths as text. Without ``ca`` there is no encryption."""
+
+    server: str
+    ca: str | None
+    key: str | None
+    node_config: dict[str, str | int | float]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Flower's calls of a server's API for sites, in its order."""
+
+    node: int
+    receive: Callable[[], tuple[Message, ObjectTree] | None]
+    send: Callable[[Message, ObjectTree, float], tuple[set[str], str]]
+    get_run: Callable[[int], Run]
+    get_fab: Callable[[str, int], Fab]
+    pull_object: Callable[[int, str], bytes]
+    push_object: Callable[[int, str, str, bytes], None]
+    confirm: Callable[[int, str], None]
+
+
+class SiteProcess:
+    """Answers the messages of a server, one at a time."""
+
+    def __init__(
+        self, fleet: Fleet, apps: AppProcess, config: dict[str, str | int | float], home: Path
+    ) -> None:
+        self._fleet, self._apps, self._config, self._home = fleet, apps, config, home
+        self._run: tuple[int, Path, Context] | None = None  # the last message's
+        self._objects: Objects = {}  # the last message's: a model that is sent again is not pulled
+
+    def work(self) -> None:
+        """Answer messages until the connection ends; polls less often the longer it waits."""
+        last = time.monotonic()
+        while True:
+            if self.answer_next():
+                last = time.monotonic()
+            else:
+                waited = time.monotonic() - last
+                time.sleep(min(max(MIN_PAUSE, PAUSE_SHARE * waited), MAX_PAUSE))
+
+    def answer_next(self) -> bool:
+        """Answer a message, if there is one; a run that has ended needs no answer."""
+        try:
+            received = self._fleet.receive()
+            if received is None:
+                return False
+            self._answer(*received)
+        except RunNotRunningException:
+            LOG.info("the run has ended; its message is ignored")
+        return True
+
+    def _answer(self, message: Message, tree: ObjectTree) -> None:
+        run = message.metadata.run_id
+        folder, context = self._app_of(run)
+        wanted = [each.object_id for each in iterate_object_tree(tree)]
+        known = {id: self._objects[id] for id in wanted if id in self._objects}
+        new = [id for id in dict.fromkeys(wanted) if id not in known]
+        self._objects = known | pull_objects(new, lambda id: self._fleet.pull_object(run, id))
+        self._fleet.confirm(run, message.metadata.message_id)
+        began = time.monotonic()
+        answer = self._apps.answer(folder, context, tree, self._objects)
+        if answer is None:
+            error = Error(ErrorCode.CLIENT_APP_CRASHED, f"<class 'RuntimeError'>:<'{DIED}'>")
+            answer = (*deflate(Message(error, reply_to=message)), context)
+        proto, reply_tree, objects, context = answer
+        self._run = run, folder, context
+        reply, seconds = message_from_proto(proto), time.monotonic() - began
+        ids, session = self._fleet.send(reply, reply_tree, seconds)
+        push_object_contents_from_iterable(
+            ((id, objects[id]) for id in ids),
+            lambda id, content: self._fleet.push_object(run, session, id, content),
+        )
+
+    def _app_of(self, run: int) -> tuple[Path, Context]:
+        """The installed app of a run, and the context that it left."""
+        if self._run is not None and self._run[0] == run:
+            return self._run[1:]
+        about = self._fleet.get_run(run)
+        fab = self._fleet.get_fab(about.fab_hash, run)
+        folder = install_from_fab(fab.content, self._home / fab.hash_str, skip_prompt=True)
+        context = Context(
+            run_id=run,
+            node_id=self._fleet.node,
+            node_config=dict(self._config),
+            state=RecordDict(),
+            run_config=get_fused_config_from_fab(fab.content, replace(about, override_config={})),
+            series_id=about.series_id,
+        )
+        return folder, context
+
+
+def main() -> None:
+    """Connect, and work until the connection ends."""
+    connection = Connection(**json.loads(sys.argv[1]))
+    handler = StreamHandler()
+    handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
+    LOG.addHandler(handler)
+    LOG.setLevel(INFO)
+    signal.signal(signal.SIGTERM, _interrupt)
+    apps = AppProcess()
+    try:
+        _connect(connection, apps)
+    except KeyboardInterrupt:  # also from the connection, if the server no longer knows the key
+        pass
+    finally:
+        apps.close()
+
+
+def _connect(connection: Connection, apps: AppProcess) -> None:
+    keys, ca = None, None
+    if connection.key is not None:
+        private = load_ssh_private_key(Path(connection.key).read_bytes(), None)
+        assert isinstance(private, EllipticCurvePrivateKey)
+        keys = private, private.public_key()
+    if connection.ca is not None:
+        ca = Path(connection.ca).read_bytes()
+    home = Path(os.environ["FLWR_HOME"]) / "apps"
+    with http_request_response(connection.server, ca is None, ca, keys) as calls:
+        fleet = Fleet(*calls)
+        LOG.info("connected to %s", connection.server)
+        SiteProcess(fleet, apps, connection.node_config, home).work()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""A site's process and the forks of its app, with a server that is a dictionary."""
+
+import hashlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.common.serde import message_from_proto
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.run import Run, RunNotRunningException
+from flwr.supercore.task_identity import TaskIdentity
+
+from nufed.flower.ops.app_bundle import build_bundle
+from nufed.flower.ops.app_process import AppProcess, deflate
+from nufed.flower.ops.site_process import DIED, Fleet, SiteProcess
+
+PROJECT = """
+[project]
+name = "small"
+version = "1.0.0"
+dependencies = []
+[tool.flwr.app]
+publisher = "us"
+[tool.flwr.app.components]
+serverapp = "app:app"
+clientapp = "app:app"
+[tool.flwr.app.config]
+speed = 1
+"""
+APP = """
+import os
+import random
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+imported = 0
+
+@app.query()
+def answer(message, context):
+    global imported
+    imported += 1
+    word = message.content["about"]["word"]
+    if word == "die":
+        os._exit(3)
+    if word == "raise":
+        raise ValueError("no such word")
+    said = context.state.get("said", ConfigRecord({"words": []}))["words"] + [word]
+    context.state["said"] = ConfigRecord({"words": said})
+    return Message(RecordDict({"about": ConfigRecord({
+        "said": said, "imported": imported, "pid": os.getpid(), "node": context.node_config["x"],
+        "speed": context.run_config["speed"], "draw": float(np.random.rand()),
+    })}), reply_to=message)
+"""
+
+
+class Server:
+    """Holds messages for a site, and its replies."""
+
+    def __init__(self, app):
+        self.fab = Fab(hashlib.sha256(app).hexdigest(), app, {})
+        self.messages, self.objects, self.pulled = [], {}, []
+        self.replies = []
+
+    def ask(self, word, run=7):
+        TaskIdentity.task_id = TaskIdentity.node_id = 1  # as in a ServerApp
+        TaskIdentity.run_id = run
+        message = Message(RecordDict({"about": ConfigRecord({"word": word})}), 5, MessageType.QUERY)
+        proto, tree, objects = deflate(message)
+        self.objects |= objects
+        self.messages.append((message_from_proto(proto), tree))
+
+    def run(self, id):
+        fields = dict.fromkeys(Run.__dataclass_fields__, "")
+        return Run(
+            **fields
+            | {"fab_hash": self.fab.hash_str, "series_id": 2, "override_config": {"speed": 9}}
+        )
+
+    def pull(self, run, id):
+        self.pulled.append(id)
+        return self.objects[id]
+
+    def send(self, message, tree, seconds):
+        self.replies.append(SimpleNamespace(message=message, tree=tree, objects={}))
+        return {each.object_id for each in nodes_of(tree)}, "session"
+
+    def push(self, run, session, id, content):
+        self.replies[-1].objects[id] = content
+
+    def fleet(self):
+        return Fleet(
+            5,
+            lambda: self.messages.pop(0) if self.messages else None,
+            self.send,
+            self.run,
+            lambda hash, run: self.fab,
+            self.pull,
+            self.push,
+            lambda run, id: None,
+        )
+
+    def reply(self):
+        reply = self.replies.pop(0)
+        return inflate_object_from_contents(reply.tree.object_id, reply.objects)
+
+
+def nodes_of(tree):
+    return [tree, *(each for child in tree.children for each in nodes_of(child))]
+
+
+@pytest.fixture
+def federation(tmp_path):
+    source = tmp_path / "small"
+    source.mkdir()
+    (source / "pyproject.toml").write_text(PROJECT)
+    (source / "app.py").write_text(APP)
+    server, apps = Server(build_bundle(source)), AppProcess()
+    yield server, SiteProcess(server.fleet(), apps, {"x": 3}, tmp_path / "apps")
+    apps.close()
+
+
+def test_every_message_is_answered_by_a_fork_and_the_context_is_kept(federation):
+    server, site = federation
+    abouts = []
+    for word in ("one", "two"):
+        server.ask(word)
+        assert site.answer_next()
+        abouts.append(dict(server.reply().content["about"]))
+    assert not site.answer_next()
+    assert [about["said"] for about in abouts] == [["one"], ["one", "two"]]
+    assert [about["imported"] for about in abouts] == [1, 1]  # a new process each
+    assert abouts[0]["pid"] != abouts[1]["pid"] and abouts[0]["draw"] != abouts[1]["draw"]
+    # the configuration in the app, not what whoever started the run has put in its place
+    assert abouts[0]["node"] == 3 and abouts[0]["speed"] == 1
+    server.ask("one", run=8)
+    site.answer_next()
+    assert server.reply().content["about"]["said"] == ["one"]
+
+
+def test_an_app_that_raises_or_dies_is_named_and_the_site_goes_on(federation):
+    server, site = federation
+    reasons = []
+    for word in ("raise", "die"):
+        server.ask(word)
+        site.answer_next()
+        reasons.append(server.reply().error.reason)
+    assert reasons == [
+        "<class 'ValueError'>:<'no such word'>",
+        f"<class 'RuntimeError'>:<'{DIED}'>",
+    ]
+    server.ask("fine")
+    site.answer_next()
+    assert server.reply().content["about"]["said"] == ["fine"]
+
+
+def test_what_the_last_message_held_is_not_pulled_again(federation):
+    server, site = federation
+    for word in ("same", "same", "other"):
+        server.ask(word)
+        site.answer_next()
+    message, content, record = 1, 1, 1
+    assert len(server.pulled) == 3 * message + 2 * (content + record)
+
+
+def test_a_message_of_a_run_that_has_ended_is_ignored(federation):
+    server, site = federation
+
+    def pull(run, id):
+        raise RunNotRunningException
+
+    server.ask("late")
+    site._fleet = replace(site._fleet, pull_object=pull)
+    assert site.answer_next() and not server.replies
