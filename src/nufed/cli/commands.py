@@ -19,6 +19,7 @@ from nufed.bundle.from_run import can_be_bundled
 from nufed.cli import (
     bundle_commands,
     export_commands,
+    site_key_commands,
     sweep_commands,
     tune_commands,
     watch_command,
@@ -67,6 +68,7 @@ NoFigures = Annotated[
 
 app.add_typer(data_app, name="data")
 app.add_typer(federate_app, name="federate")
+site_key_commands.register(federate_app)
 bundle_commands.register(app)
 export_commands.register(app)
 sweep_commands.register(app)

@@ -79,34 +79,13 @@ def server(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    site_key: Annotated[
-        list[Path] | None, typer.Option(help="A site's public key; repeatable.")
-    ] = None,
     insecure: Insecure = False,
 ) -> None:
-    """Run the server (Flower's SuperLink) until Ctrl-C; admits only sites with these keys."""
+    """Run the server (Flower's SuperLink) until Ctrl-C; admits only registered sites."""
     from nufed.flower.ops.superlink import serve
 
     with _until_interrupted():
-        serve(host, port, keys, site_key or (), insecure=insecure, say=_say)
-
-
-@federate_app.command()
-def register(
-    site_key: Annotated[Path, typer.Argument(help="A site's public key, FILE.pub.")],
-    server: Server = SERVER,
-    ca: Ca = None,
-) -> None:
-    """Register another site at a running server, until the server exits."""
-    from nufed.flower.ops.flower_processes import flower
-    from nufed.flower.ops.link import existing_file, link_to
-    from nufed.flower.ops.link import register as register_keys
-
-    link, public = link_to(server, ca, insecure=False), existing_file(site_key, "site key")
-    with flower() as commands:
-        link.connect(commands)
-        register_keys(commands, [public])
-    say(f"registered: {site_key}; also give it as --site-key when the server is restarted")
+        serve(host, port, keys, insecure=insecure, say=_say)
 
 
 @federate_app.command()

@@ -14,9 +14,11 @@ from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from flwr.proto.message_pb2 import PushObjectRequest
 
 from flower.ops.small_app import files_of, simulate, write_app
+from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.flower_processes import flower, free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
-from nufed.flower.ops.link import Link, register
+from nufed.flower.ops.link import Link
+from nufed.flower.ops.registration import register_site
 from nufed.flower.ops.submit import follow
 from nufed.flower.ops.superlink import is_listening, start_superlink
 from nufed.flower.ops.supernode import SiteOptions, site_command
@@ -56,8 +58,9 @@ def federation(tmp_path_factory):
         direct.connect(commands)
         for number in range(2):
             site = SiteOptions(number, folder / f"site-{number}", f"site-{number}", folder=folder)
-            register(commands, [make_site_key(site.key)])
+            register_site(folder, number, site.name, make_site_key(site.key))
             commands.start(*site_command(site, through), log=folder / f"{number}.log")
+        Admission(commands, folder / "sites.toml", say=print).apply()
         app = write_app(folder / "app", sites=2, rounds=2, wait=200.0)
         yield SimpleNamespace(
             folder=folder,

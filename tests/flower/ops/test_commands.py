@@ -55,6 +55,7 @@ def test_a_site_s_process_gets_its_node_config_unchanged(name):
         "data": f"/data/{name}",
         "folder": f"/state/{name}",
     }
+    assert SiteOptions(0, Path("/s/key")).config() == {"partition-id": 0, "key": "/s/key"}
     assert SiteOptions(0, None).config() == {"partition-id": 0}
 
 
@@ -137,9 +138,14 @@ def place(tmp_path):
         ("server --keys keys --host 192.0.2.1", "is not valid for 192.0.2.1"),
         ("server --insecure --host 0.0.0.0", "for 127.0.0.1 only"),
         ("server --insecure --keys keys", "omit --insecure"),
-        ("server --keys keys --site-key none.pub", "there is no such file"),
-        ("register site.pub", "give --ca"),
-        ("register none.pub --ca keys/ca.crt", "there is no such file"),
+        ("register none.pub --number 0 --name W", "is not a public key of a site"),
+        ("register site --number 0 --name W", "is not a public key of a site"),
+        ("register site.pub --number 0 --name W --keys none", "there is no such folder"),
+        ("register site.pub --number 0 --name 7", "and not a number"),
+        ("rotate 0 site.pub", "no site '0' is registered; registered are none"),
+        ("rotate 0", "either the new key, NEW.pub, or --finish"),
+        ("rotate 0 site.pub --finish", "either the new key, NEW.pub, or --finish"),
+        ("revoke 'Ward 3'", "no site"),
         ("site --number 0", "give --ca"),
         ("site --number 0 --ca keys/ca.crt", "give --key FILE"),
         ("site --number 0 --insecure --key site", "neither of them with --insecure"),

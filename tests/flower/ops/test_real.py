@@ -101,9 +101,10 @@ def test_a_site_registered_later_and_runs_before_and_after_a_server_restart(tmp_
     run = ("run", "app", "--server", address, *ca)
     with nufed_federate(tmp_path, *serve) as server:
         assert wait(lambda: "the server is ready" in server.printed(), TIMEOUT), server.printed()
-        register = ("register", "site/key.pub", "--server", address, *ca)
+        register = ("register", "site/key.pub", "--number", 0, "--name", "Ward 3")
         with nufed_federate(tmp_path, *register) as process:
             assert process.wait(TIMEOUT) == 0, process.printed()
+        assert wait(lambda: "registered site 0 ('Ward 3'" in server.printed(), TIMEOUT)
         with nufed_federate(tmp_path, *attend) as site:
             with nufed_federate(tmp_path, *run, "--out", "first") as process:
                 assert process.wait(TIMEOUT) == 0, process.printed()
@@ -111,7 +112,7 @@ def test_a_site_registered_later_and_runs_before_and_after_a_server_restart(tmp_
             server.send_signal(signal.SIGINT)
             assert server.wait(TIMEOUT) == 0, server.printed()
             assert not alive(below)
-            with nufed_federate(tmp_path, *serve, "--site-key", "site/key.pub") as server:
+            with nufed_federate(tmp_path, *serve) as server:
                 assert wait(lambda: "the server is ready" in server.printed(), TIMEOUT)
                 with nufed_federate(tmp_path, *run, "--out", "second") as process:
                     assert process.wait(TIMEOUT) == 0, process.printed()

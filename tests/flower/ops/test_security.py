@@ -33,7 +33,8 @@ def federation(tmp_path_factory):
             commands.start(*superlink_command(host, at, place / keys), log=place / f"{at}.log")
             assert wait(lambda host=host, at=at: is_listening(host, at), TIMEOUT)
         link.connect(commands)
-        register(commands, [place / "right.pub", place / "taken.pub"])
+        for name in ("right", "taken"):
+            register(commands, place / f"{name}.pub")
         links = {
             "right": link,
             "wrong authority": Link(link.address, place / "other" / "ca.crt"),
@@ -60,7 +61,7 @@ def federation(tmp_path_factory):
             online=online,
             log=place / "link.log",
             right=right,
-            register=lambda key: register(commands, [place / key]),
+            register=lambda key: register(commands, place / key),
         )
 
 

@@ -14,6 +14,7 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from nufed.errors import InputError, TrainingError, shown, visible
+from nufed.flower.app.authentication import Authentication
 from nufed.flower.app.payload import PayloadError, content, read_identity
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.refusals import Refusal
@@ -30,10 +31,14 @@ TTL_MARGIN = 60.0  # seconds that Flower keeps a message beyond the deadline: cl
 
 
 def request(
-    grid: Grid, kind: str, contents: Mapping[int, RecordDict], seconds: float
+    grid: Grid,
+    kind: str,
+    contents: Mapping[int, RecordDict],
+    seconds: float,
+    authentication: Authentication,
 ) -> dict[int, RecordDict | str]:
-    """Every node's reply within the deadline, or the reason why there is none."""
-    requests = Requests(grid)
+    """Every node's authenticated reply within the deadline, or the reason why there is none."""
+    requests = Requests(grid, authentication)
     replies: dict[int, RecordDict | str] = dict.fromkeys(contents, TOO_LATE)
     replies |= dict.fromkeys(requests.send(kind, contents, seconds + TTL_MARGIN), NOT_SENT)
     return replies | requests.replies(seconds)
@@ -47,8 +52,8 @@ class Requests:
     others, and an incompletely transferred one would block them for hours.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+    def __init__(self, grid: Grid, authentication: Authentication) -> None:
+        self._grid, self._authentication = grid, authentication
         self._pending: dict[str, int] = {}  # message id -> node
         self._polls: dict[str, _Poll] = {}
 
@@ -75,12 +80,20 @@ class Requests:
                 if not poll.done():
                     self._polls[message_id] = poll
                 elif poll.found is not None:
-                    found[node] = poll.found
+                    found[node] = self._accepted(node, message_id, poll.found)
                     del self._pending[message_id]
             if not self._pending or time.monotonic() > end:
                 break
             time.sleep(POLL_INTERVAL)
         return found
+
+    def _accepted(self, node: int, message_id: str, reply: RecordDict | str) -> RecordDict | str:
+        try:
+            if isinstance(reply, RecordDict):
+                return self._authentication.accept(node, message_id, reply)
+        except PayloadError as error:
+            return str(error)
+        return reply
 
     def keep(self, nodes: set[int]) -> None:
         """Stop waiting for all other nodes."""
@@ -145,14 +158,17 @@ def _failure(text: str) -> str:
 class Roster:
     """Maps agents to nodes.
 
-    Flower's node ids are random, so a site reports its own agent number. If several nodes claim
-    one, its current holder keeps it while online; without a holder all of them are excluded.
+    Flower's node ids are random, so a site reports its own agent number. With a registry of sites
+    it must sign with a key that is registered for that number; while a key is rotated, the node
+    with the newest one is asked. Without a registry, if several nodes claim a number, its current
+    holder keeps it while online; without a holder all of them are excluded.
     """
 
-    def __init__(self, grid: Grid, plan: Plan) -> None:
-        self._grid, self._plan = grid, plan
+    def __init__(self, grid: Grid, plan: Plan, authentication: Authentication) -> None:
+        self._grid, self._plan, self.authentication = grid, plan, authentication
+        self._registry = authentication.registry
         self._claims: dict[int, tuple[int, str] | None] = {}  # None: no usable reply
-        self._queries = Requests(grid)
+        self._queries = Requests(grid, authentication)
         self._queried_at: dict[int, float] = {}
         self.nodes: dict[int, int] = {}
         self.names: dict[int, str] = {}
@@ -160,6 +176,10 @@ class Roster:
     def refresh(self) -> None:
         """Query new nodes and re-query those that timed out; late replies are accepted."""
         online = set(self._grid.get_node_ids())
+        self.authentication.reload()
+        if self.authentication.registry != self._registry:
+            self._registry = self.authentication.registry
+            self._forget_unregistered()
         self._claims = {node: claim for node, claim in self._claims.items() if node in online}
         self._queries.keep(online - self._claims.keys())
         new = online - self._claims.keys() - self._queries.nodes
@@ -173,21 +193,35 @@ class Roster:
             self._claims[node] = self._claim(node, reply)
         self._assign(replies)
 
+    def _forget_unregistered(self) -> None:
+        """After a change of the registry, query all nodes again whose site it does not confirm."""
+        for node, claim in list(self._claims.items()):
+            site = self.authentication.site_of(node)
+            if claim is None or site is None or site.number != claim[0]:
+                del self._claims[node]
+
     def _claim(self, node: int, reply: RecordDict | str) -> tuple[int, str] | None:
         try:
             if isinstance(reply, str):
                 raise PayloadError(reply)
-            return read_identity(reply, self._plan.agents)
+            agent, name = read_identity(reply, self._plan.agents)
+            if self.authentication.registry is None:
+                return agent, name
+            site = self.authentication.site_of(node)
+            if site is None or site.number != agent:
+                raise PayloadError(f"it claims the number {agent}, which is not its own")
+            return agent, site.name
         except PayloadError as error:
-            LOG.warning("node %d is excluded: %s", node, error)
+            LOG.warning("%s is excluded: %s", self.authentication.label(node), error)
             return None
 
     def _assign(self, new: Collection[int]) -> None:
         claims = {node: claim[0] for node, claim in self._claims.items() if claim is not None}
         held = {agent: node for agent, node in self.nodes.items() if node in claims}
         claimants = Counter(claims.values())
-        for node, agent in claims.items():
-            if claimants[agent] == 1:
+        for node in sorted(claims, key=self.authentication.rank):
+            agent = claims[node]
+            if claimants[agent] == 1 or self.authentication.registry:
                 held[agent] = node
             elif node in new:
                 LOG.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from flwr.app import MessageType, RecordDict
@@ -14,6 +15,7 @@ from nufed.algorithms.protocol import AgentUpdate, Cost, State
 from nufed.data import ScoredOn
 from nufed.errors import RunError, UpdateError, shown
 from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
+from nufed.flower.app.authentication import Authentication
 from nufed.flower.app.messaging import LOG, Roster, request
 from nufed.flower.app.payload import KEEP, PayloadError, content, read_update
 from nufed.flower.app.plan import Plan
@@ -50,6 +52,7 @@ class Server:
         notes: :attr:`notes` from the checkpoint that training resumes from.
         cohort_seed: the seed of cohorts, if it must differ from the plan's, which is public.
         on_doubt: called with a round and why its numbers may be wrong.
+        sites: the registry of sites, whose keys must sign all replies; None: no signatures.
 
     ``account`` is the privacy account, if the plan has privacy.
     """
@@ -62,11 +65,12 @@ class Server:
         notes: Mapping[str, Any] | None = None,
         cohort_seed: int | None = None,
         on_doubt: Callable[[int, str], None] | None = None,
+        sites: Path | None = None,
     ) -> None:
         self._on_doubt = on_doubt
         self._plan, self._grid, self._run = plan, grid, run
         self._cohort_seed = plan.seed if cohort_seed is None else cohort_seed
-        self._roster = Roster(grid, plan)
+        self._roster = Roster(grid, plan, Authentication(sites))
         self._refusals = Refusals(plan)
         ledger = None if notes is None else notes.get("ledger", "missing")
         self.account = (
@@ -262,7 +266,9 @@ class Server:
             )
             for agent, node in online.items()
         }
-        by_node = request(self._grid, kind, contents, self._plan.deadline)
+        by_node = request(
+            self._grid, kind, contents, self._plan.deadline, self._roster.authentication
+        )
         replies = {agent: by_node[node] for agent, node in online.items()}
         self._refusals.note(replies)
         self._refusals.check(self._roster.names)

@@ -52,6 +52,12 @@ class Site:
         return Path(self.config.get("folder") or Path.home() / ".nufed" / "sites")
 
     @property
+    def key(self) -> Path | None:
+        """Its private key; None: replies are not signed."""
+        key = self.config.get("key")
+        return Path(key) if key else None
+
+    @property
     def limit(self) -> float | None:
         """Its budget of epsilon against the server, over all runs; None: unlimited."""
         limit: float | None = self.config.get("epsilon")

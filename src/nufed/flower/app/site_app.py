@@ -17,6 +17,7 @@ from nufed.algorithms.protocol import AgentContext, AgentResult, State
 from nufed.errors import InputError, TrainingError, shown, visible
 from nufed.evaluate import evaluate_agent, majority_class
 from nufed.files import sha256
+from nufed.flower.app.authentication import signed
 from nufed.flower.app.payload import (
     KEEP,
     RELEASE,
@@ -47,8 +48,8 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
     """The app that runs at every site.
 
     A site is configured by its SuperNode's node config: its number (``partition-id``) and
-    optionally its display ``name``, the ``folder`` of its state, and ``epsilon``, its budget
-    against the server over all runs.
+    optionally its display ``name``, the ``folder`` of its state, its private ``key``, which signs
+    its replies, and ``epsilon``, its budget against the server over all runs.
 
     Args:
         plan: makes the plan, the same as at the server.
@@ -62,7 +63,10 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
             try:
                 made = plan()
                 with torch_threads(made.threads):
-                    reply = respond(Site(made, context.node_config, load), message.content)
+                    site = Site(made, context.node_config, load)
+                    reply = respond(site, message.content)
+                    if site.key is not None:
+                        reply = signed(reply, message.metadata.message_id, site.key)
             except InputError:  # by this class the server knows that a retry does not help
                 raise
             except (TrainingError, PayloadError) as error:

@@ -21,6 +21,7 @@ from nufed.config import Config
 from nufed.errors import NufedError, NumericalWarning, RunError, TrainingError
 from nufed.evaluate import Evaluation, chooses, summarise
 from nufed.files import cannot_write, locked, read_sealed, write_sealed
+from nufed.flower.app.authentication import registry_file
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import check_plan
@@ -143,7 +144,15 @@ def _train(
         def doubt(round: int, message: str) -> None:
             files.warnings.append({"round": round, "message": message})
 
-        server = Server(plan, grid, identity["run"], recorder.notes, cohort_seed, doubt)
+        server = Server(
+            plan,
+            grid,
+            identity["run"],
+            recorder.notes,
+            cohort_seed,
+            doubt,
+            registry_file(),
+        )
         if start:
             LOG.info("training resumes after round %d", start.round)
         try:

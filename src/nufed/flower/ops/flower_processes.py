@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -43,8 +43,13 @@ class Flower:
         }
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *command: str, log: Path | None = None) -> subprocess.Popen[bytes]:
-        """Start a command; its output is shown, or appended to ``log``."""
+    def start(
+        self, *command: str, log: Path | None = None, more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command; its output is shown, or appended to ``log``.
+
+        ``more`` is added to its environment.
+        """
         launcher = [sys.executable, "-I", "-S", "-c", LAUNCH]
         with (log or Path(os.devnull)).open("ab") as file:
             process = subprocess.Popen(
@@ -52,7 +57,7 @@ class Flower:
                 stdin=subprocess.DEVNULL,
                 stdout=file if log else None,
                 stderr=subprocess.STDOUT if log else None,
-                env=self._environment,
+                env={**self._environment, **(more or {})},
                 start_new_session=True,  # only this process gets Ctrl-C; it ends the others
             )
         self._started.append(process)

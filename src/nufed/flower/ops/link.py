@@ -73,12 +73,12 @@ def existing_file(path: Path, option: str) -> Path:
     return path.resolve()
 
 
-def register(flower: Flower, keys: list[Path]) -> None:
-    """Register the public keys of sites at the server."""
-    for key in keys:
-        code, printed = flower.call("flwr", "supernode", "register", str(key), NAME)
-        if code:
-            raise RunError(f"the server rejected the key {key}: {error_message(printed)}")
+def register(flower: Flower, key: Path) -> str:
+    """Register a site's public key at the server; returns Flower's node id of the site."""
+    try:
+        return str(flwr_json(flower, "supernode", "register", str(key), NAME)["node-id"])
+    except RunError as error:
+        raise RunError(f"the server rejected the key {key}: {error}") from None
 
 
 def flwr_json(flower: Flower, *command: str) -> dict[str, Any]:

@@ -6,9 +6,11 @@ import tomllib
 from pathlib import Path
 
 from nufed.errors import InputError
+from nufed.flower.app.site_registry import SITES
+from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.flower_processes import flower, free_ports
 from nufed.flower.ops.keys import make_authority, make_site_key
-from nufed.flower.ops.link import register
+from nufed.flower.ops.registration import register_site
 from nufed.flower.ops.submit import Say, check_app, follow
 from nufed.flower.ops.superlink import start_superlink
 from nufed.flower.ops.supernode import SiteOptions, make_folder, site_command
@@ -37,7 +39,11 @@ def run_locally(
             SiteOptions(number, keys and keys / folder.name, folder.name, files[number], folder)
             for number, folder in enumerate(folders)
         ]
-        register(commands, [make_site_key(site.key) for site in members if site.key])
+        if keys is not None:
+            for site in members:
+                assert site.key and site.name
+                register_site(keys, site.number, site.name, make_site_key(site.key))
+            Admission(commands, keys / SITES, say=lambda text: None).apply()
         nodes = {
             site.name: commands.start(*site_command(site, link), log=beside / f"{site.name}.log")
             for site in members

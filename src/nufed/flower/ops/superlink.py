@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from nufed.errors import InputError, RunError
+from nufed.flower.app.site_registry import SITES, SITES_VARIABLE
+from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.flower_processes import Flower, flower, wait
 from nufed.flower.ops.keys import CA, CERTIFICATE, KEY, check_certificate
-from nufed.flower.ops.link import Link, check_loopback, existing_file, register
+from nufed.flower.ops.link import Link, check_loopback
 
 START_TIMEOUT = 120.0  # seconds
 # listening on all addresses -> the address to connect to from here
@@ -21,30 +24,32 @@ def serve(
     host: str,
     port: int,
     keys: Path | None,
-    site_keys: Sequence[Path] = (),
     *,
     insecure: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Run a SuperLink until interrupted; only sites with these public keys are admitted."""
+    """Run a SuperLink until interrupted; only sites registered in ``keys`` are admitted."""
     if insecure:
         check_loopback(host, "--host")
-        if keys is not None or site_keys:
-            raise InputError("--keys and --site-key need encryption: omit --insecure")
+        if keys is not None:
+            raise InputError("--keys needs encryption: omit --insecure")
     elif keys is None:
         raise InputError(
             "give --keys FOLDER with the server's certificate, which `nufed federate keys FOLDER` "
             "makes (or, on this machine only, --insecure)"
         )
-    public = [existing_file(path, "--site-key") for path in site_keys]
     with flower() as commands:
         superlink, link = start_superlink(commands, host, port, keys)
-        if public:
-            link.connect(commands)
-            register(commands, public)
+        link.connect(commands)
+        admission = Admission(commands, keys / SITES, say) if keys else None
+        if admission:
+            admission.apply()
         say(f"the server is ready at {host}:{port}; stop it with Ctrl-C")
-        code = superlink.wait()
-        raise RunError(f"the SuperLink exited (exit code {code}); see its output")
+        while superlink.poll() is None:
+            time.sleep(1)
+            if admission:
+                admission.keep_applied()
+        raise RunError(f"the SuperLink exited (exit code {superlink.returncode}); see its output")
 
 
 def start_superlink(
@@ -57,7 +62,8 @@ def start_superlink(
         check_certificate(keys, here.strip("[]"))
     if is_listening(here, port):
         raise InputError(f"--port {port}: already in use, give another port")
-    superlink = commands.start(*superlink_command(host, port, keys), log=log)
+    more = {SITES_VARIABLE: str(keys / SITES)} if keys else {}
+    superlink = commands.start(*superlink_command(host, port, keys), log=log, more=more)
     wait(lambda: is_listening(here, port) or superlink.poll() is not None, START_TIMEOUT)
     if superlink.poll() is not None or not is_listening(here, port):
         raise RunError(f"the SuperLink did not start at {host}:{port}; see {log or 'its output'}")

@@ -38,6 +38,7 @@ class SiteOptions:
             "name": self.name,
             "data": str(self.data.absolute()) if self.data else None,
             "folder": str(self.folder.absolute()) if self.folder else None,
+            "key": str(self.key.absolute()) if self.key else None,  # signs replies
         }
         return {key: value for key, value in entries.items() if value is not None}
 
