@@ -57,10 +57,12 @@ def federation(tmp_path_factory):
         through = Link(f"127.0.0.1:{front}", direct.ca)
         direct.connect(commands)
         for number in range(2):
-            site = SiteOptions(number, folder / f"site-{number}", f"site-{number}", folder=folder)
-            register_site(folder, number, site.name, make_site_key(site.key))
-            commands.start(*site_command(site, through), log=folder / f"{number}.log")
+            public = make_site_key(folder / f"site-{number}")
+            register_site(folder, number, f"site-{number}", public)
         Admission(commands, folder / "sites.toml", say=print).apply()
+        for number in range(2):
+            site = SiteOptions(number, folder / f"site-{number}", folder=folder)
+            commands.start(*site_command(site, through), log=folder / f"{number}.log")
         app = write_app(folder / "app", sites=2, rounds=2, wait=200.0)
         yield SimpleNamespace(
             folder=folder,

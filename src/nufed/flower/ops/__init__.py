@@ -3,6 +3,8 @@
 ::
 
     keys.py              a certificate authority for the server, a key pair for every site
+    registration.py      edits the registry of sites: numbers and names, bound to keys
+    admission.py         applies the registry to a running SuperLink
     flower_processes.py  starts Flower's commands; terminates them and their descendants
     link.py              connection to a SuperLink, and calls of its API
     superlink.py         a SuperLink, in the foreground
