@@ -17,6 +17,7 @@ from nufed.analysis.numeric_bounds import bounds_of_numbers
 from nufed.analysis.run_bounds import bounds_of_run
 from nufed.bundle.from_run import can_be_bundled
 from nufed.cli import (
+    audit_command,
     bundle_commands,
     export_commands,
     site_key_commands,
@@ -69,6 +70,7 @@ NoFigures = Annotated[
 app.add_typer(data_app, name="data")
 app.add_typer(federate_app, name="federate")
 site_key_commands.register(federate_app)
+audit_command.register(federate_app)
 bundle_commands.register(app)
 export_commands.register(app)
 sweep_commands.register(app)

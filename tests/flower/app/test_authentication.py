@@ -1,5 +1,7 @@
 """A site's number is bound to its key: lies about it harm nobody but the liar."""
 
+import json
+
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
@@ -176,13 +178,19 @@ def test_a_signature_is_valid_for_one_reply_to_one_request(keys):
     assert all("its signature is not one of the key" in why for each in named for _, why in each)
 
 
-def test_a_site_without_its_key_is_excluded(keys, caplog):
+def test_a_site_that_does_not_sign_is_excluded_and_named_by_the_key_it_was_admitted_with(
+    keys, caplog, monkeypatch
+):
     plan = plan_of(FEDAVG)
     grid = grid_of(plan, keys)
-    grid.contexts[grid.node_of(VICTIM)].node_config.pop("key")
+    node, key = grid.node_of(VICTIM), key_of(keys, VICTIM)
+    grid.contexts[node].node_config.pop("key")
+    monkeypatch.setenv("FLWR_HOME", str(keys))  # as `nufed federate server` writes it
+    (keys / "nodes.json").write_text(json.dumps({str(node): key}))
     rounds, _ = train(plan, grid, keys)
     assert all(p.dropped == (VICTIM,) for p in rounds[1:])
-    assert "its reply is not signed with a registered key" in caplog.text
+    reason = "its reply is not signed with a registered key"
+    assert f"site 2 ('Ward 2', key {key}) is excluded: {reason}" in caplog.text
 
 
 def test_a_revoked_site_takes_no_part_from_the_next_round_on(keys, caplog):

@@ -1,6 +1,7 @@
 """The commands that are started, and input refused before any is."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,10 @@ def test_a_sites_data_path_contains_its_number(tmp_path):
 def place(tmp_path):
     make_authority(tmp_path / "keys")
     make_site_key(tmp_path / "site")
+    make_site_key(tmp_path / "loose")
+    (tmp_path / "loose").chmod(0o640)
+    shutil.copytree(tmp_path / "keys", tmp_path / "open")
+    (tmp_path / "open" / "server.key").chmod(0o604)
     for name in ("app", "full", "nothing"):
         (tmp_path / name).mkdir()
     (tmp_path / "app" / "pyproject.toml").touch()
@@ -145,7 +150,7 @@ def place(tmp_path):
         ("rotate 0 site.pub", "no site '0' is registered; registered are none"),
         ("rotate 0", "either the new key, NEW.pub, or --finish"),
         ("rotate 0 site.pub --finish", "either the new key, NEW.pub, or --finish"),
-        ("revoke 'Ward 3'", "no site"),
+        ("revoke Ward-3", "no site 'Ward-3' is registered"),
         ("site --number 0", "give --ca"),
         ("site --number 0 --ca keys/ca.crt", "give --key FILE"),
         ("site --number 0 --insecure --key site", "neither of them with --insecure"),
@@ -155,6 +160,8 @@ def place(tmp_path):
         ("site --number 0 --insecure --epsilon 0", "--epsilon 0: must be a number above 0"),
         ("site --number 0 --insecure --epsilon nan", "--epsilon nan: must be a number above 0"),
         ("site --number 0 --ca keys/ca.crt --key none", "there is no such file"),
+        ("site --number 0 --ca keys/ca.crt --key loose", "(mode 0640): run chmod 600"),
+        ("server --keys open", "(mode 0604): run chmod 600"),
         ("run app --insecure --out full", "exists and is not empty"),
         ("run app --insecure --resume nothing", "it has no run.json"),
         ("run app --insecure --resume nothing --out new", "exclude each other"),

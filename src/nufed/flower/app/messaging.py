@@ -19,6 +19,7 @@ from nufed.flower.app.payload import PayloadError, content, read_identity
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.refusals import Refusal
 from nufed.flower.app.versions import VERSION
+from nufed.runs.audit_log import Audit, not_audited
 from nufed.server import TOO_LATE
 
 LOG = logging.getLogger("nufed")
@@ -164,8 +165,11 @@ class Roster:
     holder keeps it while online; without a holder all of them are excluded.
     """
 
-    def __init__(self, grid: Grid, plan: Plan, authentication: Authentication) -> None:
+    def __init__(
+        self, grid: Grid, plan: Plan, authentication: Authentication, audit: Audit = not_audited
+    ) -> None:
         self._grid, self._plan, self.authentication = grid, plan, authentication
+        self._audit = audit
         self._registry = authentication.registry
         self._claims: dict[int, tuple[int, str] | None] = {}  # None: no usable reply
         self._queries = Requests(grid, authentication)
@@ -212,8 +216,13 @@ class Roster:
                 raise PayloadError(f"it claims the number {agent}, which is not its own")
             return agent, site.name
         except PayloadError as error:
-            LOG.warning("%s is excluded: %s", self.authentication.label(node), error)
+            self._exclude(node, str(error))
             return None
+
+    def _exclude(self, node: int, reason: str) -> None:
+        who = self.authentication.label(node)
+        LOG.warning("%s is excluded: %s", who, reason)
+        self._audit("excluded", who=who, reason=reason)
 
     def _assign(self, new: Collection[int]) -> None:
         claims = {node: claim[0] for node, claim in self._claims.items() if claim is not None}
@@ -224,14 +233,16 @@ class Roster:
             if claimants[agent] == 1 or self.authentication.registry:
                 held[agent] = node
             elif node in new:
-                LOG.warning(
-                    "node %d is excluded: another node also claims to be agent %d", node, agent
-                )
-        self.nodes = dict(sorted(held.items()))
+                self._exclude(node, f"another node also claims to be agent {agent}")
+        before, self.nodes = self.nodes, dict(sorted(held.items()))
         for agent, node in self.nodes.items():
             claim = self._claims[node]
             assert claim is not None
             self.names[agent] = claim[1]
+            if before.get(agent) != node:
+                self._audit("joined", site=agent, who=self.authentication.label(node))
+        for agent in before.keys() - self.nodes.keys():
+            self._audit("left", site=agent)
 
     def wait_for(self, agents: Collection[int], least: int) -> None:
         """Wait until at least ``least`` of these agents are online, up to the plan's timeout."""

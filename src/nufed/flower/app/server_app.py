@@ -15,6 +15,7 @@ from nufed.algorithms.protocol import AgentUpdate, Cost, State
 from nufed.data import ScoredOn
 from nufed.errors import RunError, UpdateError, shown
 from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
+from nufed.files import sha256, tensor_pieces
 from nufed.flower.app.authentication import Authentication
 from nufed.flower.app.messaging import LOG, Roster, request
 from nufed.flower.app.payload import KEEP, PayloadError, content, read_update
@@ -22,6 +23,7 @@ from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy_account import Account
 from nufed.flower.app.refusals import Refusals
 from nufed.flower.app.score_payload import read_scores
+from nufed.runs.audit_log import Audit, not_audited
 from nufed.server import Attempts, Progress, close_round, to_send, update_norm
 
 
@@ -53,6 +55,7 @@ class Server:
         cohort_seed: the seed of cohorts, if it must differ from the plan's, which is public.
         on_doubt: called with a round and why its numbers may be wrong.
         sites: the registry of sites, whose keys must sign all replies; None: no signatures.
+        audit: writes an event to the audit log.
 
     ``account`` is the privacy account, if the plan has privacy.
     """
@@ -66,11 +69,12 @@ class Server:
         cohort_seed: int | None = None,
         on_doubt: Callable[[int, str], None] | None = None,
         sites: Path | None = None,
+        audit: Audit = not_audited,
     ) -> None:
-        self._on_doubt = on_doubt
+        self._on_doubt, self._audit = on_doubt, audit
         self._plan, self._grid, self._run = plan, grid, run
         self._cohort_seed = plan.seed if cohort_seed is None else cohort_seed
-        self._roster = Roster(grid, plan, Authentication(sites))
+        self._roster = Roster(grid, plan, Authentication(sites), audit)
         self._refusals = Refusals(plan)
         ledger = None if notes is None else notes.get("ledger", "missing")
         self.account = (
@@ -139,6 +143,8 @@ class Server:
         )
         left_out = {error.agent for error in rejected}
         taken = [update.agent for update in updates if update.agent not in left_out]
+        self._audit_left_out("updates", k, rejected)
+        self._audit("aggregated", round=k, sites=taken)
         if self.account:
             self.account.close(len(taken))
         for agent in sorted(set(restarted) - left_out):
@@ -241,6 +247,7 @@ class Server:
             majority += [null] if null else []
         for error in missing:
             LOG.warning("scores left out: %s", error)
+        self._audit_left_out("scores", k, missing)
         return scores, missing, majority
 
     def _request(
@@ -266,13 +273,22 @@ class Server:
             )
             for agent, node in online.items()
         }
+        what = {"what": kind, "round": round}
+        self._audit("asked", **what, sites=list(online), vectors_sha256=sha256(tensor_pieces(sent)))
         by_node = request(
             self._grid, kind, contents, self._plan.deadline, self._roster.authentication
         )
         replies = {agent: by_node[node] for agent, node in online.items()}
+        answered = [agent for agent, reply in replies.items() if isinstance(reply, RecordDict)]
+        self._audit("answered", **what, sites=answered)
         self._refusals.note(replies)
         self._refusals.check(self._roster.names)
         return replies, offline
+
+    def _audit_left_out(self, what: str, round: int, errors: Sequence[UpdateError]) -> None:
+        if errors:
+            reasons = {str(error.agent): error.reason for error in errors}
+            self._audit("left out", what=what, round=round, sites=reasons)
 
 
 def _usable(reply: RecordDict | str) -> RecordDict:

@@ -30,7 +30,7 @@ from nufed.flower.app.signatures import checked_public, fingerprint
 from nufed.runs.records import Record
 
 SITES = "sites.toml"
-NODES = "nodes.json"  # beside it, while a server runs: Flower's node ids -> keys' fingerprints
+NODES = "nodes.json"  # in the server's FLWR_HOME: Flower's node ids -> keys' fingerprints
 SITES_VARIABLE = "NUFED_SITES"  # the registry's path, in the environment of the ServerApp
 
 
@@ -103,7 +103,7 @@ def read_sites(path: Path) -> SiteRegistry:
     """The registry in a file, validated."""
     try:
         if path.stat().st_mode & 0o022:
-            raise InputError(f"{path} is writable by other users: run chmod 600 {path}")
+            raise InputError(f"{path} is writable by other users: run chmod 644 {path}")
         return validated(tomllib.loads(path.read_text("utf-8")))
     except OSError as error:
         raise InputError(
@@ -130,4 +130,4 @@ def validated(content: dict[str, Any]) -> SiteRegistry:
 def write_sites(path: Path, registry: SiteRegistry) -> None:
     """Replace the file atomically."""
     write_durably(path, tomli_w.dumps(registry.model_dump(), multiline_strings=False).encode())
-    path.chmod(0o600)
+    path.chmod(0o644)  # public keys; the server's user must be able to read it

@@ -20,14 +20,16 @@ from flwr.serverapp import Grid
 from nufed.config import Config
 from nufed.errors import NufedError, NumericalWarning, RunError, TrainingError
 from nufed.evaluate import Evaluation, chooses, summarise
-from nufed.files import cannot_write, locked, read_sealed, write_sealed
+from nufed.files import cannot_write, locked, read_sealed, sha256_of, write_sealed
 from nufed.flower.app.authentication import registry_file
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import check_plan
 from nufed.flower.app.server_app import Outcome, Server
+from nufed.flower.app.versions import VERSION
 from nufed.objective.threads import torch_threads
 from nufed.runs import RunDirectory
+from nufed.runs.audit_log import AUDIT, AuditLog
 from nufed.runs.directory import PRIVACY
 from nufed.runs.federation_records import FederationRecord
 from nufed.runs.metric_lines import evaluation_line
@@ -58,6 +60,7 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
         directory.existing()
     (method,) = config.algorithms()
     with torch_threads(plan.threads), locked(directory.path), _log_to(directory.path / "log.txt"):
+        audit = _open_audit_log(directory, config, plan, resuming)
         try:
             identity = (
                 _resume(directory, config, plan) if resuming else _begin(directory, config, plan)
@@ -70,7 +73,7 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
                 _record_resumed(directory, config)
             if not files.is_done(plan.rounds):
                 began = time.perf_counter()
-                _train(plan, config, grid, identity, directory, files)
+                _train(plan, config, grid, identity, directory, files, audit)
                 seconds = time.perf_counter() - began
                 directory.write_timing(method=method, seed=plan.seed, seconds=seconds)
             from nufed.report.finish import finish  # it takes a moment to import
@@ -78,11 +81,35 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
             finish(directory, {plan.seed: plan.objective}, {method: plan.algorithm})
         except NufedError as error:
             LOG.error("%s", error)
+            audit.write("failed", reason=str(error))
             if isinstance(error, TrainingError):
                 directory.write_failure(method, plan.seed, str(error))
             raise
+        audit.write("finished", released_sha256=_released(directory.path))
+        LOG.info("audit log: %s, its head is %s", directory.path / AUDIT, audit.head)
         LOG.info("done: %s", directory.path / "report.html")
     return directory.path
+
+
+def _open_audit_log(
+    directory: RunDirectory, config: Config, plan: Plan, resuming: bool
+) -> AuditLog:
+    audit = AuditLog(directory.path / AUDIT)
+    audit.write(
+        "resumed" if resuming else "started",
+        name=config.name,
+        configuration=config.fingerprint,
+        nufed=VERSION,
+        sites=plan.agents,
+        rounds=plan.rounds,
+    )
+    return audit
+
+
+def _released(run: Path) -> dict[str, str]:
+    """The SHA-256 of the files with models that a run has written."""
+    files = [*run.glob("methods/*/seed-*/model.safetensors"), *run.glob("bundles/*.nufed")]
+    return {str(path.relative_to(run)): sha256_of(path) for path in sorted(files)}
 
 
 def _begin(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any]:
@@ -130,6 +157,7 @@ def _train(
     identity: dict[str, Any],
     directory: RunDirectory,
     files: PartFiles,
+    audit: AuditLog,
 ) -> None:
     """Train the remaining rounds, each recorded and checkpointed before the next starts."""
     if plan.privacy:
@@ -152,6 +180,7 @@ def _train(
             cohort_seed,
             doubt,
             registry_file(),
+            audit.write,
         )
         if start:
             LOG.info("training resumes after round %d", start.round)

@@ -58,4 +58,4 @@ class Admission:
                 self._nodes[key] = register(self._commands, file)
                 self._say(f"registered {site.label(key)}")
         nodes = {node: key for key, node in self._nodes.items()}
-        write_durably(self._file.with_name(NODES), json.dumps(nodes, indent=1).encode())
+        write_durably(self._commands.home / NODES, json.dumps(nodes, indent=1).encode())

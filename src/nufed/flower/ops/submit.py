@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nufed.errors import InputError, RunError, TrainingError
 from nufed.flower.ops.flower_processes import Flower, flower
+from nufed.flower.ops.key_checks import link_expiry
 from nufed.flower.ops.link import NAME, Link, flwr_json
 from nufed.flower.ops.supernode import quoted
 from nufed.runs.directory import RunDirectory
@@ -23,6 +24,8 @@ class Stopped(KeyboardInterrupt):
 
 def run_app(app: Path, out: Path, link: Link, say: Say) -> Path:
     """Run an app on a federation; returns the path of the report, or raises with the reason."""
+    for warning in link_expiry(link):
+        say(warning)
     with flower() as commands:
         link.connect(commands)
         resume_command = f"nufed federate run {app} --resume {out} {link.options}"

@@ -12,6 +12,7 @@ from nufed.errors import InputError, RunError
 from nufed.flower.app.site_registry import SITES, SITES_VARIABLE
 from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.flower_processes import Flower, flower, wait
+from nufed.flower.ops.key_checks import check_server_keys, server_expiry
 from nufed.flower.ops.keys import CA, CERTIFICATE, KEY, check_certificate
 from nufed.flower.ops.link import Link, check_loopback
 
@@ -40,6 +41,8 @@ def serve(
         )
     with flower() as commands:
         superlink, link = start_superlink(commands, host, port, keys)
+        for warning in server_expiry(keys) if keys else ():
+            say(warning)
         link.connect(commands)
         admission = Admission(commands, keys / SITES, say) if keys else None
         if admission:
@@ -60,6 +63,7 @@ def start_superlink(
     if keys is not None:
         keys = keys.resolve()
         check_certificate(keys, here.strip("[]"))
+        check_server_keys(keys)
     if is_listening(here, port):
         raise InputError(f"--port {port}: already in use, give another port")
     more = {SITES_VARIABLE: str(keys / SITES)} if keys else {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from nufed.errors import InputError, RunError
 from nufed.files import make_private
 from nufed.flower.ops.flower_processes import flower, python_module
+from nufed.flower.ops.key_checks import check_private, link_expiry
 from nufed.flower.ops.link import Link, existing_file
 
 RETRY_DELAY = 5  # seconds; the server may register keys in the meantime
@@ -55,13 +56,15 @@ def run_site(site: SiteOptions, link: Link, say: Callable[[str], None] = print) 
             "them with --insecure"
         )
     if site.key is not None:
-        existing_file(site.key, "--key")
+        check_private(existing_file(site.key, "--key"))
     if site.data is not None and not site.data.exists():
         raise InputError(f"--data {site.data}: there is no such file or folder")
     if site.epsilon is not None and not 0 < site.epsilon < math.inf:
         raise InputError(f"--epsilon {site.epsilon:g}: must be a number above 0")
     if site.folder is not None:
         make_folder(site.folder)
+    for warning in link_expiry(link):
+        say(warning)
     with flower() as commands:
         took_part = False
         while True:
