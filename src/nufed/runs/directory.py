@@ -30,6 +30,7 @@
     bounds.json, advice.json        results of `nufed bounds` and `nufed advise`, if they were run
     timing.jsonl                    wall-clock times; everything above is reproducible
     federation.json, log.txt        of a federation: the run's identifier at its sites; a log
+    audit.jsonl                     its hash-chained audit log
     tensorboard/                    event files, with `nufed run --tensorboard`
     figures/, report.html           drawn from the files above
 """
