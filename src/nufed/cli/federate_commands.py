@@ -94,7 +94,7 @@ def site(
     server: Server = SERVER,
     ca: Ca = None,
     key: Annotated[Path | None, typer.Option(help="The site's private key.")] = None,
-    name: Annotated[str | None, typer.Option(help="The site's name in results.")] = None,
+    name: Annotated[str | None, typer.Option(help="The site's name, without keys.")] = None,
     data: Annotated[Path | None, typer.Option(help="The site's data, for its app.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Folder of the site's state.")] = None,
     epsilon: Annotated[

@@ -22,7 +22,7 @@ from nufed.files import cannot_write, sha256, sync_directory
 AUDIT = "audit.jsonl"
 START = "0" * 64
 HASH = b', "sha256": "%s"}'  # the end of a line
-FIRST = "started"  # the event that a complete log begins with
+FIRST = ("started", "registered")  # what the log of a run and that of a registry begin with
 
 
 class Audit(Protocol):
@@ -105,7 +105,7 @@ def audit(path: Path, head: str | None = None) -> Audited:
         found = verified(path.read_bytes(), path)
     except OSError as error:
         raise RunError(f"{path} can't be read: {error.strerror}") from None
-    if found.events and found.events[0]["event"] != FIRST:
+    if found.events and found.events[0]["event"] not in FIRST:
         first = shown(found.events[0]["event"])
         raise RunError(f"{path}, line 1: the log begins with {first}: earlier lines are missing")
     if head is not None and head not in found.hashes:

@@ -30,7 +30,8 @@ def test_a_run_is_recorded_from_start_to_release(tmp_path):
     start(app_of(tmp_path, ALL), tmp_path, out, late_in_round_2)
     found = audit(out / "audit.jsonl").events
     assert found[0]["event"] == "started" and found[0]["sites"] == AGENTS
-    assert [event["site"] for event in events(out, "joined")] == list(range(AGENTS))
+    joined = [(event["site"], event["name"]) for event in events(out, "joined")]
+    assert joined == [(number, str(number)) for number in range(AGENTS)]
     everyone, three = list(range(AGENTS)), [0, 1, 2]
     trained = [
         (event["event"], event["round"], event["sites"])

@@ -8,6 +8,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flower.app.in_memory import RUN, MemoryGrid, agents_data, federate, plan_of
 from flower.app.test_faults import FEDAVG, is_training
 from flower.app.test_parity import same
+from nufed.errors import TrainingError
 from nufed.flower.app.server_app import Server
 from nufed.flower.app.signatures import fingerprint, public_of
 from nufed.flower.app.site_app import client_app
@@ -243,6 +244,40 @@ def test_a_key_is_rotated_without_a_gap(keys):
     rounds, outcome = train(plan, grid, keys)
     assert not any(p.dropped or p.rejected for p in rounds) and len(outcome.scores) == AGENTS
     assert trained == [nodes[0]] * 2 + [nodes[1]] * 4
+
+
+def test_the_audit_log_names_numbers_names_and_keys(keys):
+    plan = plan_of(FEDAVG, rounds=1, rules=Rules(min_updates=4))
+    grid, events = grid_of(plan, keys, {LIAR: VICTIM}), []
+    server = Server(
+        *(plan, grid, RUN),
+        sites=keys / "sites.toml",
+        audit=lambda event, **fields: events.append((event, fields)),
+    )
+    with pytest.raises(TrainingError):
+        list(server.train())
+    who = f"site {LIAR} ('Ward {LIAR}', key {key_of(keys, LIAR)})"
+    reason = f"it claims the number {VICTIM}, which is not its own"
+    assert ("excluded", {"who": who, "reason": reason}) in events
+    assert [fields for event, fields in events if event == "joined"] == [
+        {"site": number, "name": f"Ward {number}", "key": key_of(keys, number)}
+        for number in (0, 1, VICTIM)
+    ]
+
+
+def test_updates_left_out_without_a_quorum_are_in_the_audit_log(keys):
+    plan = plan_of(FEDAVG, rounds=1, rules=Rules(min_updates=4, attempts=1))
+    grid, events = grid_of(plan, keys, tamper=forged(without_signature)), []
+    server = Server(
+        *(plan, grid, RUN),
+        sites=keys / "sites.toml",
+        audit=lambda event, **fields: events.append((event, fields)),
+    )
+    with pytest.raises(TrainingError):
+        list(server.train())
+    ((_, left),) = [each for each in events if each[0] == "left out"]
+    assert left["round"] == 1 and left["sites"].keys() == {str(VICTIM)}
+    assert "aggregated" not in {event for event, _ in events}
 
 
 def test_a_registry_that_becomes_invalid_is_named_and_the_last_one_stays(keys, caplog):

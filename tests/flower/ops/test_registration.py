@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import pytest
@@ -13,6 +14,7 @@ from nufed.flower.ops import admission
 from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.keys import make_site_key
 from nufed.flower.ops.registration import add_key, register_site, revoke_old_key, revoke_site
+from nufed.runs.audit_log import audit
 
 
 @pytest.fixture
@@ -80,6 +82,35 @@ def test_a_revoked_key_is_never_registered_again_but_the_number_is(place):
         register_site(place, 0, "Ward 3", place / "a.pub")
     register_site(place, 0, "Ward 3", place / "b.pub")
     assert sites(place)[0] == {0: ("Ward 3", [key(place, "b")])}
+
+
+def test_every_change_is_in_the_audit_log_beside_the_registry(place, nufed):
+    add_key(place, "0", place / "b.pub")
+    revoke_old_key(place, "0")
+    revoke_site(place, "0")
+    events = audit(place / "audit.jsonl").events
+    a, b = key(place, "a"), key(place, "b")
+    assert [(event["event"], event["site"], event["name"], event["keys"]) for event in events] == [
+        ("registered", 0, "Ward 3", [a]),
+        ("added key", 0, "Ward 3", [b]),
+        ("revoked key", 0, "Ward 3", [a]),
+        ("revoked site", 0, "Ward 3", [b]),
+    ]
+    result = nufed("federate", "audit", place, cwd=place)
+    assert result.returncode == 0 and "4 lines" in result.stdout
+
+
+def test_changes_made_at_the_same_time_are_all_kept(place):
+    for number in range(1, 9):
+        make_site_key(place / f"{number}")
+    with ThreadPoolExecutor(8) as pool:
+        list(
+            pool.map(
+                lambda n: register_site(place, n, f"Ward {n + 3}", place / f"{n}.pub"), range(1, 9)
+            )
+        )
+    assert set(sites(place)[0]) == set(range(9))
+    assert len(audit(place / "audit.jsonl").events) == 9
 
 
 def test_a_registry_that_others_may_write_is_refused(place):

@@ -101,15 +101,20 @@ class Authentication:
 
     def label(self, node: int) -> str:
         """How logs name a node: by its site, its key, or only Flower's id if none is known."""
-        key = self._keys.get(node) or self._admitted_key(node)
+        key = self.key_of(node)
         found = self.registry.find(key) if self.registry and key else None
         if found:
             return found[1].label(key)
         return f"the site with key {key}" if key else f"node {node}"
 
-    def _admitted_key(self, node: int) -> str:
-        """The key under which the SuperLink admitted a node, as the server wrote it down."""
-        try:
+    def key_of(self, node: int) -> str:
+        """The fingerprint of a node's key: of that which signs, or which the SuperLink admitted.
+
+        Empty if it is not known, as without keys.
+        """
+        if node in self._keys or self.registry is None:
+            return self._keys.get(node, "")
+        try:  # written by the server
             text = (Path(os.environ["FLWR_HOME"]) / NODES).read_text()
             return str(json.loads(text)[str(node)])
         except (OSError, ValueError, KeyError, TypeError):

@@ -240,7 +240,8 @@ class Roster:
             assert claim is not None
             self.names[agent] = claim[1]
             if before.get(agent) != node:
-                self._audit("joined", site=agent, who=self.authentication.label(node))
+                key = self.authentication.key_of(node)
+                self._audit("joined", site=agent, name=claim[1], key=key)
         for agent in before.keys() - self.nodes.keys():
             self._audit("left", site=agent)
 

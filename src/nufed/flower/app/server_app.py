@@ -24,7 +24,7 @@ from nufed.flower.app.privacy_account import Account
 from nufed.flower.app.refusals import Refusals
 from nufed.flower.app.score_payload import read_scores
 from nufed.runs.audit_log import Audit, not_audited
-from nufed.server import Attempts, Progress, close_round, to_send, update_norm
+from nufed.server import Attempts, Progress, QuorumError, close_round, to_send, update_norm
 
 
 @dataclass(frozen=True)
@@ -132,15 +132,19 @@ class Server:
                 cost += spent
             except PayloadError as error:
                 failed.append(UpdateError(agent, k, str(error)))
-        server, rejected = close_round(
-            plan.algorithm,
-            before.server,
-            updates,
-            plan.context(k),
-            cohort=cohort,
-            failed=failed,
-            rules=plan.rules,
-        )
+        try:
+            server, rejected = close_round(
+                plan.algorithm,
+                before.server,
+                updates,
+                plan.context(k),
+                cohort=cohort,
+                failed=failed,
+                rules=plan.rules,
+            )
+        except QuorumError as error:
+            self._audit_left_out("updates", k, error.rejected)
+            raise
         left_out = {error.agent for error in rejected}
         taken = [update.agent for update in updates if update.agent not in left_out]
         self._audit_left_out("updates", k, rejected)

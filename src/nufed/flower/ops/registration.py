@@ -1,8 +1,14 @@
-"""Edits the registry of sites: a running server applies each change within seconds."""
+"""Edits the registry of sites: a running server applies each change within seconds.
+
+Every change is also written to the audit log beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from nufed.errors import InputError
@@ -15,77 +21,92 @@ from nufed.flower.app.site_registry import (
     validated,
     write_sites,
 )
+from nufed.runs.audit_log import AUDIT, AuditLog
 
 
 def register_site(folder: Path, number: int, name: str, key: Path) -> str:
     """Register a site with its public key; returns the key's fingerprint."""
-    public, registry = read_public(key), _read(folder)
-    new = {"number": number, "name": name, "keys": [public]}
-    _write(folder, [*registry.site, new], registry.revoked)
+    public = read_public(key)
+    with _registry_of(folder) as old:
+        site = {"number": number, "name": name, "keys": [public]}
+        new = _changed(folder, [*old.site, site], old.revoked)
+        _write(folder, new, "registered", new.site[-1], [public])
     return fingerprint(public)
 
 
 def add_key(folder: Path, site: str, key: Path) -> str:
     """Add a site's new public key; its old one stays valid until :func:`revoke_old_key`."""
-    public, registry = read_public(key), _read(folder)
-    found = registry.named(site)
-    if len(found.keys) > 1:
-        raise InputError(
-            f"site {found.number} ({found.name!r}) has two keys already: revoke the old one with "
-            f"`nufed federate rotate {found.number} --finish`"
-        )
-    _replace(folder, registry, found, [*found.keys, public])
+    public = read_public(key)
+    with _registry_of(folder) as old:
+        found = old.named(site)
+        if len(found.keys) > 1:
+            raise InputError(
+                f"site {found.number} ({found.name!r}) has two keys already: revoke the old one "
+                f"with `nufed federate rotate {found.number} --finish`"
+            )
+        sites = _replaced(old, found, [*found.keys, public])
+        _write(folder, _changed(folder, sites, old.revoked), "added key", found, [public])
     return fingerprint(public)
 
 
 def revoke_old_key(folder: Path, site: str) -> str:
     """Revoke a site's old key after its new one was added; returns the old one's fingerprint."""
-    registry = _read(folder)
-    found = registry.named(site)
-    if len(found.keys) < 2:
-        raise InputError(
-            f"site {found.number} ({found.name!r}) has one key only: add the new one with `nufed "
-            f"federate rotate {found.number} NEW.pub`"
-        )
-    old = fingerprint(found.keys[0])
-    _replace(folder, registry, found, found.keys[1:], [old])
-    return old
+    with _registry_of(folder) as old:
+        found = old.named(site)
+        if len(found.keys) < 2:
+            raise InputError(
+                f"site {found.number} ({found.name!r}) has one key only: add the new one with "
+                f"`nufed federate rotate {found.number} NEW.pub`"
+            )
+        key = fingerprint(found.keys[0])
+        sites = _replaced(old, found, found.keys[1:])
+        new = _changed(folder, sites, [*old.revoked, key])
+        _write(folder, new, "revoked key", found, found.keys[:1])
+    return key
 
 
 def revoke_site(folder: Path, site: str) -> RegisteredSite:
     """Remove a site and revoke its keys; its number may be registered again with another key."""
-    registry = _read(folder)
-    found = registry.named(site)
-    keys = map(fingerprint, found.keys)
-    rest = [each for each in registry.site if each != found]
-    _write(folder, rest, [*registry.revoked, *keys])
+    with _registry_of(folder) as old:
+        found = old.named(site)
+        rest = [each for each in old.site if each != found]
+        new = _changed(folder, rest, [*old.revoked, *map(fingerprint, found.keys)])
+        _write(folder, new, "revoked site", found, found.keys)
     return found
 
 
-def _replace(
-    folder: Path,
-    registry: SiteRegistry,
-    site: RegisteredSite,
-    keys: list[str],
-    revoked: Iterable[str] = (),
-) -> None:
-    new = {**site.model_dump(), "keys": keys}
-    sites = [new if each == site else each for each in registry.site]
-    _write(folder, sites, [*registry.revoked, *revoked])
-
-
-def _read(folder: Path) -> SiteRegistry:
+@contextmanager
+def _registry_of(folder: Path) -> Iterator[SiteRegistry]:
+    """The registry in a folder, which nobody else edits meanwhile."""
     if not folder.is_dir():
         raise InputError(
             f"--keys {folder}: there is no such folder; make it with `nufed federate keys {folder}`"
         )
-    path = folder / SITES
-    return read_sites(path) if path.exists() else SiteRegistry()
-
-
-def _write(folder: Path, sites: Iterable[object], revoked: list[str]) -> None:
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        registry = validated({"site": list(sites), "revoked": revoked})
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = folder / SITES
+        yield read_sites(path) if path.exists() else SiteRegistry()
+    finally:
+        os.close(lock)
+
+
+def _replaced(registry: SiteRegistry, site: RegisteredSite, keys: list[str]) -> list[object]:
+    """The sites, with other keys of one."""
+    new = {**site.model_dump(), "keys": keys}
+    return [new if each == site else each for each in registry.site]
+
+
+def _changed(folder: Path, sites: Sequence[object], revoked: Sequence[str]) -> SiteRegistry:
+    try:
+        return validated({"site": list(sites), "revoked": list(revoked)})
     except ValueError as error:
         raise InputError(f"{folder / SITES}: {error}") from None
+
+
+def _write(
+    folder: Path, registry: SiteRegistry, event: str, site: RegisteredSite, keys: Sequence[str]
+) -> None:
+    about = {"site": site.number, "name": site.name, "keys": [fingerprint(key) for key in keys]}
+    AuditLog(folder / AUDIT).write(event, **about)
     write_sites(folder / SITES, registry)
