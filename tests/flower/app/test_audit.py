@@ -56,7 +56,8 @@ def test_a_run_is_recorded_from_start_to_release(tmp_path):
     released = found[-1]["released_sha256"]
     assert found[-1]["event"] == "finished"
     assert released[str(model.relative_to(out))] == sha256_of(model)
-    assert f"its head is {audit(out / 'audit.jsonl').head}" in (out / "log.txt").read_text()
+    head = f"the head of the audit log is {audit(out / 'audit.jsonl').head}"
+    assert head in (out / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between lines", "within a line"])
@@ -86,6 +87,7 @@ def test_a_run_that_fails_says_so_in_its_log(tmp_path):
         start(app_of(tmp_path, ALL), tmp_path, tmp_path / "run", sites=0)
     (failed,) = events(tmp_path / "run", "failed")
     assert "start the sites" in failed["reason"]
+    assert audit(tmp_path / "run" / "audit.jsonl").head in (tmp_path / "run/log.txt").read_text()
 
 
 def test_a_changed_log_is_not_continued(tmp_path, nufed):

@@ -141,7 +141,13 @@ def other_types(content):
     return content
 
 
+def other_array(content):
+    content["arrays"]["model"].shape = (None, b"bytes", {1})
+    return content
+
+
 FORGED = {
+    other_array: "its reply can't be read (TypeError)",
     multiplied: "its signature is not one of the key",
     other_count: "its signature is not one of the key",
     other_bytes: "its signature is not one of the key",

@@ -94,6 +94,8 @@ class Requests:
                 return self._authentication.accept(node, message_id, reply)
         except PayloadError as error:
             return str(error)
+        except (TypeError, ValueError, RecursionError) as error:  # values of unexpected types
+            return f"its reply can't be read ({type(error).__name__})"
         return reply
 
     def keep(self, nodes: set[int]) -> None:

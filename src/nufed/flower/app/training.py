@@ -82,11 +82,12 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
         except NufedError as error:
             LOG.error("%s", error)
             audit.write("failed", reason=str(error))
+            _log_head(audit)
             if isinstance(error, TrainingError):
                 directory.write_failure(method, plan.seed, str(error))
             raise
         audit.write("finished", released_sha256=_released(directory.path))
-        LOG.info("audit log: %s, its head is %s", directory.path / AUDIT, audit.head)
+        _log_head(audit)
         LOG.info("done: %s", directory.path / "report.html")
     return directory.path
 
@@ -104,6 +105,10 @@ def _open_audit_log(
         rounds=plan.rounds,
     )
     return audit
+
+
+def _log_head(audit: AuditLog) -> None:
+    LOG.info("the head of the audit log is %s", audit.head)
 
 
 def _released(run: Path) -> dict[str, str]:
