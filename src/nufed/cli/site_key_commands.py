@@ -6,6 +6,7 @@ They edit the registry of sites in the server's folder of keys; a running server
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -50,8 +51,8 @@ def rotate(
         raise InputError("give either the new key, NEW.pub, or --finish to revoke the old one")
     if key is not None:
         say(
-            f"added: key {add_key(keys, site, key)}; restart the site with it, then run "
-            f"`nufed federate rotate {site} --finish --keys {keys}`; {APPLIES}"
+            f"added: key {add_key(keys, site, key)}; start the site with it, then run `nufed "
+            f"federate rotate {quote(site)} --finish --keys {quote(str(keys))}`; {APPLIES}"
         )
     else:
         say(f"revoked: the old key {revoke_old_key(keys, site)}; {APPLIES}")

@@ -25,7 +25,7 @@ def test_a_liar_is_named_and_revoked_and_a_key_rotated(tmp_path):
         register_site(keys, number, f"Ward {number}", public)
     liar = fingerprint(read_public(tmp_path / f"key-{LIAR}.pub"))
     new = fingerprint(read_public(make_site_key(tmp_path / "key-new")))
-    write_app(tmp_path / "app", 3, rounds=4, wait=100.0)
+    write_app(tmp_path / "app", 3, rounds=4, wait=30.0)
     (port,) = free_ports(1)
     address = ("--server", f"127.0.0.1:{port}", "--ca", "keys/ca.crt")
     with ExitStack() as stack:

@@ -11,6 +11,7 @@ import pytest
 from flower.ops.commands import TIMEOUT, Federation, find, home_of, rounds_done
 from flower.ops.small_app import files_of, simulate, write_app
 from nufed.flower.ops.flower_processes import wait
+from nufed.runs.audit_log import audit
 from processes import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -54,6 +55,8 @@ def test_kills_at_random_moments_leave_the_simulators_bits(tmp_path, what):
         assert process.wait(2 * TIMEOUT) == 0, process.printed()
     log = (out / "log.txt").read_text()
     assert log.count("training resumes after round") >= KILLS - 1  # one may hit before round 0
+    events = [event["event"] for event in audit(out / "audit.jsonl").events]
+    assert events.count("resumed") >= KILLS - 1 and events[-1] == "finished"
     simulate(tmp_path / "app", tmp_path / "simulated")
     assert files_of(out) == files_of(tmp_path / "simulated")
 
