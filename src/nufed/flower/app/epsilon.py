@@ -7,15 +7,14 @@ most C, then moves by up to 2C; the noise on every update has standard deviation
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from nufed.errors import InputError, require
+from nufed.flower.app.privacy_loss import sampled_epsilon
 
-# Rényi orders; above them the accountant loses digits to cancellation and understates epsilon
-ORDERS = [1 + i / 10 for i in range(1, 100)] + list(range(11, 33))
 EXCESS_PROBABILITY = 1e-3  # that some site is picked more often than planned
 
 
@@ -42,17 +41,19 @@ def released_epsilon(noise: float, rounds: Mapping[Round, int], delta: float) ->
     """The epsilon of the released models of these rounds, with secret cohorts.
 
     The minimum of two upper bounds: exact composition as if a site were in every cohort, and the
-    Rényi bound for cohorts sampled without replacement (Wang, Balle & Kasiviswanathan 2019,
-    theorem 27). Dropouts leave less noise in the sum; the drop-out rate is assumed to be the same
-    outside the cohort, so the sampling rate among responsive sites is cohort / agents. Dividing by
-    the number of updates is post-processing: it does not depend on data.
+    composed privacy loss of cohorts sampled without replacement. Dropouts leave less noise in the
+    sum; the drop-out rate is assumed to be the same outside the cohort, so the sampling rate among
+    responsive sites is cohort / agents. Dividing by the number of updates is post-processing: it
+    does not depend on data.
     """
-    composed = _composed(sum(n * _mu_squared(noise, r.accepted) for r, n in rounds.items()), delta)
-    if not any(map(_is_amplified, rounds)):
+    taken = {round: times for round, times in rounds.items() if times}
+    composed = _composed(sum(n * _mu_squared(noise, r.accepted) for r, n in taken.items()), delta)
+    if all(round.cohort == round.agents for round in taken):
         return composed
-    divergences = sum(n * _divergences(noise, r) for r, n in rounds.items())
-    amplified, _ = _accounting().rdp.compute_epsilon(ORDERS, divergences, delta)
-    return min(composed, float(amplified))
+    by_loss: Counter[tuple[float, float]] = Counter()
+    for round, times in taken.items():
+        by_loss[_mu_squared(noise, round.accepted) ** 0.5, round.cohort / round.agents] += times
+    return min(composed, sampled_epsilon(by_loss, delta))
 
 
 def server_epsilon(noise: float, releases: int, delta: float) -> float:
@@ -78,24 +79,6 @@ def _composed(mu_squared: float, delta: float) -> float:
     if mu_squared == 0:
         return 0.0
     return float(_accounting().get_epsilon_gaussian(mu_squared**-0.5, delta))
-
-
-def _is_amplified(round: Round) -> bool:
-    """Whether to use amplification by sampling: from half of the agents on it gains little, and
-    the accountant loses digits."""
-    return 2 * round.cohort < round.agents
-
-
-@cache
-def _divergences(noise: float, round: Round) -> Any:
-    """The Rényi divergences of a round's model, one for each of ORDERS."""
-    dp = _accounting()
-    # the Rényi accountant, unlike others there, takes noise relative to the replace-one sensitivity
-    event = dp.GaussianDpEvent(_mu_squared(noise, round.accepted) ** -0.5)
-    if _is_amplified(round):
-        event = dp.SampledWithoutReplacementDpEvent(round.agents, round.cohort, event)
-    accountant = dp.rdp.RdpAccountant(ORDERS, dp.NeighboringRelation.REPLACE_ONE)
-    return accountant.compose(event).rdp
 
 
 def _accounting() -> Any:
