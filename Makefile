@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run federation test test-slow test-federation test-offline bench attacks external paper format clean
+.PHONY: run federation test test-slow test-federation test-deployment test-offline soak bench attacks external paper format clean
 
 run: $(READY)            ## train four methods on sine waves and print the path of the report
 	$(BIN)/nufed run sinusoid
@@ -31,8 +31,14 @@ OFFLINE := unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"'
 test-federation: $(READY) ## real federations with crashes, intruders, late and corrupt sites: about an hour
 	$(OFFLINE) $(BIN)/pytest -q -m "slow or not slow" tests/flower
 
+test-deployment: $(READY) ## the image and the units in a clean Debian: as root, about ten minutes
+	NUFED_DEPLOYMENT=1 $(BIN)/pytest -q -m slow tests/flower/ops/test_clean_machine.py
+
 test-offline: $(READY)   ## the tests without a network other than loopback (Linux)
 	$(OFFLINE) $(BIN)/pytest -q
+
+soak: $(READY)           ## a federation of 20 sites under random kills, for two hours
+	$(OFFLINE) $(BIN)/python benchmarks/soak.py --minutes 120 --sites 20
 
 bench: $(READY)          ## benchmarks of rounds against a plain loop and a lower bound
 	$(BIN)/python benchmarks/bench.py

@@ -14,6 +14,8 @@ def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
     """A round's cohort, rejected updates and cost, as a line of metrics.jsonl."""
     agents, sent = len(progress.cohort), algorithm.sent_in(progress.round)
     more: dict[str, Any] = {"dropped": progress.dropped} if progress.dropped else {}
+    if progress.dropped or progress.rejected:
+        more["taken"] = progress.taken
     if progress.attempts > 1:
         more["attempts"] = progress.attempts
     if progress.update_norm is not None:

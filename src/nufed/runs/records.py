@@ -209,7 +209,8 @@ class MetricsLine(Record):
     ``update_norm`` is the Euclidean norm of the server's change of the model, ``training_loss`` the
     mean loss on the training samples of the round's cohort, at evaluated rounds of a simulation
     (:func:`nufed.evaluate.training_loss`). ``validation_score`` is what early stopping and
-    ``keep = "best"`` use (:mod:`nufed.runs.validation_scores`).
+    ``keep = "best"`` use (:mod:`nufed.runs.validation_scores`). ``taken`` are the agents whose
+    updates were aggregated, if others were left out.
     """
 
     round: Whole
@@ -220,6 +221,7 @@ class MetricsLine(Record):
     bytes_down: Whole
     bytes_up: Whole
     dropped: list[Whole] = []
+    taken: list[Whole] | None = None
     attempts: Count = 1
     update_norm: Number = None
     training_loss: Number = None
@@ -235,7 +237,13 @@ class MetricsLine(Record):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         _require(set(self.dropped) <= set(self.cohort), "dropped: must be agents of the cohort")
+        _require(set(self.taken or ()) <= set(self.cohort), "taken: must be agents of the cohort")
         return self
+
+    @property
+    def participants(self) -> list[int]:
+        """The agents whose updates were aggregated."""
+        return self.cohort if self.taken is None else self.taken
 
 
 class ScoresLine(Record):

@@ -46,7 +46,8 @@ class Progress:
     ``server`` and ``states`` are all that the next round needs (on Flower sites keep their own
     states, and ``states`` is empty); the rest is for records. All rounds of a training share one
     store of ``states``, which holds the latest ones. ``rejected`` covers all ``attempts`` at the
-    round; ``cohort``, ``dropped`` and ``cost`` are of the last attempt.
+    round; ``cohort``, ``dropped`` and ``cost`` are of the last attempt, and ``taken`` are the
+    agents whose updates were aggregated.
     """
 
     round: int
@@ -55,6 +56,7 @@ class Progress:
     cohort: tuple[int, ...] = ()
     rejected: tuple[UpdateError, ...] = ()
     dropped: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
     attempts: int = 1
     cost: Cost = field(default_factory=Cost)
     update_norm: float | None = None  # of the server's change of the model; None before round 1

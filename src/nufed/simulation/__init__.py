@@ -9,7 +9,7 @@ from nufed.simulation.engine import Engine
 from nufed.simulation.engine_kinds import ENGINES
 from nufed.simulation.faults import Faults
 from nufed.simulation.gram_engine import GramEngine
-from nufed.simulation.loop import run_round, train
+from nufed.simulation.loop import replay, run_round, train
 from nufed.simulation.worker_engine import WorkerEngine
 from nufed.simulation.worker_pool import Workers, start_method, unsendable, usable_cores
 
@@ -25,6 +25,7 @@ __all__ = [
     "Progress",
     "WorkerEngine",
     "Workers",
+    "replay",
     "run_round",
     "start_method",
     "train",

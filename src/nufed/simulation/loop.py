@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -100,6 +100,28 @@ def run_round(
     raise AssertionError("attempts end with an error")
 
 
+def replay(
+    algorithm: Algorithm,
+    engine: Engine,
+    w: Tensor,
+    taken: Iterable[Sequence[int]],
+    participation: float,
+) -> Iterator[Progress]:
+    """Train with the recorded participants of every round (``taken`` in metrics.jsonl).
+
+    Yields the progress before the first and after every round: that of a federation whose server
+    aggregated these agents' updates, whatever happened to the others.
+    """
+    progress = Progress(0, algorithm.initial_server(engine.objective, w))
+    yield progress
+    for agents in taken:
+        context = _context(engine, progress.round + 1, participation)
+        progress = _attempt(
+            algorithm, engine, progress, context, Rules(), Faults(), "", list(agents), 0
+        )
+        yield progress
+
+
 def _check_curvature(
     algorithm: Algorithm,
     engine: Engine,
@@ -170,6 +192,7 @@ def _attempt(
         cohort=tuple(cohort),
         rejected=tuple(rejected),
         dropped=tuple(fates.dropped),
+        taken=tuple(u.agent for u in updates if u.agent not in left_out),
         cost=sum((result.cost for result in results.values()), Cost()),
         update_norm=update_norm(algorithm, progress.server, server),
     )

@@ -165,6 +165,7 @@ class Server:
             cohort=tuple(cohort),
             rejected=tuple(rejected),
             dropped=tuple(dropped),
+            taken=tuple(taken),
             cost=cost,
             update_norm=update_norm(plan.algorithm, before.server, server),
         )
