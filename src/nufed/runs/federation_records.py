@@ -48,3 +48,14 @@ class FederationRecord(Record):
     run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     configuration: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     cohort_seed: Annotated[int, Field(ge=0, lt=2**128)] | None = None
+
+
+class Exclusion(Record):
+    round: Whole
+    reason: str
+
+
+class ExclusionsRecord(Record):
+    """``excluded.json``: agents that are not sent requests any more, by their numbers."""
+
+    agents: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Exclusion]

@@ -15,6 +15,8 @@ from flwr.serverapp import Grid
 
 from nufed.errors import InputError, TrainingError, shown, visible
 from nufed.flower.app.authentication import Authentication
+from nufed.flower.app.bounded_pull import ReplyLimit, ReplyTooLargeError, pull_replies
+from nufed.flower.app.exclusions import Excluding
 from nufed.flower.app.payload import PayloadError, content, read_identity
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.refusals import Refusal
@@ -37,9 +39,10 @@ def request(
     contents: Mapping[int, RecordDict],
     seconds: float,
     authentication: Authentication,
+    limit: ReplyLimit,
 ) -> dict[int, RecordDict | str]:
     """Every node's authenticated reply within the deadline, or the reason why there is none."""
-    requests = Requests(grid, authentication)
+    requests = Requests(grid, authentication, limit)
     replies: dict[int, RecordDict | str] = dict.fromkeys(contents, TOO_LATE)
     replies |= dict.fromkeys(requests.send(kind, contents, seconds + TTL_MARGIN), NOT_SENT)
     return replies | requests.replies(seconds)
@@ -53,8 +56,8 @@ class Requests:
     others, and an incompletely transferred one would block them for hours.
     """
 
-    def __init__(self, grid: Grid, authentication: Authentication) -> None:
-        self._grid, self._authentication = grid, authentication
+    def __init__(self, grid: Grid, authentication: Authentication, limit: ReplyLimit) -> None:
+        self._grid, self._authentication, self._limit = grid, authentication, limit
         self._pending: dict[str, int] = {}  # message id -> node
         self._polls: dict[str, _Poll] = {}
 
@@ -77,7 +80,7 @@ class Requests:
         end = time.monotonic() + seconds
         while self._pending:
             for message_id, node in list(self._pending.items()):
-                poll = self._polls.pop(message_id, None) or _Poll(self._grid, message_id)
+                poll = self._polls.pop(message_id, None) or self._poll(message_id)
                 if not poll.done():
                     self._polls[message_id] = poll
                 elif poll.found is not None:
@@ -98,6 +101,9 @@ class Requests:
             return f"its reply can't be read ({type(error).__name__})"
         return reply
 
+    def _poll(self, message_id: str) -> _Poll:
+        return _Poll(self._grid, message_id, self._limit)
+
     def keep(self, nodes: set[int]) -> None:
         """Stop waiting for all other nodes."""
         self._pending = {id: node for id, node in self._pending.items() if node in nodes}
@@ -106,9 +112,9 @@ class Requests:
 class _Poll(Thread):
     """Polls once for the reply to a message; a slow poll continues in the background."""
 
-    def __init__(self, grid: Grid, message_id: str) -> None:
+    def __init__(self, grid: Grid, message_id: str, limit: ReplyLimit) -> None:
         super().__init__(daemon=True)
-        self._grid, self._message_id = grid, message_id
+        self._grid, self._message_id, self._limit = grid, message_id, limit
         self._raised: BaseException | None = None
         self.found: RecordDict | str | None = None
         self.start()
@@ -116,7 +122,7 @@ class _Poll(Thread):
 
     def run(self) -> None:
         try:
-            self.found = _pull(self._grid, self._message_id)
+            self.found = _pull(self._grid, self._message_id, self._limit)
         except BaseException as error:
             self._raised = error
 
@@ -128,12 +134,14 @@ class _Poll(Thread):
         return done
 
 
-def _pull(grid: Grid, message_id: str) -> RecordDict | str | None:
+def _pull(grid: Grid, message_id: str, limit: ReplyLimit) -> RecordDict | str | None:
     """The reply to a message, the reason why it can't be used, or None if there is none yet."""
     try:
-        replies = list(grid.pull_messages([message_id]))
+        replies = pull_replies(grid, message_id, limit)
     except (httpx.HTTPError, OSError):  # the SuperLink is unreachable
         raise
+    except ReplyTooLargeError as error:
+        return Excluding(f"its reply is too large: {error}")
     except Exception as error:
         return f"its reply can't be read ({type(error).__name__})"
     for reply in replies:
@@ -174,7 +182,7 @@ class Roster:
         self._audit = audit
         self._registry = authentication.registry
         self._claims: dict[int, tuple[int, str] | None] = {}  # None: no usable reply
-        self._queries = Requests(grid, authentication)
+        self._queries = Requests(grid, authentication, plan.reply_limit)
         self._queried_at: dict[int, float] = {}
         self.nodes: dict[int, int] = {}
         self.names: dict[int, str] = {}

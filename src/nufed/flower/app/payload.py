@@ -1,8 +1,8 @@
 """Message payloads: vectors as arrays, and plain numbers, all validated before use.
 
 An array is read only if its dtype, shape and header bytes are exactly those of numpy's file format
-for the expected array, so that nothing untrusted is parsed or unpickled. (Flower has the whole
-message in memory by then: the size of a registered site's message is not bounded.)
+for the expected array, so that nothing untrusted is parsed or unpickled.
+:mod:`nufed.flower.app.bounded_pull` has limited the size of the whole message before.
 """
 
 from __future__ import annotations

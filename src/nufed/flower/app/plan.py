@@ -13,7 +13,9 @@ from nufed.algorithms.protocol import Algorithm, Context, State
 from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
 from nufed.errors import InputError, require
 from nufed.evaluate import EvalLr, Measure, accuracy
+from nufed.flower.app.bounded_pull import ReplyLimit
 from nufed.flower.app.privacy import Privacy
+from nufed.flower.app.score_payload import MAX_SCALES
 from nufed.objective import Objective
 from nufed.server import Rules, cohort_size, to_send
 
@@ -132,6 +134,17 @@ class Plan:
     def received_like(self) -> State:
         """Vectors with the names and shapes of those that a site receives."""
         return to_send(self.algorithm, self.start())
+
+    @cached_property
+    def reply_limit(self) -> ReplyLimit:
+        """What a site's reply can have at most: the vectors that the algorithm sends, with 8 bytes
+        per number and 1 KiB for each header, and 1 MiB beside the scores."""
+        start = self.start()
+        sent = [start[name] for name in self.algorithm.sends if name in start]
+        arrays = sum(8 * vector.numel() + 2**10 for vector in sent)
+        # of a score: loss, score and two accuracies, with room for their encoding
+        scores = MAX_SCALES * (self.eval_steps + 1) * 64
+        return ReplyLimit(arrays, 2**20 + scores + arrays // 2**10)
 
     def check_data(self, samples: Samples) -> None:
         """Refuse a site's data that does not match the federation's."""

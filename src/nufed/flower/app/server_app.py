@@ -17,11 +17,12 @@ from nufed.errors import RunError, UpdateError, shown
 from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
 from nufed.files import sha256, tensor_pieces
 from nufed.flower.app.authentication import Authentication
+from nufed.flower.app.exclusions import Excluding, Exclusions
 from nufed.flower.app.messaging import LOG, Roster, request
 from nufed.flower.app.payload import KEEP, PayloadError, content, read_update
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy_account import Account
-from nufed.flower.app.refusals import Refusals
+from nufed.flower.app.refusals import Refusals, site_label
 from nufed.flower.app.score_payload import read_scores
 from nufed.runs.audit_log import Audit, not_audited
 from nufed.server import Attempts, Progress, QuorumError, close_round, to_send, update_norm
@@ -56,6 +57,7 @@ class Server:
         on_doubt: called with a round and why its numbers may be wrong.
         sites: the registry of sites, whose keys must sign all replies; None: no signatures.
         audit: writes an event to the audit log.
+        exclusions: agents that are not sent requests; those found to need it are added.
 
     ``account`` is the privacy account, if the plan has privacy.
     """
@@ -70,10 +72,12 @@ class Server:
         on_doubt: Callable[[int, str], None] | None = None,
         sites: Path | None = None,
         audit: Audit = not_audited,
+        exclusions: Exclusions | None = None,
     ) -> None:
         self._on_doubt, self._audit = on_doubt, audit
         self._plan, self._grid, self._run = plan, grid, run
         self._cohort_seed = plan.seed if cohort_seed is None else cohort_seed
+        self._exclusions = exclusions or Exclusions()
         self._roster = Roster(grid, plan, Authentication(sites), audit)
         self._refusals = Refusals(plan)
         ledger = None if notes is None else notes.get("ledger", "missing")
@@ -113,7 +117,8 @@ class Server:
         plan, k = self._plan, before.round + 1
         if self.account:
             self.account.check_next()
-        self._roster.wait_for(cohort, plan.rules.min_updates)
+        included = [agent for agent in cohort if not self._exclusions.reason(agent)]
+        self._roster.wait_for(included, min(plan.rules.min_updates, len(included)))
         replies, dropped = self._request(MessageType.TRAIN, before.server, k, cohort)
         expected = {name: before.server[name] for name in plan.algorithm.sent_in(k)}
         updates: list[AgentUpdate] = []
@@ -258,9 +263,14 @@ class Server:
     def _request(
         self, kind: str, server: State, round: int, agents: Iterable[int], **more: Any
     ) -> tuple[dict[int, RecordDict | str], list[int]]:
-        """The replies of these agents, in their order, and the agents whose site is offline."""
+        """The replies of these agents, in their order, and the agents whose site is offline.
+
+        Instead of a reply, the reason why there is none; excluded agents are sent no request.
+        """
+        agents = list(agents)
         self._roster.refresh()
-        nodes = {agent: self._roster.nodes.get(agent) for agent in agents}
+        excluded = {agent: why for agent in agents if (why := self._exclusions.reason(agent))}
+        nodes = {agent: self._roster.nodes.get(agent) for agent in agents if agent not in excluded}
         offline = [agent for agent, node in nodes.items() if node is None]
         if offline:
             LOG.warning("round %d: the sites of agents %s are offline", round, offline)
@@ -280,15 +290,24 @@ class Server:
         }
         what = {"what": kind, "round": round}
         self._audit("asked", **what, sites=list(online), vectors_sha256=sha256(tensor_pieces(sent)))
-        by_node = request(
-            self._grid, kind, contents, self._plan.deadline, self._roster.authentication
-        )
-        replies = {agent: by_node[node] for agent, node in online.items()}
+        plan, authentication = self._plan, self._roster.authentication
+        found = request(self._grid, kind, contents, plan.deadline, authentication, plan.reply_limit)
+        replies = {agent: found[node] for agent, node in online.items()}
         answered = [agent for agent, reply in replies.items() if isinstance(reply, RecordDict)]
         self._audit("answered", **what, sites=answered)
+        self._exclude(round, replies)
         self._refusals.note(replies)
         self._refusals.check(self._roster.names)
-        return replies, offline
+        replies |= excluded
+        return {agent: replies[agent] for agent in agents if agent in replies}, offline
+
+    def _exclude(self, round: int, replies: Mapping[int, RecordDict | str]) -> None:
+        """Exclude the agents whose reply requires it, from the next request on."""
+        for agent, reply in replies.items():
+            if isinstance(reply, Excluding):
+                site = site_label(agent, self._roster.names)
+                LOG.error("%s is excluded from this run: %s", site, reply)
+                self._exclusions.add(agent, round, reply)
 
     def _audit_left_out(self, what: str, round: int, errors: Sequence[UpdateError]) -> None:
         if errors:

@@ -22,6 +22,7 @@ from nufed.errors import NufedError, NumericalWarning, RunError, TrainingError
 from nufed.evaluate import Evaluation, chooses, summarise
 from nufed.files import cannot_write, locked, read_sealed, sha256_of, write_sealed
 from nufed.flower.app.authentication import registry_file
+from nufed.flower.app.exclusions import Exclusions
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import check_plan
@@ -186,6 +187,7 @@ def _train(
             doubt,
             registry_file(),
             audit.write,
+            Exclusions(directory.path),
         )
         if start:
             LOG.info("training resumes after round %d", start.round)
