@@ -49,3 +49,11 @@ def test_changes_with_a_norm_far_above_the_median_are_rejected():
     assert "norm 50, above 3 times the median" in rejected[0].reason
     without, _ = screen(updates, EXPECTED, 5)
     assert len(without) == 4
+
+
+@pytest.mark.parametrize("norms", [[50.0], [1.0, 50.0], [0.0, 50.0]])
+def test_of_two_norms_none_is_rejected(norms):
+    """The median of two is one of them: an unchanged model would reject the other agent."""
+    updates = [update(i, torch.tensor([x, 0.0, 0.0])) for i, x in enumerate(norms)]
+    accepted, rejected = screen(updates, EXPECTED, 5, max_norm=3.0)
+    assert len(accepted) == len(norms) and rejected == []

@@ -80,12 +80,17 @@ def server(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     insecure: Insecure = False,
+    without_proxy: Annotated[
+        bool,
+        typer.Option("--without-proxy", help="Listen beyond loopback without a proxy in front."),
+    ] = False,
 ) -> None:
     """Run the server (Flower's SuperLink) until Ctrl-C; admits only registered sites."""
     from nufed.flower.ops.superlink import serve
 
     with _until_interrupted():
-        serve(host, port, keys, insecure=insecure, say=_say)
+        options = {"insecure": insecure, "without_proxy": without_proxy}
+        serve(host, port, keys, **options, say=_say)
 
 
 @federate_app.command()

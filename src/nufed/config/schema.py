@@ -27,6 +27,7 @@ from nufed.objective.modules import RunningStats
 from nufed.registry import is_code, suggest
 
 Baseline: TypeAlias = Literal["majority", "untrained", "local"]
+FEDERATION_NORM = 100.0  # the default of max_update_norm in a federation
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -179,8 +180,10 @@ class Config(_Table):
     min_updates: Count = Field(
         default=1, description="quorum: valid updates a round needs, else another cohort is sampled"
     )
-    max_update_norm: float | None = Field(
-        default=None, gt=0, description="norm bound of a change, in medians of the cohort's; off"
+    max_update_norm: Annotated[float, Field(gt=0)] | Literal["off"] | None = Field(
+        default=None,
+        description="norm bound of a change, in medians of the cohort's, from three updates on; "
+        f"default: off in simulations and with [privacy], {FEDERATION_NORM:g} in federations",
     )
     eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto", description="fine-tuning steps shown; auto: the largest ν, at least 1"
@@ -263,6 +266,11 @@ class Config(_Table):
         exclude_if=lambda value: value is None,
         description="written by `nufed tune`: the search that chose the methods' settings",
     )
+
+    def norm_bound(self, default: float | None = None) -> float | None:
+        """``max_update_norm`` as a number; None: no bound. ``default`` is for a key not given."""
+        found = self.max_update_norm
+        return default if found is None else None if found == "off" else found
 
     @property
     def steps_shown(self) -> int:

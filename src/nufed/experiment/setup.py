@@ -46,7 +46,7 @@ class Setup:
     @property
     def rules(self) -> Rules:
         config = self.config
-        return Rules(config.min_updates, max_update_norm=config.max_update_norm)
+        return Rules(config.min_updates, max_update_norm=config.norm_bound())
 
     @property
     def faults(self) -> Faults:

@@ -178,4 +178,9 @@ def _privacy(run: Run) -> dict[str, str]:
     ):
         most = "" if budget is None else f", budget {budget:g}"
         rows[f"epsilon (ε) of {what}"] = f"{epsilon:.4g}{most}: for {for_whom}"
+    if about.updates and about.updates.claimed > about.updates.charged:
+        rows["noisy updates of a site"] = (
+            f"at most {about.updates.charged}; one site claims {about.updates.claimed}, more than "
+            "it was sent requests: ε does not count them"
+        )
     return rows

@@ -21,6 +21,13 @@ class Budget(Record):
     server: Epsilon | None
 
 
+class Updates(Record):
+    """The most noisy updates of any site."""
+
+    charged: Whole
+    claimed: Whole
+
+
 class HoldsFor(Record):
     released: str
     server: str
@@ -33,6 +40,7 @@ class PrivacyRecord(Record):
     noise: float
     delta: float
     epsilon: Epsilons
+    updates: Updates | None = None
     budget: Budget
     holds_for: HoldsFor
     agents: Whole

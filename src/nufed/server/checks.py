@@ -18,6 +18,7 @@ NOT_FINITE = "is not finite"
 DIVERGES = "it diverges"
 MOST_SAMPLES = 10**9  # upper bound on the sample count that an agent may report
 MOST_AGENTS = 10**9
+LEAST_FOR_MEDIAN = 3  # updates
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def screen(
         round: the current round.
         cohort: the agents of the round; None: any agent.
         max_norm: upper bound on the norm of a change relative to the median over agents, for each
-            vector separately; None: no bound.
+            vector separately; None: no bound. Not applied to fewer than three updates: of two
+            norms it can't be said which one is wrong.
     """
     accepted: list[AgentUpdate] = []
     rejected: list[UpdateError] = []
@@ -63,8 +65,9 @@ def screen(
             accepted.append(update)
         else:
             rejected.append(UpdateError(update.agent, round, reason))
+    bounded = max_norm is not None and len(accepted) >= LEAST_FOR_MEDIAN
     for name, before in expected.items():
-        if max_norm is not None and accepted:
+        if max_norm is not None and bounded and accepted:
             accepted, too_large = _within_norm(accepted, name, before, round, max_norm)
             rejected += too_large
     return accepted, rejected

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 
 import nufed
 from flower.app.in_memory import MemoryGrid, agents_data
@@ -19,7 +19,7 @@ from nufed.errors import InputError, RunError, TrainingError
 from nufed.files import read_sealed
 from nufed.flower import App
 from nufed.runs import load_run
-from support import Killed, file_hashes
+from support import Killed, file_hashes, json_lines
 
 AGENTS, COHORT, BAD = 4, 2, 3
 DATA = [(x.astype("float32"), y) for x, y in agents_data(AGENTS)]
@@ -98,6 +98,56 @@ def test_a_federation_leaves_the_files_of_the_simulation_and_its_report(tmp_path
     shared, own = np.mean([(s.global_score, s.score[2]) for s in scores], axis=0)
     line = f"accuracy global {shared:.3f}, personal {own:.3f} after 2 steps"
     assert f"round 3 of 3, 2 of 2 sites, {line}" in log
+
+
+FOUR = TEXT.replace("0.75", "1.0").replace("unseen_agents = 1", "")
+
+
+def nonsense(agent, message, reply):
+    """One site sends a million times its model: finite, of the right shape."""
+    if agent != BAD or message.metadata.message_type != "train":
+        return reply
+    model = Array(reply.content["arrays"]["model"].numpy() * np.float32(1e6))
+    arrays = ArrayRecord({"model": model})
+    return Message(RecordDict({**reply.content, "arrays": arrays}), reply_to=message)
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("setting", ["", 'max_update_norm = "off"'])
+def test_by_default_the_finite_nonsense_of_one_site_is_named_and_left_out(setting, tmp_path):
+    app = app_of(tmp_path, FOUR.replace("eval_every", f"{setting}\neval_every"))
+    start(app, tmp_path, tmp_path / "run", nonsense)
+    (part,) = (tmp_path / "run").glob("methods/*/seed-*")
+    rejected = [
+        [r["agent"] for r in line["rejected"]] for line in json_lines(part / "metrics.jsonl")
+    ]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert rejected == ([[]] * 4 if setting else [[], [BAD], [BAD], [BAD]])
+    assert ("above 100 times the median" in log) == (not setting)
+
+
+def test_a_norm_bound_is_on_by_default_in_federations_only(tmp_path):
+    def bound(setting, more=""):
+        text = FOUR.replace("eval_every", f"{setting}\neval_every") + more
+        return app_of(tmp_path, text).plan().rules.max_update_norm
+
+    assert bound("") == 100
+    assert nufed.config.load_config(tmp_path / "federation.toml").norm_bound() is None
+    assert bound("max_update_norm = 3.0") == 3
+    assert bound('max_update_norm = "off"') is None
+    assert bound("", "[privacy]\nclip = 1.0") is None
+    with pytest.raises(InputError, match="max_update_norm"):
+        bound('max_update_norm = "on"')
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_norm_bound_has_the_same_effect_as_in_simulation(tmp_path):
+    given = ["participation=1.0", "data.unseen_agents=0", "max_update_norm=1.05"]
+    simulate(tmp_path, *given)
+    app = app_of(tmp_path, FOUR.replace("eval_every", "max_update_norm = 1.05\neval_every"))
+    start(app, tmp_path, tmp_path / "run")
+    assert files_of(tmp_path / "run") == files_of(tmp_path / "sim")
+    assert any(line["rejected"] for line in files_of(tmp_path / "run")["metrics"])
 
 
 @pytest.mark.usefixtures("no_report")

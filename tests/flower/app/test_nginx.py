@@ -3,8 +3,10 @@
 import http.client
 import json
 import os
+import re
 import shutil
 import ssl
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed here"),
 ]
 CONTROL = "/v1/control/list-runs"
+SIGNED = "/v1/fleet/push-object"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,9 @@ def federation(tmp_path_factory):
     text = text.replace("server 127.0.0.1:8000;", f"server 127.0.0.1:{port};")
     (folder / "nginx.conf").write_text(text)
     with flower() as commands, ExitStack() as at_end:
-        _, direct = start_superlink(commands, "127.0.0.1", port, folder, folder / "link.log")
+        superlink, direct = start_superlink(
+            commands, "127.0.0.1", port, folder, folder / "link.log"
+        )
         nginx = commands.start(
             *(NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf")),
             *("-e", "error.log", "-g", as_this_user("daemon off;")),
@@ -68,6 +73,7 @@ def federation(tmp_path_factory):
             folder=folder,
             app=app,
             link=port,
+            superlink=superlink.pid,
             front=front,
             commands=commands,
             direct=direct,
@@ -128,6 +134,66 @@ def test_the_largest_object_that_flower_sends_fits_and_more_is_refused(federatio
     for content, status in ((chunk, 401), (2 * chunk, 413)):
         body = PushObjectRequest(object_content=content).SerializeToString()
         assert post(federation, federation.front, path, body=body) == status
+
+
+def begun(federation, body, declared):
+    """A connection on which a request has begun: only a part of the declared body is sent."""
+    trust = ssl.create_default_context(cafile=federation.folder / "ca.crt")
+    connection = http.client.HTTPSConnection(
+        "127.0.0.1", federation.front, context=trust, timeout=60
+    )
+    connection.putrequest("POST", "/v1/fleet/push-object")
+    connection.putheader("Content-Type", "application/protobuf")
+    connection.putheader("Content-Length", str(declared))
+    connection.endheaders(body)
+    return connection
+
+
+def test_a_gigabyte_is_refused_by_its_declared_size(federation):
+    connection = begun(federation, b"", 2**30)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_body_of_undeclared_size_is_refused_at_the_same_limit(federation):
+    chunks = (bytes(2**20) for _ in range(16))  # sent with Transfer-Encoding: chunked
+    assert post(federation, federation.front, SIGNED, body=chunks) == 413
+
+
+def resident(pid):
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+
+
+def answer(connection):
+    """The status of the response that has arrived; None: there is none yet."""
+    connection.sock.settimeout(0.3)
+    try:
+        return connection.getresponse().status
+    except TimeoutError:
+        return None
+
+
+def test_strangers_occupy_little_memory_at_the_proxy_and_none_at_the_server(federation):
+    """A hundred requests of 8 MB whose last byte never comes: at most 16 of them are read."""
+    body = bytes(8 * 10**6)
+    before = resident(federation.superlink)
+    connections = []
+    try:
+        connections.extend(begun(federation, b"", len(body)) for _ in range(100))
+        time.sleep(3)
+        answers = [answer(connection) for connection in connections]
+        assert set(answers) == {503, None} and answers.count(None) <= 16
+        for connection in (c for c, status in zip(connections, answers, strict=True) if not status):
+            connection.send(body[:-1])
+        assert resident(federation.superlink) - before < 50 * 2**20
+    finally:
+        for connection in connections:
+            connection.close()
+    # complete, but not signed: one after the other
+    assert wait(lambda: post(federation, federation.front, SIGNED, body=body) == 401, TIMEOUT)
+    for _ in range(20):
+        assert post(federation, federation.front, SIGNED, body=body) == 401
+    assert resident(federation.superlink) - before < 200 * 2**20
 
 
 def test_flwr_starts_and_lists_runs_on_loopback_only(federation):

@@ -7,7 +7,7 @@ from flower.app.in_memory import agents_data, federate, federation_of, plan_of
 from nufed import Exact, FirstOrder, GMeta, HessianFree
 from nufed.algorithms import Ditto, Scaffold
 from nufed.evaluate import evaluate_with_choice
-from nufed.server import to_send
+from nufed.server import Rules, to_send
 from nufed.simulation import DirectEngine, train
 from support import same, states_of
 
@@ -66,6 +66,17 @@ def test_models_costs_and_scores_are_the_simulators(method):
     assert not torch.equal(rounds[0].server["model"], rounds[-1].server["model"])
     assert outcome.evaluation == evaluation and not outcome.missing
     assert [s.seen for s in outcome.scores].count(False) == 1
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "SCAFFOLD"])
+def test_the_same_norm_bound_rejects_the_same_updates(method):
+    data, rules = agents_data(5), Rules(max_update_norm=1.05)
+    plan = plan_of(METHODS[method], agents=5, rounds=4, rules=rules)
+    right, _ = simulated(plan, data)
+    rounds, _, _ = federate(plan, data)
+    assert all(p.rejected for p in rounds[1:])
+    for one, other in zip(rounds, right, strict=True):
+        assert same(one.server, other.server) and one.rejected == other.rejected
 
 
 @pytest.mark.parametrize("method", ["FedAvg", "learned rates", "SCAFFOLD", "Ditto"])

@@ -231,6 +231,7 @@ PRIVACY = Privacy(clip=1.0, noise=3.0)
 
 def a_ledger():
     ledger = Ledger(3.0).with_round(20, 5, 5).with_round(20, 5, 4).with_round(20, 5, 5)
+    ledger = ledger.with_requests([2, 7]).with_requests([2]).with_requests([2])
     return ledger.with_release(2, "first", 1).with_release(2, "first", 2).with_release(7, "own", 1)
 
 
@@ -252,6 +253,15 @@ def test_an_update_sent_again_costs_nothing_and_a_recomputed_one_is_charged():
     for nonsense in (0, -1, 2.0, "2"):
         with pytest.raises(InputError, match="must be 1 or more"):
             ledger.with_release(2, "first", nonsense)
+
+
+def test_a_claimed_number_of_updates_is_charged_up_to_the_number_of_requests():
+    ledger = a_ledger().with_release(7, "own", 10**6)
+    assert (ledger.released_by(7), ledger.charged_to(7), ledger.charged_to(2)) == (10**6, 1, 2)
+    assert ledger.spent(PRIVACY) == a_ledger().spent(PRIVACY)
+    late = ledger.with_release(2, "first", 3)  # after the deadline: it still counts
+    assert late.charged_to(2) == 3
+    assert late.spent(PRIVACY).server == server_epsilon(3.0, 3, DELTA)
 
 
 def test_a_ledger_from_a_file_has_spent_the_same():
@@ -282,6 +292,11 @@ def test_a_ledger_from_a_file_has_spent_the_same():
         {"releases": {"two": {"first": 1}}},
         {"releases": {"2": 1}},
         {"releases": []},
+        {"requests": {"2": 0}},
+        {"requests": {"-2": 1}},
+        {"requests": {"02": 1}},
+        {"requests": {"2": "1"}},
+        {"requests": None},
         {"more": 1},
     ],
 )
@@ -295,7 +310,7 @@ def test_a_damaged_ledger_is_refused(damage):
 def test_planned_spending_is_exact_without_failures():
     ledger = Ledger(3.0)
     for number in range(6):
-        ledger = ledger.with_round(4, 4, 4)
+        ledger = ledger.with_round(4, 4, 4).with_requests(range(4))
         for agent in range(4):
             ledger = ledger.with_release(agent, "own", number + 1)
     assert planned(PRIVACY, agents=4, cohort=4, rounds=6) == ledger.spent(PRIVACY)

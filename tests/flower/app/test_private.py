@@ -214,6 +214,45 @@ def test_a_reply_without_a_valid_release_record_is_named_and_rejected(release, r
     assert reason in rounds[2].rejected[0].reason
 
 
+def test_a_claim_of_a_million_updates_is_named_and_not_published(tmp_path, caplog):
+    def claim(message, reply):
+        lie = ConfigRecord({**reply.content["release"], "count": 10**6})
+        return Message(RecordDict({**reply.content, "release": lie}), reply_to=message)
+
+    plan = plan_of(FEDAVG, privacy=NOISY)
+    server = Server(plan, grid_of(plan, tmp_path, in_round(BAD, 2, claim)), RUN)
+    list(server.train())
+    assert server.account.spent()["server"] == server_epsilon(NOISY.noise, ROUNDS, NOISY.delta)
+    assert server.account.summary()["updates"] == {"charged": ROUNDS, "claimed": 10**6}
+    assert f"agent {BAD} claims 1000000 noisy updates but was sent 2 requests" in caplog.text
+
+
+def moved(change):
+    """Adds something to the update that was sent."""
+
+    def tamper(message, reply):
+        model = reply.content["arrays"]["model"].numpy()
+        arrays = ArrayRecord({"model": Array(change(model))})
+        return Message(RecordDict({**reply.content, "arrays": arrays}), reply_to=message)
+
+    return tamper
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: model + 1e15, "its change has norm 8.12"),
+        (lambda model: model + 20 * NOISY.clip * NOISY.noise * np.eye(66)[3], "its change has"),
+    ],
+)
+def test_an_update_that_clipping_and_noise_can_not_give_is_rejected(change, reason):
+    rounds, _, _ = federate(plan_of(FEDAVG, privacy=NOISY), DATA, in_round(BAD, 2, moved(change)))
+    assert [(r.agent, r.round) for p in rounds for r in p.rejected] == [(BAD, 2)]
+    assert rounds[2].rejected[0].reason.startswith(reason)
+    assert "with probability below 1e-20" in rounds[2].rejected[0].reason
+    assert all(p.server["model"].abs().max() < 1e3 for p in rounds)
+
+
 def test_a_rejected_noisy_update_is_still_charged(tmp_path):
     def spoil(message, reply):
         bad = ArrayRecord({"model": Array(np.full(66, np.nan))})

@@ -15,7 +15,7 @@ from torch import nn
 
 from nufed.config import Config, load_config
 from nufed.config.build import build_loss, build_measure, build_module, build_objective
-from nufed.config.schema import AT_SITES, OWN, FaultsConfig, PrivacyConfig
+from nufed.config.schema import AT_SITES, FEDERATION_NORM, OWN, FaultsConfig, PrivacyConfig
 from nufed.data import Samples
 from nufed.errors import InputError, require
 from nufed.evaluate import Measure, Metric
@@ -111,7 +111,7 @@ class App:
             personal_steps=config.steps_of(method)[0],
             eval_lr=config.eval_lr,
             measure=measure,
-            rules=Rules(config.min_updates, max_update_norm=config.max_update_norm),
+            rules=_rules(config),
             threads=config.threads,
             deadline=config.federation.deadline,
             wait=config.federation.wait,
@@ -172,6 +172,12 @@ def _like(config: Config) -> Samples:
     inputs = torch.zeros(1, *federation.input_shape, dtype=getattr(torch, config.dtype))
     targets = torch.zeros(1).long() if federation.classes else torch.zeros(1, federation.outputs)
     return Samples(inputs, targets, tuple(federation.classes))
+
+
+def _rules(config: Config) -> Rules:
+    """With a norm bound by default; with privacy :mod:`.plausibility` bounds updates instead."""
+    default = FEDERATION_NORM if config.privacy.clip is None else None
+    return Rules(config.min_updates, max_update_norm=config.norm_bound(default))
 
 
 def _privacy(config: PrivacyConfig) -> Privacy | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,18 +136,22 @@ class Ledger:
     ``rounds`` counts the rounds by their sizes. ``releases`` counts every agent's noisy updates by
     the id of its site's store: a site without a store creates one with a random id, and counts in
     it. So an update sent again costs nothing, and one recomputed because the store was lost is
-    charged.
+    charged. These counts are the sites' claims. ``requests`` counts the requests for an update that
+    the server sent to each agent, none of which yields more than one update: an agent is charged
+    with at most as many.
     """
 
     noise: float
     rounds: Mapping[Round, int] = field(default_factory=dict)
     releases: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    requests: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(is_positive(self.noise), "noise", self.noise, "must be a number above 0")
-        counts = [*self.rounds.values()]
-        for agent, stores in self.releases.items():
+        counts = [*self.rounds.values(), *self.requests.values()]
+        for agent in (*self.releases, *self.requests):
             require(is_count(agent), "agent", agent, "must be a whole number, 0 or more")
+        for stores in self.releases.values():
             for store in stores:
                 ok = isinstance(store, str) and 0 < len(store) <= 64
                 require(ok, "store", store, "must be a string of 1 to 64 characters")
@@ -160,6 +164,11 @@ class Ledger:
         taken = Round(agents, cohort, accepted)
         return replace(self, rounds={**self.rounds, taken: self.rounds.get(taken, 0) + 1})
 
+    def with_requests(self, agents: Iterable[int]) -> Ledger:
+        """The ledger after a request for an update was sent to each of these agents."""
+        sent = {agent: self.requests.get(agent, 0) + 1 for agent in agents}
+        return replace(self, requests={**self.requests, **sent})
+
     def with_release(self, agent: int, store: str, count: int) -> Ledger:
         """The ledger after an update that its site reports as the ``count``-th from this store."""
         require(is_count(count) and count > 0, "count", count, "must be 1 or more")
@@ -168,8 +177,12 @@ class Ledger:
         return replace(self, releases={**self.releases, agent: stores})
 
     def released_by(self, agent: int) -> int:
-        """Number of an agent's noisy updates that the server may have seen."""
+        """Number of an agent's noisy updates, as its site claims."""
         return sum(self.releases.get(agent, {}).values())
+
+    def charged_to(self, agent: int) -> int:
+        """Number of an agent's noisy updates that can have arrived: claimed, and requested."""
+        return min(self.released_by(agent), self.requests.get(agent, 0))
 
     def spent(self, privacy: Privacy) -> Spent:
         """Both epsilons at the privacy's delta."""
@@ -178,7 +191,7 @@ class Ledger:
                 f"noise = {privacy.noise}, but the rounds so far had {self.noise}: set that, or "
                 "start a new run"
             )
-        most = max(map(self.released_by, self.releases), default=0)
+        most = max(map(self.charged_to, self.releases), default=0)
         return Spent(
             released_epsilon(self.noise, self.rounds, privacy.delta),
             server_epsilon(self.noise, most, privacy.delta),
@@ -190,15 +203,18 @@ class Ledger:
             "noise": self.noise,
             "rounds": [[r.agents, r.cohort, r.accepted, n] for r, n in self.rounds.items()],
             "releases": {str(agent): dict(stores) for agent, stores in self.releases.items()},
+            "requests": {str(agent): count for agent, count in self.requests.items()},
         }
 
     @classmethod
     def from_json(cls, record: Any) -> Ledger:
         """Restore a ledger from :meth:`as_json`; a damaged record is refused."""
         try:
-            noise, rows, releases = (record[name] for name in ("noise", "rounds", "releases"))
+            names = ("noise", "rounds", "releases", "requests")
+            noise, rows, releases, requests = (record[name] for name in names)
             rounds = {Round(*sizes): times for *sizes, times in rows}
-            ledger = cls(noise, rounds, {int(a): dict(s) for a, s in releases.items()})
+            stores = {int(agent): dict(counts) for agent, counts in releases.items()}
+            ledger = cls(noise, rounds, stores, {int(a): n for a, n in requests.items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(f"the privacy ledger is damaged: {error}") from error
         if ledger.as_json() != record:

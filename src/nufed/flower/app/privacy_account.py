@@ -1,18 +1,21 @@
 """The server's privacy account: charges rounds and updates, refuses a round over the budget.
 
 Every noisy update that arrives is charged, also one that is then rejected. One that arrives after
-the deadline is charged with the next of its site, which reports the site's release count.
+the deadline is charged with the next of its site, which reports the site's release count. A site
+that reports more updates than it was sent requests is named, and charged with the requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from nufed.flower.app.payload import RELEASE, read_release
 from nufed.flower.app.privacy import Ledger, Privacy, check_round
 
+LOG = logging.getLogger("nufed")
 HOLDS_FOR = {
     "released": "anyone who sees the models of all rounds but not the cohorts; neighbours differ "
     "in the data of one site. Assumes a trusted server, and that every site adds its noise.",
@@ -43,13 +46,24 @@ class Account:
         check_round(self._privacy, self._ledger, self._agents, self._cohort, self._cohort)
 
     def released_by(self, agent: int) -> int:
-        """Number of an agent's noisy updates that the server may have seen."""
+        """Number of an agent's noisy updates, as its site claims."""
         return self._ledger.released_by(agent)
+
+    def requested(self, agents: Iterable[int]) -> None:
+        """Note that each of these agents is sent a request for an update."""
+        self._ledger = self._ledger.with_requests(agents)
 
     def charge(self, agent: int, reply: Mapping[str, object]) -> dict[str, object]:
         """Charge an agent's reply; returns it without its release record."""
         store, count = read_release(reply)
         self._ledger = self._ledger.with_release(agent, store, count)
+        claimed, charged = self._ledger.released_by(agent), self._ledger.charged_to(agent)
+        if claimed > charged:
+            LOG.warning(
+                "agent %d claims %d noisy updates but was sent %d requests for one; epsilon counts "
+                "the requests",
+                *(agent, claimed, charged),
+            )
         return {name: record for name, record in reply.items() if name != RELEASE}
 
     def close(self, accepted: int) -> None:
@@ -73,10 +87,19 @@ class Account:
             "noise": privacy.noise,
             "delta": privacy.delta,
             "epsilon": self.spent(),
+            "updates": self._most_updates(),
             "budget": {"released": privacy.epsilon, "server": privacy.epsilon_server},
             "holds_for": HOLDS_FOR,
             "agents": self._agents,
             "cohort": self._cohort,
             "rounds": sum(self._ledger.rounds.values()),
             "scores_sent": privacy.scores,
+        }
+
+    def _most_updates(self) -> dict[str, int]:
+        """The most noisy updates of any site: as charged, and as claimed by the site itself."""
+        ledger = self._ledger
+        return {
+            "charged": max(map(ledger.charged_to, ledger.releases), default=0),
+            "claimed": max(map(ledger.released_by, ledger.releases), default=0),
         }

@@ -21,6 +21,7 @@ from nufed.flower.app.exclusions import Excluding, Exclusions
 from nufed.flower.app.messaging import LOG, Roster, request
 from nufed.flower.app.payload import KEEP, PayloadError, content, read_update
 from nufed.flower.app.plan import Plan
+from nufed.flower.app.plausibility import implausible
 from nufed.flower.app.privacy_account import Account
 from nufed.flower.app.refusals import Refusals, site_label
 from nufed.flower.app.score_payload import read_scores
@@ -131,6 +132,9 @@ class Server:
                 if self.account:
                     records = self.account.charge(agent, records)
                 update, spent, began = read_update(records, agent, expected)
+                wrong = plan.privacy and implausible(update.vectors, expected, plan.privacy)
+                if wrong:
+                    raise PayloadError(wrong)
                 if plan.keeps_state and began != self._taken.get(agent, 0):
                     restarted.append(agent)
                 updates.append(update)
@@ -291,6 +295,8 @@ class Server:
         what = {"what": kind, "round": round}
         self._audit("asked", **what, sites=list(online), vectors_sha256=sha256(tensor_pieces(sent)))
         plan, authentication = self._plan, self._roster.authentication
+        if self.account and kind == MessageType.TRAIN:
+            self.account.requested(online)
         found = request(self._grid, kind, contents, plan.deadline, authentication, plan.reply_limit)
         replies = {agent: found[node] for agent, node in online.items()}
         answered = [agent for agent, reply in replies.items() if isinstance(reply, RecordDict)]

@@ -53,13 +53,17 @@ def link_to(server: str, ca: Path | None, insecure: bool) -> Link:
     return Link(server, existing_file(ca, "--ca"))
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine only."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def check_loopback(host: str, option: str) -> None:
     """Refuse unencrypted connections beyond this machine."""
-    try:
-        loopback = ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback:
+    if not is_loopback(host):
         raise InputError(
             f"{option} {host}: --insecure has neither encryption nor authentication and is for "
             "127.0.0.1 only; make certificates with `nufed federate keys` and omit --insecure"

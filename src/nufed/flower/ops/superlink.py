@@ -14,7 +14,7 @@ from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.flower_processes import Flower, flower, wait
 from nufed.flower.ops.key_checks import check_server_keys, server_expiry
 from nufed.flower.ops.keys import CA, CERTIFICATE, KEY, check_certificate
-from nufed.flower.ops.link import Link, check_loopback
+from nufed.flower.ops.link import Link, check_loopback, is_loopback
 
 START_TIMEOUT = 120.0  # seconds
 # listening on all addresses -> the address to connect to from here
@@ -27,9 +27,14 @@ def serve(
     keys: Path | None,
     *,
     insecure: bool = False,
+    without_proxy: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Run a SuperLink until interrupted; only sites registered in ``keys`` are admitted."""
+    """Run a SuperLink until interrupted; it admits only the sites registered in ``keys``.
+
+    It reads the body of a request before it authenticates the sender, and one of its APIs has no
+    authentication: it listens beyond loopback only if ``without_proxy`` says so.
+    """
     if insecure:
         check_loopback(host, "--host")
         if keys is not None:
@@ -38,6 +43,12 @@ def serve(
         raise InputError(
             "give --keys FOLDER with the server's certificate, which `nufed federate keys FOLDER` "
             "makes (or, on this machine only, --insecure)"
+        )
+    if not (without_proxy or is_loopback(host)):
+        raise InputError(
+            f"--host {host}: anyone who reaches this address can run code at every site and use up "
+            "the server's memory; keep 127.0.0.1 and put a proxy in front (docs/deployment.md), or "
+            "give --without-proxy if a firewall or a proxy elsewhere admits only the sites' API"
         )
     with flower() as commands:
         superlink, link = start_superlink(commands, host, port, keys)
