@@ -6,12 +6,18 @@ killed or fails in the same round does not send it another request when it is re
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 
+from flwr.app import RecordDict
+
 from nufed.files import read_sealed, write_sealed
+from nufed.flower.app.refusals import site_label
 from nufed.runs.federation_records import Exclusion, ExclusionsRecord
 from nufed.runs.records import checked
 
+LOG = logging.getLogger("nufed")
 EXCLUDED = "excluded.json"
 
 
@@ -34,6 +40,15 @@ class Exclusions:
         if self._path and self._path.exists():
             record = checked(ExclusionsRecord, read_sealed(self._path).about, self._path)
             self._agents = {int(agent): found for agent, found in record.agents.items()}
+
+    def note(
+        self, round: int, replies: Mapping[int, RecordDict | str], names: Mapping[int, str]
+    ) -> None:
+        """Exclude the agents whose reply requires it."""
+        for agent, reply in replies.items():
+            if isinstance(reply, Excluding):
+                LOG.error("%s is excluded from this run: %s", site_label(agent, names), reply)
+                self.add(agent, round, reply)
 
     def add(self, agent: int, round: int, reason: str) -> None:
         """Exclude an agent from now on."""

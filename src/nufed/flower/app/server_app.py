@@ -17,13 +17,13 @@ from nufed.errors import RunError, UpdateError, shown
 from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
 from nufed.files import sha256, tensor_pieces
 from nufed.flower.app.authentication import Authentication
-from nufed.flower.app.exclusions import Excluding, Exclusions
+from nufed.flower.app.exclusions import Exclusions
 from nufed.flower.app.messaging import LOG, Roster, request
 from nufed.flower.app.payload import KEEP, PayloadError, content, read_update
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.plausibility import implausible
 from nufed.flower.app.privacy_account import Account
-from nufed.flower.app.refusals import Refusals, site_label
+from nufed.flower.app.refusals import Refusals
 from nufed.flower.app.score_payload import read_scores
 from nufed.runs.audit_log import Audit, not_audited
 from nufed.server import Attempts, Progress, QuorumError, close_round, to_send, update_norm
@@ -301,19 +301,11 @@ class Server:
         replies = {agent: found[node] for agent, node in online.items()}
         answered = [agent for agent, reply in replies.items() if isinstance(reply, RecordDict)]
         self._audit("answered", **what, sites=answered)
-        self._exclude(round, replies)
+        self._exclusions.note(round, replies, self._roster.names)
         self._refusals.note(replies)
         self._refusals.check(self._roster.names)
         replies |= excluded
         return {agent: replies[agent] for agent in agents if agent in replies}, offline
-
-    def _exclude(self, round: int, replies: Mapping[int, RecordDict | str]) -> None:
-        """Exclude the agents whose reply requires it, from the next request on."""
-        for agent, reply in replies.items():
-            if isinstance(reply, Excluding):
-                site = site_label(agent, self._roster.names)
-                LOG.error("%s is excluded from this run: %s", site, reply)
-                self._exclusions.add(agent, round, reply)
 
     def _audit_left_out(self, what: str, round: int, errors: Sequence[UpdateError]) -> None:
         if errors:
