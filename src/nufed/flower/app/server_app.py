@@ -160,12 +160,7 @@ class Server:
         self._audit("aggregated", round=k, sites=taken)
         if self.account:
             self.account.close(len(taken))
-        for agent in sorted(set(restarted) - left_out):
-            lost = plan.algorithm.lost_state
-            message = f"agent {agent} lost its state and restarted from the initial one: {lost}"
-            LOG.warning("round %d: %s", k, message)
-            if self._on_doubt:
-                self._on_doubt(k, message)
+        self._name_restarted(k, sorted(set(restarted) - left_out))
         if plan.keeps_state:
             self._taken |= dict.fromkeys(taken, k)
         return Progress(
@@ -178,6 +173,14 @@ class Server:
             cost=cost,
             update_norm=update_norm(plan.algorithm, before.server, server),
         )
+
+    def _name_restarted(self, round: int, agents: Iterable[int]) -> None:
+        for agent in agents:
+            lost = self._plan.algorithm.lost_state
+            message = f"agent {agent} lost its state and restarted from the initial one: {lost}"
+            LOG.warning("round %d: %s", round, message)
+            if self._on_doubt:
+                self._on_doubt(round, message)
 
     def evaluate(self, progress: Progress, choose: bool = False) -> Outcome:
         """Every site's scores after personalising the server's model, each on its own data.
