@@ -60,7 +60,7 @@ local_steps = 2
 input_shape = [20]
 classes = ["a", "b", "c"]
 wait = 60
-deadline = 60
+deadline = 15
 """
 DATA = """
 import numpy as np
@@ -120,6 +120,12 @@ class Service:
                 break
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
+
+    def stop(self):
+        """Terminate it as its user does, and wait until it has exited."""
+        self.process.terminate()
+        self.process.wait(120)
+        self._due = 0.0
 
     def printed(self):
         path = self._folder / f"{self.name}.log"
@@ -252,7 +258,7 @@ def soak(folder, *, minutes, sites, seed, warm_up):
                 done[victim.partition("-")[0]] += 1
                 say(f"{now:.0f} s: killed {victim}; {federation.rounds_done()} rounds")
             time.sleep(2)
-        federation.trainer.kill()
+        federation.trainer.stop()
         finish(federation, memory)
     spec = spec_from_file_location("soak_data", federation.app / "my_data.py")
     module = module_from_spec(spec)
@@ -295,6 +301,7 @@ def main():
     given = vars(parser.parse_args())
     if not shutil.which("nginx"):
         sys.exit("the soak needs nginx, which is not installed")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends the services, too
     folder = Path(tempfile.mkdtemp(prefix="nufed-soak-"))
     say(f"logs and the run: {folder}")
     measured = soak(folder, **given)
