@@ -6,6 +6,7 @@ import re
 from collections import Counter
 
 import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
 
 import nufed
 from flower.app.test_apps import AGENTS, TEXT, app_of, start
@@ -84,6 +85,23 @@ def test_a_private_run_reports_what_it_spent_and_no_scores(tmp_path):
     assert told in trained["privacy"]
     for number in range(AGENTS):
         assert f"agent {number}" not in page
+
+
+def test_claimed_numbers_of_updates_are_shown_apart(tmp_path):
+    def claim(agent, message, reply):
+        if message.metadata.message_type == "train":
+            lie = ConfigRecord({**reply.content["release"], "count": 10**6})
+            reply = Message(RecordDict({**reply.content, "release": lie}), reply_to=message)
+        return reply
+
+    run = tmp_path / "run"
+    start(app_of(tmp_path, PRIVATE), tmp_path, run, claim)
+    about = read_sealed(run / "privacy.json").about
+    most = about["updates"]["charged"]
+    assert about["updates"]["claimed"] == 10**6 and most <= 3
+    assert about["epsilon"]["server"] == server_epsilon(about["noise"], most, about["delta"])
+    page = html.unescape((run / "report.html").read_text())
+    assert f"at most {most}; one site claims 1000000, more than it was sent requests" in page
 
 
 def test_cohorts_are_drawn_from_a_secret_seed(tmp_path, no_report):
