@@ -178,6 +178,9 @@ class OtherPart(ANIL):
     def rate(self, objective, received):
         return self.adapt_lr - super().rate(objective, received)
 
+    def tuned_part(self, objective):
+        return objective.base.divide(self.adapted)[1]
+
 
 class WithoutTheBodysCurvature(ANIL):
     """The rows of the body are missing from I − α∇²f·diag(m)."""

@@ -86,7 +86,7 @@ def test_several_parts_and_the_rest():
 
 @pytest.mark.parametrize("few", [0, 512])
 def test_a_part_of_several_slices_is_copied_slice_by_slice_or_by_index(few, monkeypatch):
-    monkeypatch.setattr("nufed.objective.parts.FEW_SPANS", few)
+    monkeypatch.setattr("nufed.objective.parts.FEW_BLOCKS", few)
     mask = torch.tensor([True, True, False, True, False, False, True])
     part, w = Part.where(mask), torch.arange(14.0).view(2, 7)
     assert torch.equal(part.take(w), w[:, mask])

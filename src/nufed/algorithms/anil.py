@@ -29,6 +29,7 @@ from nufed.algorithms.gmeta import GMeta
 from nufed.algorithms.protocol import State, TheorySettings
 from nufed.meta.fine_tuning import Rate
 from nufed.objective import AnyObjective
+from nufed.objective.parts import Part
 from nufed.settings import setting
 
 
@@ -53,6 +54,12 @@ class ANIL(GMeta):
         own = part.take(found)
         part.fill(found, own + (part.take(rate.expand_as(w)) if isinstance(rate, Tensor) else rate))
         return found
+
+    def tuned_part(self, objective: AnyObjective) -> Part | None:
+        """The part that is fine-tuned, if it has one step size and is not all of the model."""
+        part = objective.base.part(self.adapted)
+        several = self.rates_lr or isinstance(self.adapt_lr, Tensor)
+        return None if several or part.size == objective.base.size else part
 
     @property
     def combines(self) -> Literal["elementwise", "linearly"] | None:

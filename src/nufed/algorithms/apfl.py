@@ -35,6 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
@@ -105,4 +106,4 @@ class APFL(LocalTraining):
 
 def mix(alpha: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """v̄ = αv + (1 − α)w."""
-    return alpha * v + (1 - alpha) * w
+    return torch.lerp(w, v, alpha)

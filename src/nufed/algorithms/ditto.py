@@ -23,7 +23,6 @@ from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Personal, State
-from nufed.meta.fine_tuning import proximal
 from nufed.objective import AnyObjective
 from nufed.settings import STEP_SIZES, Search, setting
 
@@ -65,10 +64,9 @@ class Ditto(LocalTraining):
         return self.descend(
             context,
             v,
-            lambda v, batch: proximal(context.objective.grad(v, batch), self.weight, v, w),
             lr=self.personal_lr,
             batches=context.draw_each(self._personal_draws()),
-            in_place=True,
+            pull=(self.weight, w),
         )
 
     def personal_model(

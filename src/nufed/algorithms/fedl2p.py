@@ -43,7 +43,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nufed.algorithms.fedl2p_nets import MetaNets, Profile
@@ -55,6 +54,7 @@ from nufed.algorithms.protocol import (
     Context,
     Cost,
     Personal,
+    Places,
     State,
 )
 from nufed.errors import require
@@ -133,31 +133,32 @@ class FedL2P(LocalTraining):
             return AgentResult({"model": self.descend(context, w)}, state, Cost(tau))
         nets = self.nets(context.objective)
         train, validation = self.split(context)
-        profile = nets.profile(w, train.inputs)
+        profile = nets.profile(w, context.batches.take(train).inputs)
         step = self.start_steps(context, nets.steps(lam, self.net_lr, self.base_lr))
         for t in range(tau):
             rng = context.batches.stream("fedl2p", t)
-            inner = [self.pick(train, rng, not nets.norms) for _ in range(self.adapt_steps + 1)]
-            outer = self.pick(validation, rng, False)
+            train_mode, number = not nets.norms, self.adapt_steps + 1
+            inner = [self.pick(context, train, rng, train_mode) for _ in range(number)]
+            outer = self.pick(context, validation, rng, False)
             by_lam = self.hypergradient(context.objective, nets, w, lam, profile, inner, outer)
             lam = step(lam, by_lam.clamp(-self.clamp, self.clamp) if self.clamp else by_lam)
         vectors = {"meta_net": lam, "rates": nets.strategy(lam, profile)[0]}
         products = self.neumann_steps + bool(nets.norms)
         return AgentResult(vectors, state, Cost(tau * (self.adapt_steps + 2), tau * products))
 
-    def split(self, context: AgentContext) -> tuple[Batch, Batch]:
+    def split(self, context: AgentContext) -> tuple[Places, Places]:
         """The agent's training data in two disjoint parts, for L_T and for L_V."""
-        data = context.batches.whole()
-        order = context.batches.stream("fedl2p/split").permutation(len(data.targets))
+        assert isinstance(context.samples, int)
+        order = context.batches.stream("fedl2p/split").permutation(context.samples)
         held = max(1, round(self.hold_out * len(order)))
-        train, validation = order[held:] if held < len(order) else order, order[:held]
-        return data.rows(torch.from_numpy(train)), data.rows(torch.from_numpy(validation))
+        return order[held:] if held < len(order) else order, order[:held]
 
-    def pick(self, data: Batch, rng: np.random.Generator, training: bool) -> Batch:
+    def pick(
+        self, context: AgentContext, places: Places, rng: np.random.Generator, training: bool
+    ) -> Batch:
         """A batch of these samples, in training mode or in evaluation mode."""
-        size = min(self.batch_size, len(data.targets))
-        rows = torch.from_numpy(rng.choice(len(data.targets), size, replace=False))
-        return data.rows(rows, torch_seed(rng) if training else None)
+        own = places[rng.choice(len(places), min(self.batch_size, len(places)), replace=False)]
+        return context.batches.take(own, torch_seed(rng) if training else None)
 
     def hypergradient(
         self,

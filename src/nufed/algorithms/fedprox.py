@@ -23,12 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, State
-from nufed.meta.fine_tuning import proximal
-from nufed.objective import Batch
 from nufed.settings import Search, setting
 
 
@@ -50,9 +46,5 @@ class FedProx(LocalTraining):
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         w = received["model"]
-
-        def gradient(y: Tensor, batch: Batch) -> Tensor:  # of f(y) + μ/2‖y − w‖²
-            return proximal(context.objective.grad(y, batch), self.weight, y, w)
-
-        y = self.descend(context, w, gradient, in_place=True)
+        y = self.descend(context, w, pull=(self.weight, w))
         return AgentResult({"model": y}, state, Cost(self.steps_per_round(context)))

@@ -51,10 +51,12 @@ class FedRep(PrivatePart):
 
     def train(self, context: AgentContext, w: Tensor) -> tuple[Tensor, Cost]:
         private, shared = self.parts(context.objective)
-        batches = context.draw_each(self.step_draws(steps=self.head_steps))
-        w = self.descend(context, w, part=private, batches=batches, overwrite=True)
-        w = self.descend(context, w, part=shared, overwrite=True)
-        return w, Cost(self.head_steps + self.steps_per_round(context))
+        tau, tau_h = self.steps_per_round(context), self.head_steps
+        batches = list(context.draw_each(self.step_draws(steps=max(tau, tau_h))))
+        of_body = self.local_batches(context) if self.local_epochs else iter(batches[:tau])
+        w = self.descend(context, w, part=private, batches=iter(batches[:tau_h]), overwrite=True)
+        w = self.descend(context, w, part=shared, batches=of_body, overwrite=True)
+        return w, Cost(tau_h + tau)
 
     def newcomer_batches(self, context: AgentContext) -> Iterator[Batch]:
         return context.draw_each(self.step_draws("personal", self.head_steps))

@@ -62,6 +62,7 @@ from nufed.meta.meta_gradient import (
     unchecked,
 )
 from nufed.objective import AnyObjective, Batch
+from nufed.objective.parts import Part
 from nufed.settings import setting
 
 
@@ -116,11 +117,14 @@ class GMeta(LocalTraining):
         self, objective: AnyObjective, vectors: State, batch: MetaBatch, step: Steps
     ) -> State:
         """The model, and the logarithms of rates if they are learned, after one local update."""
-        w, lr = vectors["model"], self.rate(objective, vectors)
+        w, curvature = vectors["model"], self.curvature
         if not self.rates_lr:
-            d = meta_gradient(objective, w, batch, lr=lr, curvature=self.curvature)
+            part = self.tuned_part(objective)
+            lr = self.rate(objective, vectors) if part is None else self.adapt_lr
+            d = meta_gradient(objective, w, batch, lr=lr, curvature=curvature, part=part)
             return {"model": step(w, d, batch.outer)}
-        d, by_rates = meta_gradient_with_rates(objective, w, batch, lr=lr, curvature=self.curvature)
+        lr = self.rate(objective, vectors)
+        d, by_rates = meta_gradient_with_rates(objective, w, batch, lr=lr, curvature=curvature)
         by_logs = per_tensor(lr * by_rates, objective.base.sizes)
         return {
             "model": step(w, d, batch.outer),
@@ -144,6 +148,10 @@ class GMeta(LocalTraining):
         if not self.rates_lr:
             return self.adapt_lr
         return per_coordinate(received["log_rates"].exp(), objective.base.sizes)
+
+    def tuned_part(self, objective: AnyObjective) -> Part | None:
+        """The coordinates that take steps of size ``adapt_lr``; None: all, as :meth:`rate` says."""
+        return None
 
     @property
     def combines(self) -> Literal["elementwise", "linearly"] | None:

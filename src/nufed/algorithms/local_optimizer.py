@@ -84,6 +84,12 @@ class Steps:
         self._optimizer, self._objective, self._rate = optimizer, objective, rate
         self._momentum: Tensor | None = None
 
+    @property
+    def plain_rate(self) -> float | None:
+        """The step size η of steps w − η·g; None if these are no such steps."""
+        plain = self._optimizer.plain and not isinstance(self._rate, Tensor)
+        return float(self._rate) if plain else None
+
     def __call__(
         self, w: Tensor, gradient: Tensor, batch: AnyBatch | None = None, overwrite: bool = False
     ) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, TypeAlias
 
 from torch import Tensor
@@ -12,13 +13,15 @@ from nufed.algorithms.aggregation import AGGREGATIONS, Aggregation, Mean
 from nufed.algorithms.local_optimizer import SGD, Steps
 from nufed.algorithms.protocol import AgentContext, Algorithm, Draw
 from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
-from nufed.meta.fine_tuning import Rate
-from nufed.objective import Batch, Objective
+from nufed.meta.fine_tuning import Rate, proximal
+from nufed.objective import AnyObjective, Batch, Objective
 from nufed.objective.parts import Part
 from nufed.settings import STEP_SIZES, setting
 
 Gradient: TypeAlias = Callable[[Tensor, Batch], Tensor]
 """The direction of a local step as a function of the current vector and the batch."""
+Pull: TypeAlias = tuple[float, Tensor]
+"""Weight and centre of a proximal term."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,7 @@ class LocalTraining(Algorithm):
         lr: Rate | None = None,
         batches: Iterator[Batch] | None = None,
         part: Part | None = None,
+        pull: Pull | None = None,
         in_place: bool = False,
         overwrite: bool = False,
     ) -> Tensor:
@@ -112,12 +116,20 @@ class LocalTraining(Algorithm):
             batches: those of :meth:`local_batches` by default.
             part: the coordinates that are trained, all by default; the others stay bit-equal,
                 whatever the optimiser does, and do not count in the norm of a gradient.
+            pull: λ and c of a proximal term: ∇f(w) + λ(w − c) is the direction.
             in_place: whether ``gradient`` keeps none of the vectors that it is given, so that the
                 next step may overwrite them.
             overwrite: whether w itself may be overwritten, too.
         """
         objective, step = context.objective, self.start_steps(context, lr)
         batches = self.local_batches(context) if batches is None else batches
+        if gradient is None and step.plain_rate is not None and _is_vector(w):
+            w = w if overwrite else w.clone()
+            for batch in batches:
+                objective.base.step(w, batch, step.plain_rate, part, pull)
+            return w
+        if pull is not None:
+            gradient, in_place = partial(_pulled, objective, *pull), True
         if part is not None:
             w = w if overwrite else w.clone()
             return _descend_part(objective.base, w, gradient, batches, step, part)
@@ -134,6 +146,17 @@ class LocalTraining(Algorithm):
 
     def update_draws(self) -> list[Draw]:
         return [] if self.local_epochs else self.step_draws()
+
+
+def _is_vector(w: Tensor) -> bool:
+    """Whether it is the vector of one agent, and not in Gram coordinates."""
+    return isinstance(w, Tensor) and w.ndim == 1
+
+
+def _pulled(
+    objective: AnyObjective, weight: float, centre: Tensor, y: Tensor, batch: Batch
+) -> Tensor:
+    return proximal(objective.grad(y, batch), weight, y, centre)
 
 
 def _descend_part(

@@ -47,7 +47,7 @@ from nufed.algorithms.protocol import (
     Personal,
     State,
 )
-from nufed.meta.fine_tuning import descend, proximal
+from nufed.meta.fine_tuning import descend, proximal_step
 from nufed.objective import AnyObjective, Batch
 from nufed.settings import STEP_SIZES, Search, setting
 
@@ -95,15 +95,10 @@ class PFedMe(LocalTraining):
 
     def proximal_point(self, objective: AnyObjective, w: Tensor, batch: Batch) -> Tensor:
         """θ after K steps from w towards the minimum of f_i(θ) + λ/2‖θ − w‖², on one batch."""
-        theta = w
-        for k in range(self.inner_steps):
-            gradient = proximal(objective.grad(theta, batch), self.weight, theta, w)
-            fresh = k > 0 and isinstance(theta, Tensor)  # not w, and nobody else has it
-            theta = (
-                theta.sub_(gradient, alpha=self.inner_lr)
-                if fresh
-                else descend(theta, self.inner_lr, gradient)
-            )
+        lr, weight = self.inner_lr, self.weight
+        theta = descend(w, lr, objective.grad(w, batch))  # the proximal term is 0 at w
+        for _ in range(1, self.inner_steps):
+            theta = proximal_step(objective, theta, batch, lr, weight, centre=w)
         return theta
 
     def server_update(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -16,6 +16,8 @@ from nufed.meta.fine_tuning import Rate
 from nufed.objective import AnyObjective, Batch
 
 State: TypeAlias = Mapping[str, Tensor]
+Places: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+"""Samples as indices into an agent's training part."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,13 @@ class BatchSource(Protocol):
 
         ``index`` numbers the epochs of a round. With a ``share`` below 1, a random subset of that
         share, rounded up. Not defined for a stack of agents.
+        """
+        ...
+
+    def take(self, places: Places, seed: int | None = None) -> Batch:
+        """Samples of the training part, by their places in it, as a batch with this seed.
+
+        Not defined for a stack of agents.
         """
         ...
 

@@ -65,18 +65,19 @@ class Scaffold(LocalTraining):
         x, c, c_i = received["model"], received["control"], state["control"]
         steps, eta = self.steps_per_round(context), self.optimizer.rate(self.meta_lr, context.round)
         plain = self.optimizer.plain and eta != 0
+        correction = c - c_i
         raw = x.new_zeros(()) if plain else torch.zeros_like(x)  # the sum of ∇f_i over steps
 
         def corrected(y: Tensor, batch: Batch) -> Tensor:
             g = context.objective.grad(y, batch)
             if not plain:
                 raw.add_(g)
-            return g.sub_(c_i).add_(c)
+            return g.add_(correction)
 
         y = self.descend(context, x, corrected, in_place=True)
-        new = c_i - c + (x - y) / (steps * eta) if plain else raw / steps
+        new = ((x - y) / (steps * eta)).sub_(correction) if plain else raw / steps
         # sent as the server's vector plus the agent's change
-        sent = {"model": y, "control": c + (new - c_i)}
+        sent = {"model": y, "control": (new - c_i).add_(c)}
         return AgentResult(sent, {"control": new}, Cost(steps))
 
     def server_update(

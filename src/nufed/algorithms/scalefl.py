@@ -34,7 +34,7 @@ round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -43,6 +43,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nufed.algorithms.capacity import CapacityLevels
 from nufed.algorithms.local_training import LocalTraining
@@ -120,7 +121,7 @@ class ScaleFL(LocalTraining):
         w = before.clone()
         # coordinates that the same agents hold are aggregated together
         for smaller, level in pairwise([-1, *sorted(set(levels))]):
-            part = Part.where((server["levels"] > smaller) & (server["levels"] <= level))
+            part = _between(server["levels"], smaller, level)
             holders = [
                 replace(update, vectors={"model": part.take(update.vectors["model"])})
                 for update, own in zip(updates, levels, strict=True)
@@ -206,3 +207,14 @@ class ScaleFL(LocalTraining):
         teacher = F.log_softmax(outputs[-1].detach() / self.temperature, dim=1)
         each = F.kl_div(students, teacher.expand_as(students), reduction="none", log_target=True)
         return self.temperature**2 * each.sum(dim=2).flatten(1).mean(dim=1)
+
+
+_PARTS: MutableMapping[Tensor, dict[tuple[int, int], Part]] = WeakTensorKeyDictionary()
+
+
+def _between(levels: Tensor, smaller: int, level: int) -> Part:
+    """The coordinates whose level is above ``smaller`` and at most ``level``."""
+    known = _PARTS.setdefault(levels, {})  # the same in every round
+    if (smaller, level) not in known:
+        known[smaller, level] = Part.where((levels > smaller) & (levels <= level))
+    return known[smaller, level]

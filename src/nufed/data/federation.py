@@ -91,11 +91,7 @@ class AgentBatches:
 
     def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
         """Independent batches, each drawn without replacement, each with a dropout seed."""
-        rows, take = self.federation.split.train[self.agent], self.federation.samples.take
-        return [
-            Batch(*take(rows[picked]), seed)
-            for picked, seed in self.pick(purpose, size, number, step)
-        ]
+        return [self.take(*picked) for picked in self.pick(purpose, size, number, step)]
 
     def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
         """All samples, or a share, in a random order, as batches of ``size`` with dropout seeds."""
@@ -105,6 +101,11 @@ class AgentBatches:
         order = order[: math.ceil(share * len(order))]
         pieces = [order[start : start + size] for start in range(0, len(order), size)]
         return [Batch(*take(piece), torch_seed(rng)) for piece in pieces]
+
+    def take(self, places: Rows, seed: int | None = None) -> Batch:
+        """Samples of the training part, by their places in it, as a batch with this seed."""
+        rows = self.federation.split.train[self.agent][places]
+        return Batch(*self.federation.samples.take(rows), seed)
 
     def whole(self) -> Batch:
         """The whole training part, without a dropout seed."""

@@ -10,19 +10,25 @@ from torch import Tensor
 
 from nufed.errors import require
 from nufed.objective import AnyBatch, AnyObjective
+from nufed.objective.parts import Part
 
 Rate: TypeAlias = float | Tensor
 """A step size: one number, or one per coordinate of w."""
 
 
 def trajectory(
-    objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
+    objective: AnyObjective,
+    w: Tensor,
+    batches: Iterable[AnyBatch],
+    lr: Rate,
+    part: Part | None = None,
 ) -> Iterator[Tensor]:
     """The iterates w₀ = w, w₁, …, w_ν of fine-tuning.
 
     w_{l+1} = w_l − α∇f(w_l, 𝒟_l)   (the paper's w̃_l, Remark 2)
 
-    Running statistics that the objective tracks are updated, too.
+    Running statistics that the objective tracks are updated, too. With a ``part`` only its
+    coordinates take steps, of one size.
 
     >>> from nufed import Objective
     >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
@@ -31,7 +37,7 @@ def trajectory(
     [tensor([8.]), tensor([4.]), tensor([2.])]
     """
     check_rate(lr, w)
-    part, rate = None, lr
+    rate = lr
     if isinstance(lr, Tensor) and lr.ndim == 1 and w.ndim == 1:
         part = objective.base.support(lr)  # where step sizes are 0 no gradient is needed
         rate = lr if part is None else part.take(lr)
@@ -88,6 +94,16 @@ def proximal(gradient: Tensor, weight: float, y: Tensor, centre: Tensor) -> Tens
     if isinstance(gradient, Tensor):
         return gradient.add_((y - centre).mul_(weight))
     return gradient + weight * (y - centre)
+
+
+def proximal_step(
+    objective: AnyObjective, y: Tensor, batch: AnyBatch, lr: float, weight: float, centre: Tensor
+) -> Tensor:
+    """y − lr·(∇f(y) + μ(y − centre)), with μ = ``weight``; overwrites y if it can."""
+    gradient = objective.grad(y, batch)
+    if isinstance(y, Tensor):
+        return y.lerp_(centre, lr * weight).sub_(gradient, alpha=lr)
+    return descend(y, lr, proximal(gradient, weight, y, centre))
 
 
 def check_rate(lr: Rate, w: Tensor) -> None:

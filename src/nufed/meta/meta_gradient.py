@@ -31,6 +31,7 @@ from nufed.meta.differences import (
 )
 from nufed.meta.fine_tuning import Rate, descend, descent, trajectory
 from nufed.objective import AnyBatch, AnyObjective, Objective
+from nufed.objective.parts import Part
 from nufed.settings import check_settings, setting
 
 
@@ -161,7 +162,13 @@ def unchecked(curvature: Curvature) -> Curvature:
 
 
 def meta_gradient(
-    objective: AnyObjective, w: Tensor, batch: MetaBatch, *, lr: Rate, curvature: Curvature
+    objective: AnyObjective,
+    w: Tensor,
+    batch: MetaBatch,
+    *,
+    lr: Rate,
+    curvature: Curvature,
+    part: Part | None = None,
 ) -> Tensor:
     """The stochastic gradient of f(w_ν) with respect to w, for any ν (lines 1-8 of Algorithm 2).
 
@@ -176,6 +183,7 @@ def meta_gradient(
         batch: the 2ν+1 batches (ν+1 for first-order); ν is ``len(batch.adapt)``, 0 is allowed.
         lr: the step size α of fine-tuning, a number or a vector like w.
         curvature: :class:`Exact`, :class:`FirstOrder` or :class:`HessianFree`.
+        part: the coordinates that fine-tuning changes, with ``lr`` a number; all by default.
 
     >>> import torch
     >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
@@ -184,9 +192,10 @@ def meta_gradient(
     >>> meta_gradient(objective, torch.tensor([8.0]), batch, lr=0.25, curvature=Exact())
     tensor([1.])
     """
-    steps = trajectory(objective, w, batch.adapt, lr)
+    steps = trajectory(objective, w, batch.adapt, lr, part)
     iterates = list(steps) if batch.curvature else list(deque(steps, maxlen=1))
-    (d,) = deque(_backwards(objective, iterates, batch, lr, curvature), maxlen=1)  # the last
+    every = _backwards(objective, iterates, batch, lr, curvature, part)
+    (d,) = deque(every, maxlen=1)  # the last
     return d
 
 
@@ -244,6 +253,7 @@ def _backwards(
     batch: MetaBatch,
     lr: Rate,
     curvature: Curvature,
+    part: Part | None = None,
 ) -> Iterator[Tensor]:
     """d_ν, d_{ν−1}, …, d₀, from the iterates w₀ … w_ν, each of which is freed after its use."""
     steps = len(batch.adapt)
@@ -260,6 +270,7 @@ def _backwards(
         if batch.curvature:  # first-order needs none
             w, own = iterates.pop(), batch.curvature[step]
             v = d if shape is None else shape * d
+            v = v if part is None else part.only(v)
             d = descend(d, scale, curvature.product(objective, w, own, v))
         yield d
 

@@ -27,21 +27,6 @@ class Batch(NamedTuple):
     targets: Tensor
     seed: int | None = None
 
-    def rows(self, index: Tensor, seed: int | None = None) -> Batch:
-        """The samples at these indices as a batch, with this seed.
-
-        >>> import torch
-        >>> batch = Batch({"x": torch.tensor([4, 5, 6])}, torch.tensor([0, 1, 2]))
-        >>> batch.rows(torch.tensor([2, 0]))
-        Batch(inputs={'x': tensor([6, 4])}, targets=tensor([2, 0]), seed=None)
-        """
-        inputs = self.inputs
-        if isinstance(inputs, Tensor):
-            return Batch(inputs[index], self.targets[index], seed)
-        if isinstance(inputs, Mapping):
-            return Batch({n: x[index] for n, x in inputs.items()}, self.targets[index], seed)
-        return Batch(tuple(x[index] for x in inputs), self.targets[index], seed)
-
 
 AnyBatch: TypeAlias = Batch | tuple[Inputs, Tensor]
 

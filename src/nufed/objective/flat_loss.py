@@ -80,7 +80,7 @@ class FlatLoss(FlatModule):
     def single_grad(self, w: Tensor, batch: AnyBatch, part: Part | None = None) -> Tensor:
         """∇f(w, batch) of one vector, or the numbers of it in a part."""
         self._check_vector(w)
-        wanted = range(len(self._sizes)) if part is None else self._touched(part)
+        wanted = self._touched(part)
         if not wanted:
             return w.new_empty(0)
         gradient, _ = self._grad(w, Batch(*batch), wanted)
@@ -107,8 +107,10 @@ class FlatLoss(FlatModule):
             return None
         return part_of("", [(ends[i], ends[i + 1]) for i in moved])
 
-    def _touched(self, part: Part) -> list[int]:
+    def _touched(self, part: Part | None) -> Sequence[int]:
         """The tensors of the vector that have numbers in a part, by their place."""
+        if part is None:
+            return range(len(self._sizes))
         if part.name not in self._tensors or self._parts.get(part.name) is not part:
             inside = torch.zeros(self.size, dtype=torch.bool)
             inside[part.index] = True
@@ -136,9 +138,14 @@ class FlatLoss(FlatModule):
         views = {i: part.view(self._shapes[i]) for i, part in zip(wanted, parts, strict=True)}
         return {name: views[i] for name, i in self._names.items() if i in views}
 
+    def _in_closed_form(self, batch: Batch) -> bool:
+        """Whether the gradient on such a batch needs no autograd."""
+        return self._chain is not None and self._chain.takes(batch.inputs, batch.targets)
+
     def _grad(self, w: Tensor, batch: Batch, wanted: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """The gradient by these tensors, one after another, and what the head gets if known."""
-        if self._chain is not None and self._chain.takes(batch.inputs, batch.targets):
+        if self._in_closed_form(batch):
+            assert self._chain is not None
             gradient = w.new_empty(sum(self._sizes[i] for i in wanted))
             features = self._chain.single_gradient(
                 self._unflatten(w.detach()),
@@ -147,17 +154,66 @@ class FlatLoss(FlatModule):
                 self._some(gradient, wanted),
             )
             return gradient, features
+        _, gradients = self._pieces(w, batch, wanted)
+        if self._statistics:
+            self._moved.keep(self._last_statistics, w, batch)
+        return _joined(gradients), None
+
+    def _pieces(
+        self, w: Tensor, batch: Batch, wanted: Sequence[int]
+    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """All tensors of w, and the gradients by some of them, of autograd."""
         views = self._views(w.detach())
         leaves = [views[i].requires_grad_() for i in wanted]
         with torch.enable_grad():
             loss = self._forward(views, batch, stacked=False)
-            if self._statistics:
-                self._moved.keep(self._last_statistics, w, batch)
             if len(wanted) == len(views):
                 differentiable(loss)
             elif not loss.requires_grad:
-                return torch.cat([torch.zeros_like(leaf).flatten() for leaf in leaves]), None
-            return _joined(torch.autograd.grad(loss, leaves, materialize_grads=True)), None
+                return views, tuple(torch.zeros_like(leaf) for leaf in leaves)
+            return views, torch.autograd.grad(loss, leaves, materialize_grads=True)
+
+    @torch.no_grad()
+    def step(
+        self,
+        w: Tensor,
+        batch: AnyBatch,
+        lr: float,
+        part: Part | None = None,
+        pull: tuple[float, Tensor] | None = None,
+    ) -> None:
+        """A gradient step in w itself: w ← w − lr·(∇f(w, batch) + weight·(w − centre)).
+
+        The bits are those of ``w - lr * grad(w, batch)``, without a vector of the gradient where it
+        comes tensor by tensor. Running statistics that the objective tracks are updated, too.
+
+        Args:
+            w: one vector, which is overwritten.
+            batch: of the gradient.
+            lr: the step size.
+            part: the coordinates that are changed, all by default; whole tensors.
+            pull: weight and centre of the proximal term; none by default.
+        """
+        self._check_vector(w)
+        batch, wanted = Batch(*batch), self._touched(part)
+        if not wanted:
+            return
+        if self._in_closed_form(batch) and (part is None or part.contiguous):
+            index = slice(None) if part is None else part.index
+            tensors, views = [w[index]], []
+            gradients: tuple[Tensor, ...] = self._grad(w, batch, wanted)[:1]
+            centres = [pull[1][index]] if pull else []
+        else:
+            views, gradients = self._pieces(w, batch, wanted)
+            tensors = [views[i].detach() for i in wanted]
+            centres = self._views(pull[1]) if pull else []
+            centres = [centres[i] for i in wanted] if pull else []
+        if pull:
+            torch._foreach_lerp_(tensors, centres, lr * pull[0])
+        torch._foreach_sub_(tensors, gradients, alpha=lr)
+        for i, moved in zip(self._statistics.values(), self._last_statistics, strict=True):
+            if i in wanted:
+                views[i].detach().copy_(moved)
 
     def single_hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         """∇²f(w, batch)·v of one vector."""

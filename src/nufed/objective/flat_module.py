@@ -11,6 +11,7 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from nufed.errors import InputError, require
 from nufed.objective.batch import AnyBatch, Batch, Inputs
@@ -18,6 +19,7 @@ from nufed.objective.exits import exit_number, first_levels
 from nufed.objective.modules import (
     MovedStatistics,
     RunningStats,
+    Slots,
     batch_counters,
     call_with,
     cast_like,
@@ -72,6 +74,8 @@ class FlatModule:
         self._shapes = [p.shape for p in values]
         self._sizes = [p.numel() for p in values]
         self._initial = torch.cat([p.detach().reshape(-1) for p in values])
+        # tensors of the same shapes that take no memory, for views of a vector
+        self._shaped = [self._initial[:0].new_empty(()).expand(shape) for shape in self._shapes]
         for parameter, view in zip(parameters.values(), self._views(self._initial), strict=False):
             parameter.data = view  # the module's parameters take no memory of their own
         self._like = self._initial[:0]
@@ -85,7 +89,7 @@ class FlatModule:
         self._has_buffers = bool(buffers - passed)
         self._last_statistics: list[Tensor] = []
         self._moved = MovedStatistics()
-        self._slots = self._module, tensor_slots(self._module)
+        self._slots = self._slots_of(self._module)
         # layers that stay in evaluation mode: those with statistics, and those the user froze
         chosen = [n for n, m in module.named_modules() if module.training and not m.training]
         self._always_evaluated = chosen if self._statistics else [*self._keepers, *chosen]
@@ -283,11 +287,14 @@ class FlatModule:
     def _outputs(
         self, views: Sequence[Tensor], inputs: Inputs, stacked: bool, moving: bool = False
     ) -> Tensor:
+        if self._slots[0] is not self._module:  # of an objective that was made of another
+            self._slots = self._slots_of(self._module)
+        _, slots, counters = self._slots
         parameters = {name: views[place] for name, place in self._names.items()}
         if self._statistics:  # no gradient flows into them, and layers update them in place
             own = {} if moving else {n: parameters[n].detach().clone() for n in self._statistics}
             self._last_statistics = list(own.values())
-            parameters |= own | batch_counters(self._module)
+            parameters |= own | counters
         arguments: tuple[Tensor, ...] = ()
         keywords: dict[str, Tensor] = {}
         if isinstance(inputs, Mapping):
@@ -298,9 +305,11 @@ class FlatModule:
             arguments = tuple(cast_like(x, self._like) for x in inputs)
         if stacked:
             return stacked_outputs(self._module, parameters, arguments, keywords)
-        if self._slots[0] is not self._module:  # of an objective that was made of another
-            self._slots = self._module, tensor_slots(self._module)
-        return call_with(self._module, self._slots[1], parameters, arguments, keywords)
+        return call_with(self._module, slots, parameters, arguments, keywords)
+
+    def _slots_of(self, module: nn.Module) -> tuple[nn.Module, Slots, dict[str, Tensor]]:
+        """A module, where it keeps its tensors, and batch counters for its layers to increment."""
+        return module, tensor_slots(module), batch_counters(module) if self._statistics else {}
 
     def _unflatten(self, w: Tensor) -> dict[str, Tensor]:
         views = self._views(w)
@@ -308,6 +317,8 @@ class FlatModule:
 
     def _views(self, w: Tensor) -> list[Tensor]:
         """The parameters in w (or in every row of a stack), as views."""
+        if w.ndim == 1 and not w.requires_grad and all(self._sizes):
+            return list(_unflatten_dense_tensors(w, self._shaped))  # type: ignore[no-untyped-call]
         # split, not slicing: its backward pass is one concatenation
         parts = torch.split(w, self._sizes, dim=-1)
         shapes = [(*w.shape[:-1], *shape) for shape in self._shapes]

@@ -17,6 +17,8 @@ from nufed.objective.batch import Batch
 
 RunningStats: TypeAlias = Literal["refuse", "frozen", "tracked"]
 """How running statistics are treated; see :class:`nufed.Objective`."""
+Slots: TypeAlias = dict[str, tuple[dict[str, Any], str]]
+"""Where a module keeps its tensors: of each name the mapping and its key."""
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 STATISTICS = ("running_mean", "running_var")
 COUNTER = "num_batches_tracked"
@@ -62,9 +64,9 @@ def is_zero(tensor: Tensor) -> bool:
     return bool(low == 0) and bool(high == 0)
 
 
-def tensor_slots(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where a module keeps its parameters and buffers: of each name the mapping and its key."""
-    found: dict[str, tuple[dict[str, Any], str]] = {}
+def tensor_slots(module: nn.Module) -> Slots:
+    """Where a module keeps its parameters and buffers."""
+    found: Slots = {}
     for prefix, layer in module.named_modules(remove_duplicate=False):
         for own in (layer._parameters, layer._buffers):
             found |= {f"{prefix}.{key}".lstrip("."): (own, key) for key in own}
@@ -73,7 +75,7 @@ def tensor_slots(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
 
 def call_with(
     module: nn.Module,
-    slots: Mapping[str, tuple[dict[str, Any], str]],
+    slots: Slots,
     tensors: Mapping[str, Tensor],
     arguments: tuple[Tensor, ...],
     keywords: Mapping[str, Tensor],

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,23 @@ from torch import Tensor
 from nufed.errors import InputError
 
 HEAD, BODY, NORM, ALL, NONE = PARTS = "head", "body", "norm", "all", "none"
-FEW_SPANS = 512
+FEW_BLOCKS, MANY_ROWS = 256, 2**16
 LAST = "last:"  # followed by a number of layers
+
+
+class Block(NamedTuple):
+    """Equally long rows of contiguous coordinates at equal distances, as columns of a matrix."""
+
+    start: int
+    rows: int
+    length: int
+    stride: int
+
+    def with_row(self, start: int, length: int) -> Block | None:
+        """The block with one more row; None if that is no block."""
+        stride = start - self.start if self.rows == 1 else self.stride
+        fits = length == self.length and start == self.start + self.rows * stride
+        return Block(self.start, self.rows + 1, length, stride) if fits else None
 
 
 @dataclass(frozen=True)
@@ -38,9 +53,12 @@ class Part:
 
     def take(self, w: Tensor) -> Tensor:
         """The values of this part; for a stack, row by row."""
-        if self._spans:
-            return torch.cat([w[..., span] for span in self._spans], dim=-1)
-        return w[..., self.index]
+        if not self._blocks:
+            return w[..., self.index]
+        own = w.new_empty(*w.shape[:-1], self.size)
+        for mine, block in zip(self._split(own), self._views(w), strict=True):
+            mine.copy_(block)
+        return own
 
     def keep(self, w: Tensor) -> Tensor:
         """The same to be kept when w is not: a copy, unless they are most of w."""
@@ -55,12 +73,11 @@ class Part:
 
     def fill(self, w: Tensor, values: Tensor) -> None:
         """Replace the values of this part in w itself."""
-        if not self._spans:
+        if not self._blocks:
             w[..., self.index] = values
             return
-        parts = torch.split(values, [span.stop - span.start for span in self._spans], dim=-1)
-        for span, part in zip(self._spans, parts, strict=True):
-            w[..., span] = part
+        for mine, block in zip(self._split(values), self._views(w), strict=True):
+            block.copy_(mine)
 
     @classmethod
     def where(cls, mask: Tensor) -> Part:
@@ -73,19 +90,46 @@ class Part:
         return cls("", _compact(places), len(places))
 
     @cached_property
-    def _spans(self) -> list[slice]:
-        """The slices that it consists of, if these are few but more than one: faster to copy."""
+    def _blocks(self) -> list[Block]:
+        """The blocks that it consists of, if these are few: faster to copy than by index."""
         if isinstance(self.index, slice):
             return []
-        ends = (self.index.diff() > 1).nonzero().flatten().tolist()
-        if len(ends) >= FEW_SPANS:
+        first = torch.cat([torch.tensor([True]), self.index.diff() > 1])
+        if int(first.sum()) > MANY_ROWS:
             return []
-        bounds = [-1, *ends, len(self.index) - 1]
-        return [slice(int(self.index[a + 1]), int(self.index[b]) + 1) for a, b in pairwise(bounds)]
+        starts = self.index[first].tolist()
+        lengths = torch.bincount(first.cumsum(0) - 1).tolist()
+        blocks: list[Block] = []
+        for start, length in zip(starts, lengths, strict=True):
+            if blocks and (longer := blocks[-1].with_row(start, length)):
+                blocks[-1] = longer
+            else:
+                blocks.append(Block(start, 1, length, length))
+        return blocks if len(blocks) < FEW_BLOCKS else []
+
+    def _split(self, values: Tensor) -> list[Tensor]:
+        """The numbers of each block in values of this part."""
+        parts = torch.split(values, [block.rows * block.length for block in self._blocks], dim=-1)
+        pairs = zip(parts, self._blocks, strict=True)
+        return [part.view(*part.shape[:-1], block.rows, block.length) for part, block in pairs]
+
+    def _views(self, w: Tensor) -> list[Tensor]:
+        """The blocks in w."""
+        *others, along = w.stride()
+        return [
+            w.as_strided(
+                (*w.shape[:-1], block.rows, block.length),
+                (*others, along * block.stride, along),
+                w.storage_offset() + along * block.start,
+            )
+            for block in self._blocks
+        ]
 
     def only(self, w: Tensor) -> Tensor:
         """A copy of w with zeros outside this part."""
-        return self.put(torch.zeros_like(w), self.take(w))
+        found = torch.zeros_like(w)
+        self.fill(found, self.take(w))
+        return found
 
     def rest(self, size: int) -> Part:
         """All other coordinates of a vector of length ``size``.

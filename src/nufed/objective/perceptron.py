@@ -187,13 +187,15 @@ class Perceptron:
 
 def perceptron(module: nn.Module, loss: object) -> Perceptron | None:
     """The module as a chain; None if it is not one, or its loss is not cross-entropy."""
+    if loss is not F.cross_entropy:
+        return None
     links = list(_links(module, ""))
     names = [n for link in links if isinstance(link, Linear) for n in (link.weight, link.bias) if n]
     every = dict(module.named_parameters(remove_duplicate=False))
     own = {name: p for name, p in every.items() if p.numel()}
     complete = set(names) == set(own) and len({id(p) for p in own.values()}) == len(names)
     trainable = all(p.requires_grad for p in own.values())
-    if loss is not F.cross_entropy or None in links or not complete or not trainable:
+    if None in links or not complete or not trainable:
         return None
     layers = [m for m in module.modules() if not isinstance(m, nn.Sequential | nn.Identity)]
     flattens = bool(layers) and _flattens(layers[0])

@@ -146,6 +146,9 @@ class OfAStack:
     def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
         raise TypeError("agents of a stack have epochs of different lengths")
 
+    def take(self, places: Rows, seed: int | None = None) -> Batch:
+        raise TypeError("agents of a stack have training parts of different sizes")
+
     def whole(self) -> Batch:
         raise TypeError("agents of a stack have training parts of different sizes")
 
