@@ -646,7 +646,7 @@ class TrainsOnAll(FedL2P):
     """L_V on samples of L_T."""
 
     def split(self, context):
-        return (np.arange(context.samples),) * 2
+        return (np.arange(len(context.batches.targets())),) * 2
 
 
 class NoFirstOrder(FedL2P):

@@ -154,28 +154,3 @@ def test_the_module_is_left_with_its_own_tensors():
     assert all(torch.equal(own[name], again[name]) for name in own)
     outputs = functional_call(objective.module(w), {}, (batch[0],))
     assert torch.equal(outputs, objective.predict(w, batch[0]))
-
-
-@TYPES
-@pytest.mark.parametrize("part", ["all", "head", "*.bias", "none"])
-@pytest.mark.parametrize("name", networks())
-def test_a_step_in_place_has_the_bits_of_a_gradient_and_a_step(name, part, dtype):
-    objective, before, batch = example(name, dtype)
-    part = objective.part(part)
-    moved = torch.sub(before, objective.grad(before, batch), alpha=0.1)
-    right = part.put(before, part.take(objective.track(moved, batch, at=before)))
-    w = before.clone()
-    objective.step(w, batch, 0.1, None if part.name == "all" else part)
-    assert torch.equal(w, right) and torch.equal(w, before) == (part.size == 0)
-
-
-@pytest.mark.parametrize("part", ["all", "head", "*.bias"])
-@pytest.mark.parametrize("name", networks())
-def test_a_step_in_place_with_a_proximal_term(name, part):
-    objective, before, batch = example(name, torch.float64)
-    part, centre = objective.part(part), torch.ones(objective.size).double()
-    moved = before - 0.1 * (objective.grad(before, batch) + 0.5 * (before - centre))
-    right = part.put(before, part.take(objective.track(moved, batch, at=before)))
-    w = before.clone()
-    objective.step(w, batch, 0.1, part, pull=(0.5, centre))
-    assert torch.allclose(w, right, rtol=1e-13, atol=1e-14)

@@ -68,9 +68,14 @@ class CapacityLevels:
         >>> [levels.of(agent) for agent in range(8)]
         [0, 2, 1, 2, 0, 2, 1, 2]
         """
-        point = Fraction(int(f"{agent:b}"[::-1], 2), 2 ** agent.bit_length())
-        ends = list(accumulate(self.shares))
-        return bisect_right(ends, point * ends[-1])
+        return _level(agent, self.shares)
+
+
+@lru_cache(maxsize=2**16)  # called for each agent in each round
+def _level(agent: int, shares: tuple[Fraction, ...]) -> int:
+    point = Fraction(int(f"{agent:b}"[::-1], 2), 2 ** agent.bit_length())
+    ends = list(accumulate(shares))
+    return bisect_right(ends, point * ends[-1])
 
 
 def _numbers(name: str, text: str) -> tuple[Fraction, ...]:

@@ -148,8 +148,8 @@ class FedL2P(LocalTraining):
 
     def split(self, context: AgentContext) -> tuple[Places, Places]:
         """The agent's training data in two disjoint parts, for L_T and for L_V."""
-        assert isinstance(context.samples, int)
-        order = context.batches.stream("fedl2p/split").permutation(context.samples)
+        number = len(context.batches.targets())
+        order = context.batches.stream("fedl2p/split").permutation(number)
         held = max(1, round(self.hold_out * len(order)))
         return order[held:] if held < len(order) else order, order[:held]
 

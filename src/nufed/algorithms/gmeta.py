@@ -27,14 +27,15 @@ outer gradient at w instead of w_ν; a Hessian at w_ν instead of w_l; fine-tuni
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from nufed.algorithms.gmeta_diagnosis import diagnose
-from nufed.algorithms.local_optimizer import SGD, Steps
+from nufed.algorithms.local_optimizer import SGD
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
@@ -109,12 +110,14 @@ class GMeta(LocalTraining):
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         vectors, step = received, self.start_steps(context)
-        for batch in self.meta_batches(context):
-            vectors = self.local_update(context.objective, vectors, batch, step)
+        for t, batch in enumerate(self.meta_batches(context)):
+            # after the first update its own vector may be overwritten
+            own = partial(step, overwrite=t > 0)
+            vectors = self.local_update(context.objective, vectors, batch, own)
         return AgentResult(vectors, state, self._cost(self.steps_per_round(context)))
 
     def local_update(
-        self, objective: AnyObjective, vectors: State, batch: MetaBatch, step: Steps
+        self, objective: AnyObjective, vectors: State, batch: MetaBatch, step: Callable[..., Tensor]
     ) -> State:
         """The model, and the logarithms of rates if they are learned, after one local update."""
         w, curvature = vectors["model"], self.curvature

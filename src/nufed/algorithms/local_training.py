@@ -15,13 +15,12 @@ from nufed.algorithms.protocol import AgentContext, Algorithm, Draw
 from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
 from nufed.meta.fine_tuning import Rate, proximal
 from nufed.objective import AnyObjective, Batch, Objective
+from nufed.objective.local_steps import Pull
 from nufed.objective.parts import Part
 from nufed.settings import STEP_SIZES, setting
 
 Gradient: TypeAlias = Callable[[Tensor, Batch], Tensor]
 """The direction of a local step as a function of the current vector and the batch."""
-Pull: TypeAlias = tuple[float, Tensor]
-"""Weight and centre of a proximal term."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +124,7 @@ class LocalTraining(Algorithm):
         batches = self.local_batches(context) if batches is None else batches
         if gradient is None and step.plain_rate is not None and _is_vector(w):
             w = w if overwrite else w.clone()
-            for batch in batches:
-                objective.base.step(w, batch, step.plain_rate, part, pull)
+            objective.base.descend(w, batches, step.plain_rate, part, pull)
             return w
         if pull is not None:
             gradient, in_place = partial(_pulled, objective, *pull), True

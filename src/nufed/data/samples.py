@@ -101,10 +101,10 @@ class Samples:
     def take(self, rows: np.ndarray[Any, Any]) -> tuple[Inputs, Tensor]:
         """The inputs and targets of these rows, scaled for the model."""
         index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
-        if isinstance(self.inputs, Mapping):
-            inputs: Inputs = {k: self._rows(x, index) for k, x in self.inputs.items()}
-        elif isinstance(self.inputs, Tensor):
-            inputs = self._rows(self.inputs, index)
+        if isinstance(self.inputs, Tensor):
+            inputs: Inputs = self._rows(self.inputs, index)
+        elif isinstance(self.inputs, Mapping):
+            inputs = {k: self._rows(x, index) for k, x in self.inputs.items()}
         else:
             inputs = tuple(self._rows(x, index) for x in self.inputs)
         return inputs, self.targets.index_select(0, index)

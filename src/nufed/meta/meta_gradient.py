@@ -271,7 +271,11 @@ def _backwards(
             w, own = iterates.pop(), batch.curvature[step]
             v = d if shape is None else shape * d
             v = v if part is None else part.only(v)
-            d = descend(d, scale, curvature.product(objective, w, own, v))
+            product = curvature.product(objective, w, own, v)
+            if isinstance(d, Tensor) and not isinstance(scale, Tensor):
+                d.sub_(product, alpha=scale)  # the bits of descend, in place
+            else:
+                d = descend(d, scale, product)
         yield d
 
 

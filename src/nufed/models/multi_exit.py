@@ -22,6 +22,8 @@ class MultiExit(nn.Module):
         exits: exit j makes outputs of the features of stage j.
     """
 
+    draws_nothing = True  # its layers may
+
     def __init__(self, stages: Sequence[nn.Module], exits: Sequence[nn.Module]) -> None:
         super().__init__()
         self.stages, self.exits = nn.ModuleList(stages), nn.ModuleList(exits)

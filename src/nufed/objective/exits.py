@@ -28,6 +28,8 @@ class FirstExits(nn.Module):
     Later stages are not computed.
     """
 
+    draws_nothing = True  # its layers may
+
     def __init__(self, module: nn.Module, depth: int) -> None:
         super().__init__()
         self.module, self.depth = module, depth

@@ -25,6 +25,14 @@ from nufed.objective.stack import stacked_losses
 if TYPE_CHECKING:
     from nufed.objective.objective import Objective
 
+PLAIN_LOSSES: tuple[object, ...] = (
+    F.cross_entropy,
+    F.mse_loss,
+    F.nll_loss,
+    F.l1_loss,
+    F.huber_loss,
+)
+"""Losses that draw no random numbers."""
 FEW = 2**20  # numbers of which a second copy does not matter
 LevelKey: TypeAlias = tuple[tuple[Fraction, ...], tuple[int, ...], int]
 """Widths and depths of capacity levels, and one of them."""
@@ -46,8 +54,12 @@ class FlatLoss(FlatModule):
     ) -> None:
         super().__init__(module, running_stats)
         self._loss_function = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+        self._plain_loss = loss in PLAIN_LOSSES
         self._chain = perceptron(self._module, self._loss_function)
         self._narrow: dict[LevelKey, tuple[Objective, Part]] = {}
+
+    def _draws_nothing(self) -> bool:
+        return self._plain_loss and super()._draws_nothing()
 
     def value(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """f(w, batch), a scalar tensor; for a stack, one value per row."""
@@ -134,6 +146,8 @@ class FlatLoss(FlatModule):
 
     def _some(self, vector: Tensor, wanted: Sequence[int]) -> dict[str, Tensor]:
         """By name the tensors of a vector that holds these tensors alone."""
+        if len(wanted) == len(self._sizes):
+            return self._unflatten(vector)
         parts = torch.split(vector, [self._sizes[i] for i in wanted])
         views = {i: part.view(self._shapes[i]) for i, part in zip(wanted, parts, strict=True)}
         return {name: views[i] for name, i in self._names.items() if i in views}
@@ -146,7 +160,9 @@ class FlatLoss(FlatModule):
         """The gradient by these tensors, one after another, and what the head gets if known."""
         if self._in_closed_form(batch):
             assert self._chain is not None
-            gradient = w.new_empty(sum(self._sizes[i] for i in wanted))
+            whole = len(wanted) == len(self._sizes)
+            size = self.size if whole else sum(self._sizes[i] for i in wanted)
+            gradient = w.new_empty(size)
             features = self._chain.single_gradient(
                 self._unflatten(w.detach()),
                 cast_like(cast(Tensor, batch.inputs), self._like),
@@ -154,66 +170,21 @@ class FlatLoss(FlatModule):
                 self._some(gradient, wanted),
             )
             return gradient, features
-        _, gradients = self._pieces(w, batch, wanted)
-        if self._statistics:
-            self._moved.keep(self._last_statistics, w, batch)
-        return _joined(gradients), None
-
-    def _pieces(
-        self, w: Tensor, batch: Batch, wanted: Sequence[int]
-    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """All tensors of w, and the gradients by some of them, of autograd."""
         views = self._views(w.detach())
         leaves = [views[i].requires_grad_() for i in wanted]
         with torch.enable_grad():
             loss = self._forward(views, batch, stacked=False)
-            if len(wanted) == len(views):
-                differentiable(loss)
-            elif not loss.requires_grad:
-                return views, tuple(torch.zeros_like(leaf) for leaf in leaves)
-            return views, torch.autograd.grad(loss, leaves, materialize_grads=True)
+        if self._statistics:
+            self._moved.keep(self._last_statistics, w, batch)
+        return _joined(self._by(leaves, loss)), None
 
-    @torch.no_grad()
-    def step(
-        self,
-        w: Tensor,
-        batch: AnyBatch,
-        lr: float,
-        part: Part | None = None,
-        pull: tuple[float, Tensor] | None = None,
-    ) -> None:
-        """A gradient step in w itself: w ← w − lr·(∇f(w, batch) + weight·(w − centre)).
-
-        The bits are those of ``w - lr * grad(w, batch)``, without a vector of the gradient where it
-        comes tensor by tensor. Running statistics that the objective tracks are updated, too.
-
-        Args:
-            w: one vector, which is overwritten.
-            batch: of the gradient.
-            lr: the step size.
-            part: the coordinates that are changed, all by default; whole tensors.
-            pull: weight and centre of the proximal term; none by default.
-        """
-        self._check_vector(w)
-        batch, wanted = Batch(*batch), self._touched(part)
-        if not wanted:
-            return
-        if self._in_closed_form(batch) and (part is None or part.contiguous):
-            index = slice(None) if part is None else part.index
-            tensors, views = [w[index]], []
-            gradients: tuple[Tensor, ...] = self._grad(w, batch, wanted)[:1]
-            centres = [pull[1][index]] if pull else []
-        else:
-            views, gradients = self._pieces(w, batch, wanted)
-            tensors = [views[i].detach() for i in wanted]
-            centres = self._views(pull[1]) if pull else []
-            centres = [centres[i] for i in wanted] if pull else []
-        if pull:
-            torch._foreach_lerp_(tensors, centres, lr * pull[0])
-        torch._foreach_sub_(tensors, gradients, alpha=lr)
-        for i, moved in zip(self._statistics.values(), self._last_statistics, strict=True):
-            if i in wanted:
-                views[i].detach().copy_(moved)
+    def _by(self, leaves: list[Tensor], loss: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of a loss by some tensors of the vector."""
+        if len(leaves) == len(self._sizes):
+            differentiable(loss)
+        elif not loss.requires_grad:
+            return tuple(torch.zeros_like(leaf) for leaf in leaves)
+        return torch.autograd.grad(loss, leaves, materialize_grads=True)
 
     def single_hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         """∇²f(w, batch)·v of one vector."""

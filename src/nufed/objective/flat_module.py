@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from itertools import accumulate
@@ -17,19 +17,18 @@ from nufed.errors import InputError, require
 from nufed.objective.batch import AnyBatch, Batch, Inputs
 from nufed.objective.exits import exit_number, first_levels
 from nufed.objective.modules import (
+    ModuleFacts,
     MovedStatistics,
     RunningStats,
-    Slots,
     batch_counters,
-    call_with,
-    cast_like,
+    call_arguments,
     check_buffers,
     check_parameters,
     check_tensors,
+    holding,
     layers_with_running_stats,
     norm_layers,
     seeded,
-    tensor_slots,
     tracked_statistics,
 )
 from nufed.objective.parts import Part, find_part
@@ -89,7 +88,7 @@ class FlatModule:
         self._has_buffers = bool(buffers - passed)
         self._last_statistics: list[Tensor] = []
         self._moved = MovedStatistics()
-        self._slots = self._slots_of(self._module)
+        self._known: ModuleFacts | None = None
         # layers that stay in evaluation mode: those with statistics, and those the user froze
         chosen = [n for n, m in module.named_modules() if module.training and not m.training]
         self._always_evaluated = chosen if self._statistics else [*self._keepers, *chosen]
@@ -287,29 +286,28 @@ class FlatModule:
     def _outputs(
         self, views: Sequence[Tensor], inputs: Inputs, stacked: bool, moving: bool = False
     ) -> Tensor:
-        if self._slots[0] is not self._module:  # of an objective that was made of another
-            self._slots = self._slots_of(self._module)
-        _, slots, counters = self._slots
+        facts = self._facts()
         parameters = {name: views[place] for name, place in self._names.items()}
         if self._statistics:  # no gradient flows into them, and layers update them in place
             own = {} if moving else {n: parameters[n].detach().clone() for n in self._statistics}
             self._last_statistics = list(own.values())
-            parameters |= own | counters
-        arguments: tuple[Tensor, ...] = ()
-        keywords: dict[str, Tensor] = {}
-        if isinstance(inputs, Mapping):
-            keywords = {name: cast_like(x, self._like) for name, x in inputs.items()}
-        elif isinstance(inputs, Tensor):
-            arguments = (cast_like(inputs, self._like),)
-        else:
-            arguments = tuple(cast_like(x, self._like) for x in inputs)
+            parameters |= own | facts.counters
+        arguments, keywords = call_arguments(inputs, self._like)
         if stacked:
             return stacked_outputs(self._module, parameters, arguments, keywords)
-        return call_with(self._module, slots, parameters, arguments, keywords)
+        with holding(facts.slots, parameters):
+            outputs: Tensor = self._module(*arguments, **keywords)
+        return outputs
 
-    def _slots_of(self, module: nn.Module) -> tuple[nn.Module, Slots, dict[str, Tensor]]:
-        """A module, where it keeps its tensors, and batch counters for its layers to increment."""
-        return module, tensor_slots(module), batch_counters(module) if self._statistics else {}
+    def _draws_nothing(self) -> bool:
+        """Whether a training pass is known to draw no random numbers."""
+        return self._facts().draws_nothing
+
+    def _facts(self) -> ModuleFacts:
+        """What calls of the module need to know about it."""
+        if self._known is None or self._known.module is not self._module:
+            self._known = ModuleFacts.of(self._module, bool(self._statistics))
+        return self._known
 
     def _unflatten(self, w: Tensor) -> dict[str, Tensor]:
         views = self._views(w)
@@ -338,7 +336,8 @@ class FlatModule:
             self._set_training(seed is not None)
         before = dict(self._module.named_buffers()) if self._has_buffers else {}
         before = {name: buffer.clone() for name, buffer in before.items()}
-        with nullcontext() if seed is None else seeded(seed, self._like.device):
+        plain = seed is None or self._draws_nothing()
+        with nullcontext() if plain else seeded(seed or 0, self._like.device):
             yield
         if self._has_buffers:
             check_buffers(self._module, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, TypeAlias
 
@@ -13,13 +14,20 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from nufed.errors import InputError
-from nufed.objective.batch import Batch
+from nufed.objective.batch import Batch, Inputs
 
 RunningStats: TypeAlias = Literal["refuse", "frozen", "tracked"]
 """How running statistics are treated; see :class:`nufed.Objective`."""
 Slots: TypeAlias = dict[str, tuple[dict[str, Any], str]]
 """Where a module keeps its tensors: of each name the mapping and its key."""
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+DETERMINISTIC = {
+    nn.Sequential, nn.ModuleList, nn.Identity, nn.Flatten, nn.Linear, nn.Embedding,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.GroupNorm, nn.LayerNorm, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Softplus,
+    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+}  # fmt: skip
+"""Layers of torch that draw no random numbers; others may say so by ``draws_nothing = True``."""
 STATISTICS = ("running_mean", "running_var")
 COUNTER = "num_batches_tracked"
 
@@ -73,14 +81,47 @@ def tensor_slots(module: nn.Module) -> Slots:
     return found
 
 
-def call_with(
-    module: nn.Module,
-    slots: Slots,
-    tensors: Mapping[str, Tensor],
-    arguments: tuple[Tensor, ...],
-    keywords: Mapping[str, Tensor],
-) -> Tensor:
-    """The module's outputs with other parameters and buffers, by name.
+@dataclass(frozen=True)
+class ModuleFacts:
+    """What calls of a module need to know about it.
+
+    Args:
+        module: the module.
+        slots: where it keeps its tensors.
+        counters: batch counters for its layers to increment, if it has tracked statistics.
+        draws_nothing: whether it is known to draw no random numbers.
+    """
+
+    module: nn.Module
+    slots: Slots
+    counters: dict[str, Tensor]
+    draws_nothing: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, tracked: bool) -> ModuleFacts:
+        layers = list(module.modules())
+        plain = all(type(layer) in DETERMINISTIC or _says_so(layer) for layer in layers)
+        hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        counters = batch_counters(module) if tracked else {}
+        return cls(module, tensor_slots(module), counters, plain and not hooks)
+
+
+def _says_so(layer: nn.Module) -> bool:
+    return bool(vars(type(layer)).get("draws_nothing"))
+
+
+def call_arguments(inputs: Inputs, like: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """The arguments with which a module is called."""
+    if isinstance(inputs, Tensor):
+        return (cast_like(inputs, like),), {}
+    if isinstance(inputs, Mapping):
+        return (), {name: cast_like(x, like) for name, x in inputs.items()}
+    return tuple(cast_like(x, like) for x in inputs), {}
+
+
+@contextmanager
+def holding(slots: Slots, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a module hold other parameters and buffers inside the block, given by name.
 
     What ``torch.func.functional_call`` does without untying, in a tenth of its time: the
     ``slots`` of the module (:func:`tensor_slots`) are known.
@@ -90,8 +131,7 @@ def call_with(
     try:
         for (own, key), tensor in zip(places, tensors.values(), strict=True):
             own[key] = tensor
-        outputs: Tensor = module(*arguments, **keywords)
-        return outputs
+        yield
     finally:
         for (own, key), tensor in zip(places, before, strict=True):
             own[key] = tensor

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from nufed.errors import require
 from nufed.objective.batch import AnyBatch, Batch, Inputs, Loss
 from nufed.objective.exits import FirstExits, narrow_module
-from nufed.objective.flat_loss import FlatLoss, differentiable
+from nufed.objective.flat_loss import PLAIN_LOSSES, differentiable
+from nufed.objective.local_steps import LocalSteps
 from nufed.objective.modules import MovedStatistics, cast_like
 from nufed.objective.parts import Part
 from nufed.objective.perceptron import perceptron
 
 
-class Objective(FlatLoss):
+class Objective(LocalSteps):
     """The loss of a module on a batch, as a function f(w, batch) of its flat parameters w.
 
     The vector holds every trainable parameter once (tied weights are one parameter, frozen ones
@@ -78,7 +79,7 @@ class Objective(FlatLoss):
         """The objective of the same module with another loss."""
         other = copy.copy(self)
         other.__dict__.pop("double", None)
-        other._loss_function = loss
+        other._loss_function, other._plain_loss = loss, loss in PLAIN_LOSSES
         other._chain = perceptron(other._module, loss)
         return other
 
@@ -112,7 +113,8 @@ class Objective(FlatLoss):
     ) -> tuple[Objective, Part]:
         """The objective of a capacity level's sub-network, and its part of the vector.
 
-        Its own vector holds the numbers of that part. The loss is one of the outputs of its exits.
+        Its own vector holds the numbers of that part. The loss is one of the outputs of its exits,
+        and draws random numbers only if this objective's own does.
         """
         key = tuple(widths), tuple(depths), level
         if key not in self._narrow:
@@ -123,7 +125,9 @@ class Objective(FlatLoss):
             own = Objective(module, self._loss_function, running_stats=self._running_stats)
             self._narrow[key] = own, Part.where(self.first_levels(widths, depths) <= level)
         own, part = self._narrow[key]
-        return own.with_loss(loss), part
+        made = own.with_loss(loss)
+        made._plain_loss = self._plain_loss
+        return made, part
 
     @property
     def base(self) -> Objective:

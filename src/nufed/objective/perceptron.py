@@ -11,7 +11,7 @@ would call, so that it has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -86,7 +86,7 @@ class Perceptron:
         Those of tensors that ``into`` lacks are not computed. Returns the inputs of the head. With
         ``first`` the inputs are those of that link.
         """
-        lowest = min(i for i, link in enumerate(self.links) if _names(link) & into.keys())
+        lowest = next(i for i, link in enumerate(self.links) if _is_in(link, into))
         xs = [inputs.flatten(1)] * (first + 1)
         for link in self.links[first:]:
             if isinstance(link, Activation):
@@ -102,14 +102,15 @@ class Perceptron:
             torch.ones_like(loss), logs, targets, None, MEAN, IGNORED, number
         )
         d = aten._log_softmax_backward_data(d, logs, 1, logs.dtype)
-        for i, link in reversed(list(enumerate(self.links))):
+        for i in range(len(self.links) - 1, -1, -1):
+            link = self.links[i]
             if isinstance(link, Activation):
                 d = link.backward(d, xs[i + 1])
                 continue
             if link.weight in into:
                 _product_into(into[link.weight], d.t(), xs[i])
             if link.bias and link.bias in into:
-                into[link.bias].copy_(d.sum(dim=0))
+                torch.sum(d, dim=0, out=into[link.bias])
             if i == lowest:
                 break
             d = torch.mm(d, p[link.weight])
@@ -210,9 +211,9 @@ def _product_into(place: Tensor, a: Tensor, b: Tensor) -> None:
         torch.mm(a, b, out=place)
 
 
-def _names(link: Linear | Activation) -> set[str]:
-    """The names of a link's parameters."""
-    return {n for n in (link.weight, link.bias) if n} if isinstance(link, Linear) else set()
+def _is_in(link: Linear | Activation, names: Container[str]) -> bool:
+    """Whether a parameter of the link is among these."""
+    return isinstance(link, Linear) and (link.weight in names or link.bias in names)
 
 
 def _links(module: nn.Module, prefix: str) -> Iterator[Linear | Activation | None]:

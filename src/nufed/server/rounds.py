@@ -97,10 +97,12 @@ def update_norm(algorithm: Algorithm, before: State, after: State) -> float:
     name = algorithm.server_model
     names = [name] if name in after else list(algorithm.receives)
     pairs = [tuple(torch.split(s[n].flatten(), PIECE) for s in (after, before)) for n in names]
-    squares = (
-        float((a.double() - b).square().sum()) for p in pairs for a, b in zip(*p, strict=True)
+    norms = (
+        float(torch.linalg.vector_norm(a - b, dtype=torch.float64))
+        for own in pairs
+        for a, b in zip(*own, strict=True)
     )
-    return math.sqrt(sum(squares))
+    return math.hypot(*norms)
 
 
 class QuorumError(TrainingError):
