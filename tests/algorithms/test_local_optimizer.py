@@ -342,7 +342,7 @@ class Wrong(SGD):
 
 class DecayBeforeClipping(Wrong):
     class Own(Steps):
-        def __call__(self, w, gradient, batch=None):
+        def __call__(self, w, gradient, batch=None, overwrite=False):
             own = self._optimizer
             without = Steps(replace_sgd(own, weight_decay=0.0), self._objective, self._rate)
             without._momentum = self._momentum
@@ -353,7 +353,7 @@ class DecayBeforeClipping(Wrong):
 
 class ClipsByValue(Wrong):
     class Own(Steps):
-        def __call__(self, w, gradient, batch=None):
+        def __call__(self, w, gradient, batch=None, overwrite=False):
             clip = self._optimizer.clip_norm
             return super().__call__(w, gradient.clamp(-clip, clip) if clip else gradient, batch)
 
@@ -362,7 +362,7 @@ class ClipsAlways(Wrong):
     """Short gradients are made longer."""
 
     class Own(Steps):
-        def __call__(self, w, gradient, batch=None):
+        def __call__(self, w, gradient, batch=None, overwrite=False):
             clip = self._optimizer.clip_norm
             return super().__call__(
                 w, gradient * clip / gradient.norm() if clip else gradient, batch
@@ -371,7 +371,7 @@ class ClipsAlways(Wrong):
 
 class ClipsTheMomentum(Wrong):
     class Own(Steps):
-        def __call__(self, w, gradient, batch=None):
+        def __call__(self, w, gradient, batch=None, overwrite=False):
             own = self._optimizer
             g = gradient + own.weight_decay * w
             if own.momentum:
@@ -384,20 +384,20 @@ class ClipsTheMomentum(Wrong):
 
 class Dampened(Wrong):
     class Own(Steps):
-        def __call__(self, w, gradient, batch=None):
+        def __call__(self, w, gradient, batch=None, overwrite=False):
             return super().__call__(w, (1 - self._optimizer.momentum) * gradient, batch)
 
 
 class WithoutMomentum(Wrong):
     class Own(Steps):
-        def __call__(self, w, gradient, batch=None):
+        def __call__(self, w, gradient, batch=None, overwrite=False):
             self._momentum = None
             return super().__call__(w, gradient, batch)
 
 
 class DecayTwice(Wrong):
     class Own(Steps):
-        def __call__(self, w, gradient, batch=None):
+        def __call__(self, w, gradient, batch=None, overwrite=False):
             return super().__call__(w, gradient + self._optimizer.weight_decay * w, batch)
 
 
@@ -405,7 +405,7 @@ class MovesStatistics(Wrong):
     """Weight decay and corrections of running statistics."""
 
     class Own(Steps):
-        def __call__(self, w, gradient, batch=None):
+        def __call__(self, w, gradient, batch=None, overwrite=False):
             return descend(w, self._rate, gradient + self._optimizer.weight_decay * w)
 
 

@@ -43,6 +43,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nufed.algorithms.fedl2p_nets import MetaNets, Profile
@@ -176,7 +177,7 @@ class FedL2P(LocalTraining):
         theta = adapt(objective, nets.mixed(w, profile, mixing), inner[:-1], eta)
         v, (g, hvp) = objective.grad(theta, outer), objective.base.linearized(theta, inner[-1])
         u = self.neumann(hvp, v, eta)
-        by_rates, by_mixing = per_tensor(-u * g, nets.objective.sizes), v.new_empty(0)
+        by_rates, by_mixing = -per_tensor(u * g, nets.objective.sizes), v.new_empty(0)
         if nets.norms:
             rest = v - hvp(eta * u)
             by_mixing = nets.by_mixing(w, theta, profile, g, rest, eta * u)
@@ -184,10 +185,11 @@ class FedL2P(LocalTraining):
 
     def neumann(self, hvp: Callable[[Tensor], Tensor], v: Tensor, eta: Tensor) -> Tensor:
         """u = Σ_{q = 0…Q} (I − H·diag η)^q v, from the product with H."""
-        u = v
+        u = v.clone()
         for _ in range(self.neumann_steps):
-            v = v - hvp(eta * v)
-            u = u + v
+            product = hvp(eta * v)
+            v = torch.sub(v, product, out=product)
+            u.add_(v)
         return u
 
     def next_server(self, context: Context, server: State, updates: Sequence[AgentUpdate]) -> State:

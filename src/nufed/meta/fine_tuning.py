@@ -81,7 +81,8 @@ def descend(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
     if isinstance(w, Tensor) and not isinstance(lr, Tensor):
         return torch.sub(w, direction, alpha=lr)
     if isinstance(w, Tensor):
-        return (direction * -lr).add_(w)
+        change = direction * lr
+        return torch.sub(w, change, out=change)
     return w + direction * -lr
 
 
@@ -126,7 +127,8 @@ def per_coordinate(numbers: Tensor, sizes: Sequence[int]) -> Tensor:
     >>> per_coordinate(torch.tensor([0.1, 0.2]), sizes=[2, 1])
     tensor([0.1000, 0.1000, 0.2000])
     """
-    return numbers.repeat_interleave(torch.tensor(sizes, device=numbers.device), dim=-1)
+    pairs = zip(torch.split(numbers, 1, dim=-1), sizes, strict=True)
+    return torch.cat([number.expand(*number.shape[:-1], size) for number, size in pairs], dim=-1)
 
 
 def per_tensor(vector: Tensor, sizes: Sequence[int]) -> Tensor:
