@@ -183,7 +183,7 @@ class Soak:
 
     def _site(self, number):
         link = ("--server", f"127.0.0.1:{self._front}", "--ca", "keys/ca.crt")
-        own = ("--key", f"site-{number}.key", "--folder", f"site-{number}")
+        own = ("--key", f"site-{number}.key", "--folder", f"site-{number}", "--any-app")
         return nufed("site", "--number", str(number), *link, *own)
 
     def _trainer(self):

@@ -106,17 +106,40 @@ def site(
         float | None, typer.Option(min=0, help="Budget of ε against the server, over all runs.")
     ] = None,
     insecure: Insecure = False,
+    any_app: Annotated[
+        bool, typer.Option("--any-app", help="Run apps that this site has not approved, too.")
+    ] = False,
 ) -> None:
-    """Run a site (Flower's SuperNode) until Ctrl-C."""
+    """Run a site until Ctrl-C; with a key it runs only apps that `approve` approved."""
     from nufed.flower.ops.link import link_to
     from nufed.flower.ops.supernode import SiteOptions, run_site
 
     with _until_interrupted():
         run_site(
-            SiteOptions(number, key, name, data, folder, epsilon),
+            SiteOptions(number, key, name, data, folder, epsilon, any_app),
             link_to(server, ca, insecure),
             _say,
         )
+
+
+@federate_app.command()
+def approve(
+    app: Annotated[Path, typer.Argument(help="The app's directory, or its .fab file.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of the site's state, as given to `site`.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Approve an app at a site, after showing how it differs from the last approved one."""
+    from nufed.flower.app.site_store import default_folder
+    from nufed.flower.ops.approvals import Approvals, read_app
+
+    approvals, bundle = Approvals.of_site(folder or default_folder()), read_app(app)
+    for line in approvals.diff(bundle):
+        say(line)
+    if not yes:
+        typer.confirm("Approve this app?", abort=True)
+    say(f"approved: {approvals.add(bundle)}")
 
 
 @federate_app.command()

@@ -1,4 +1,4 @@
-"""One real federation on this machine: a SuperLink and two SuperNodes, over loopback only."""
+"""One real federation on this machine: a server and two sites, over loopback only."""
 
 import pytest
 
@@ -6,14 +6,11 @@ from flower.ops.small_app import files_of, simulate, write_app
 from nufed.flower.ops.local import run_locally
 
 
-@pytest.mark.timeout(900)  # every message is a process that imports torch
+@pytest.mark.timeout(900)  # a busy machine
 def test_a_real_federation_leaves_the_simulators_files(tmp_path):
     app = write_app(tmp_path / "app", sites=2, rounds=2, deadline=120.0)
-    for attempt in ("first", "second"):
-        out, said = tmp_path / attempt, []
-        report = run_locally(app, 2, out, insecure=True, say=said.append)
-        assert report.name == "report.html", said
-        if "too late" not in (out / "log.txt").read_text():
-            break  # Flower's start timeout of 30 s may expire on a busy machine
+    out, said = tmp_path / "run", []
+    report = run_locally(app, 2, out, insecure=True, say=said.append)
+    assert report.name == "report.html", said
     simulate(app, tmp_path / "simulated")
     assert files_of(out) == files_of(tmp_path / "simulated"), said

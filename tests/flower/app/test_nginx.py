@@ -17,6 +17,7 @@ from flwr.proto.message_pb2 import PushObjectRequest
 
 from flower.ops.small_app import files_of, simulate, write_app
 from nufed.flower.ops.admission import Admission
+from nufed.flower.ops.approvals import read_app
 from nufed.flower.ops.flower_processes import flower, free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import Link
@@ -61,14 +62,15 @@ def federation(tmp_path_factory):
         assert wait(lambda: is_listening("127.0.0.1", front), TIMEOUT)
         through = Link(f"127.0.0.1:{front}", direct.ca)
         direct.connect(commands)
+        app = write_app(folder / "app", sites=2, rounds=2, wait=200.0)
         for number in range(2):
             public = make_site_key(folder / f"site-{number}")
             register_site(folder, number, f"site-{number}", public)
         Admission(commands, folder / "sites.toml", say=print).apply()
         for number in range(2):
             site = SiteOptions(number, folder / f"site-{number}", folder=folder)
+            site.approvals.add(read_app(app))
             commands.start(*site_command(site, through), log=folder / f"{number}.log")
-        app = write_app(folder / "app", sites=2, rounds=2, wait=200.0)
         yield SimpleNamespace(
             folder=folder,
             app=app,

@@ -35,7 +35,9 @@ def test_a_liar_is_named_and_revoked_and_a_key_rotated(tmp_path):
 
         def start_site(key, number):
             folder = f"site-{number}-{key}"
-            return start("site", "--number", number, "--key", key, "--folder", folder, *address)
+            return start(
+                "site", "--number", number, "--key", key, "--folder", folder, "--any-app", *address
+            )
 
         def finish(*arguments):
             process = start(*arguments)

@@ -28,7 +28,7 @@ def under_way(process, out, kill):
     assert wait(there, TIMEOUT) and process.poll() is None, process.printed()
 
 
-@pytest.mark.parametrize("what", ["flwr-serverapp", "flower-superlink"])
+@pytest.mark.parametrize("what", ["flwr-serverapp", "server_process.py"])
 def test_kills_at_random_moments_leave_the_simulators_bits(tmp_path, what):
     seed = random.randrange(10**6)
     print(f"moments drawn with seed {seed}")
@@ -46,7 +46,7 @@ def test_kills_at_random_moments_leave_the_simulators_bits(tmp_path, what):
             os.kill(find(home_of(child_of(federation)), what), signal.SIGKILL)
             assert process.wait(TIMEOUT) == 2, process.printed()
             assert "--resume run" in process.printed()
-            if what == "flower-superlink":
+            if what == "server_process.py":
                 assert federation.server.wait(TIMEOUT) == 2
                 federation.start_server()
             assert rounds_done(out) >= before

@@ -57,7 +57,7 @@ def test_a_run_that_fails_says_why_and_how_to_resume(tmp_path, then, words):
     ("killed", "words"),
     [
         ("flwr-serverapp", "No heartbeat"),
-        ("flower-superlink", "or is unreachable: Connection to the SuperLink is unavailable"),
+        ("server_process.py", "or is unreachable: Connection to the SuperLink is unavailable"),
     ],
 )
 def test_a_run_whose_server_was_killed_fails_and_can_be_resumed(tmp_path, killed, words):
@@ -97,7 +97,7 @@ def test_a_site_registered_later_and_runs_before_and_after_a_server_restart(tmp_
     (port,) = free_ports(1)
     address, ca = f"127.0.0.1:{port}", ("--ca", "keys/ca.crt")
     serve = ("server", "--keys", "keys", "--port", port)
-    attend = ("site", "--number", 0, "--server", address, *ca, "--key", "site/key")
+    attend = ("site", "--number", 0, "--server", address, *ca, "--key", "site/key", "--any-app")
     run = ("run", "app", "--server", address, *ca)
     with nufed_federate(tmp_path, *serve) as server:
         assert wait(lambda: "the server is ready" in server.printed(), TIMEOUT), server.printed()

@@ -14,6 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from nufed.flower.ops.app_bundle import build_bundle
 from nufed.flower.ops.app_process import AppProcess, deflate
+from nufed.flower.ops.approvals import Approvals
 from nufed.flower.ops.site_process import DIED, Fleet, SiteProcess
 
 PROJECT = """
@@ -112,12 +113,16 @@ def nodes_of(tree):
     return [tree, *(each for child in tree.children for each in nodes_of(child))]
 
 
+def write_small_app(folder, code=APP):
+    folder.mkdir(exist_ok=True)
+    (folder / "pyproject.toml").write_text(PROJECT)
+    (folder / "app.py").write_text(code)
+    return folder
+
+
 @pytest.fixture
 def federation(tmp_path):
-    source = tmp_path / "small"
-    source.mkdir()
-    (source / "pyproject.toml").write_text(PROJECT)
-    (source / "app.py").write_text(APP)
+    source = write_small_app(tmp_path / "small")
     server, apps = Server(build_bundle(source)), AppProcess()
     yield server, SiteProcess(server.fleet(), apps, {"x": 3}, tmp_path / "apps")
     apps.close()
@@ -166,12 +171,35 @@ def test_what_the_last_message_held_is_not_pulled_again(federation):
     assert len(server.pulled) == 3 * message + 2 * (content + record)
 
 
-def test_a_message_of_a_run_that_has_ended_is_ignored(federation):
+@pytest.mark.parametrize("error", [RunNotRunningException, OSError])
+def test_a_message_that_can_not_be_pulled_is_ignored(federation, error):
     server, site = federation
 
     def pull(run, id):
-        raise RunNotRunningException
+        raise error
 
     server.ask("late")
-    site._fleet = replace(site._fleet, pull_object=pull)
+    fleet, site._fleet = site._fleet, replace(site._fleet, pull_object=pull)
     assert site.answer_next() and not server.replies
+    site._fleet = fleet
+    server.ask("next")
+    assert site.answer_next() and server.reply().content["about"]["said"] == ["next"]
+
+
+def test_an_app_runs_only_once_it_is_approved(tmp_path):
+    marker = tmp_path / "ran"
+    code = f"open({str(marker)!r}, 'a').write('x')\n" + APP
+    bundle = build_bundle(write_small_app(tmp_path / "small", code))
+    server, apps = Server(bundle), AppProcess()
+    approvals = Approvals.of_site(tmp_path / "state")
+    approvals.add(build_bundle(write_small_app(tmp_path / "small", APP)))
+    site = SiteProcess(server.fleet(), apps, {"x": 3}, tmp_path / "apps", approvals)
+    server.ask("one")
+    assert site.answer_next()
+    assert "has not approved the app with digest" in server.reply().error.reason
+    assert not marker.exists() and not (tmp_path / "apps").exists() and not server.pulled
+    approvals.add(bundle)
+    server.ask("one")
+    assert site.answer_next()
+    assert server.reply().content["about"]["said"] == ["one"] and marker.exists()
+    apps.close()

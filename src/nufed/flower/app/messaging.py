@@ -28,7 +28,7 @@ LOG = logging.getLogger("nufed")
 REFUSED = f"{InputError.__module__}.{InputError.__qualname__}"  # raised at a site
 NOT_SENT = "the request could not be sent to it"
 MAX_REASON = 500  # characters kept of a site's error message
-POLL_INTERVAL = 0.5  # seconds
+POLL_INTERVAL = 0.25  # seconds
 QUERY_TTL = 24 * 3600.0  # seconds
 TTL_MARGIN = 60.0  # seconds that Flower keeps a message beyond the deadline: clocks differ
 

@@ -15,7 +15,7 @@ from nufed.data.input_range import input_ranges, scale_warnings
 from nufed.errors import InputError, TrainingError, require, shown
 from nufed.flower.app.epsilon import is_positive
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.site_store import SiteRecord, load_record
+from nufed.flower.app.site_store import SiteRecord, default_folder, load_record
 
 LOG = logging.getLogger("nufed")
 PARTITION_ID = "partition-id"
@@ -49,7 +49,7 @@ class Site:
     @property
     def folder(self) -> Path:
         """Where it stores its state."""
-        return Path(self.config.get("folder") or Path.home() / ".nufed" / "sites")
+        return Path(self.config.get("folder") or default_folder())
 
     @property
     def key(self) -> Path | None:

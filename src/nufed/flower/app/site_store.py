@@ -19,6 +19,11 @@ from nufed.errors import RunError
 from nufed.files import make_private, read_sealed, write_sealed
 
 
+def default_folder() -> Path:
+    """Where sites store their states unless told otherwise."""
+    return Path.home() / ".nufed" / "sites"
+
+
 @dataclass(frozen=True)
 class Release:
     """The last noisy update, and the number of releases.

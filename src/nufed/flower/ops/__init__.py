@@ -8,12 +8,15 @@
     flower_processes.py  starts Flower's commands; terminates them and their descendants
     link.py              connection to a SuperLink, and calls of its API
     superlink.py         a SuperLink, in the foreground
+    server_process.py    its process: only the server's own user may start runs
     supernode.py         a site, in the foreground
+    approvals.py         the apps that a site has approved
+    app_bundle.py        an app as Flower sends it, and its digest
     site_process.py      its connection to the server
     app_process.py       forks a process of its app for every message
     submit.py            submits an app, follows its log, reports its outcome
     local.py             server and sites on this machine, with one command
     new_app.py           a new app directory from the template
 
-Flower's server and its command line are run by their commands; a site uses its library.
+`flwr` is run as a command; the processes of server and sites use Flower's library.
 """

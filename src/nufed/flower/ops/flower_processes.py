@@ -36,7 +36,6 @@ class Flower:
             **os.environ,
             **SETTINGS,
             "FLWR_HOME": str(home),
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
             "PATH": os.pathsep.join(
                 (str(BIN), os.environ.get("PATH", ""))
             ),  # for Flower's subprocesses

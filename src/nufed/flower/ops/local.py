@@ -8,6 +8,7 @@ from pathlib import Path
 from nufed.errors import InputError
 from nufed.flower.app.site_registry import SITES
 from nufed.flower.ops.admission import Admission
+from nufed.flower.ops.approvals import read_app
 from nufed.flower.ops.flower_processes import flower, free_ports
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.registration import register_site
@@ -40,9 +41,11 @@ def run_locally(
             for number, folder in enumerate(folders)
         ]
         if keys is not None:
+            bundle = read_app(app)
             for site in members:
-                assert site.key and site.name
+                assert site.key and site.name and site.approvals
                 register_site(keys, site.number, site.name, make_site_key(site.key))
+                site.approvals.add(bundle)
             Admission(commands, keys / SITES, say=lambda text: None).apply()
         nodes = {
             site.name: commands.start(*site_command(site, link), log=beside / f"{site.name}.log")

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import INFO, Formatter, StreamHandler, getLogger
 from pathlib import Path
@@ -29,6 +30,7 @@ from flwr.cli.install import install_from_fab
 from flwr.common.config import get_fused_config_from_fab
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import message_from_proto
+from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
@@ -39,21 +41,33 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
+from nufed.errors import InputError
+from nufed.flower.ops.app_bundle import bundle_digest
 from nufed.flower.ops.app_process import AppProcess, Objects, deflate
+from nufed.flower.ops.approvals import Approvals
 
 LOG = getLogger("nufed")
 DIED = "the app's process died; see the site's log"
+NOT_APPROVED = (
+    "this site has not approved the app with digest {}: review it, then run nufed federate approve "
+    "APP at the site"
+)
 MIN_PAUSE, MAX_PAUSE = 0.3, 3.0  # seconds between two polls; a SuperNode's is 3
 PAUSE_SHARE = 0.05  # of the time since the last message
 
 
 @dataclass(frozen=True)
 class Connection:
-    """What a site's process needs; paths as text. Without ``ca`` there is no encryption."""
+    """What a site's process needs; paths as text.
+
+    Without ``ca`` there is no encryption, and without ``approved``, the folder of the apps that the
+    site has approved, it runs any app.
+    """
 
     server: str
     ca: str | None
     key: str | None
+    approved: str | None
     node_config: dict[str, str | int | float]
 
 
@@ -75,9 +89,15 @@ class SiteProcess:
     """Answers the messages of a server, one at a time."""
 
     def __init__(
-        self, fleet: Fleet, apps: AppProcess, config: dict[str, str | int | float], home: Path
+        self,
+        fleet: Fleet,
+        apps: AppProcess,
+        config: dict[str, str | int | float],
+        home: Path,
+        approvals: Approvals | None = None,
     ) -> None:
         self._fleet, self._apps, self._config, self._home = fleet, apps, config, home
+        self._approvals = approvals
         self._run: tuple[int, Path, Context] | None = None  # the last message's
         self._objects: Objects = {}  # the last message's: a model that is sent again is not pulled
 
@@ -92,19 +112,29 @@ class SiteProcess:
                 time.sleep(min(max(MIN_PAUSE, PAUSE_SHARE * waited), MAX_PAUSE))
 
     def answer_next(self) -> bool:
-        """Answer a message, if there is one; a run that has ended needs no answer."""
-        try:
+        """Answer a message, if there is one; a message that can't be answered is logged."""
+        received = None
+        with suppress(RunNotRunningException):
             received = self._fleet.receive()
-            if received is None:
-                return False
+        if received is None:
+            return False
+        try:
             self._answer(*received)
         except RunNotRunningException:
             LOG.info("the run has ended; its message is ignored")
+        except Exception:
+            LOG.exception("a message could not be answered")
         return True
 
     def _answer(self, message: Message, tree: ObjectTree) -> None:
         run = message.metadata.run_id
-        folder, context = self._app_of(run)
+        try:
+            folder, context = self._app_of(run)
+        except InputError as refusal:
+            LOG.warning("%s", refusal)
+            self._fleet.confirm(run, message.metadata.message_id)
+            self._reply(*deflate(_failure(message, ErrorCode.INVALID_FAB, refusal)))
+            return
         wanted = [each.object_id for each in iterate_object_tree(tree)]
         known = {id: self._objects[id] for id in wanted if id in self._objects}
         new = [id for id in dict.fromkeys(wanted) if id not in known]
@@ -113,24 +143,34 @@ class SiteProcess:
         began = time.monotonic()
         answer = self._apps.answer(folder, context, tree, self._objects)
         if answer is None:
-            error = Error(ErrorCode.CLIENT_APP_CRASHED, f"<class 'RuntimeError'>:<'{DIED}'>")
-            answer = (*deflate(Message(error, reply_to=message)), context)
-        proto, reply_tree, objects, context = answer
+            failure = _failure(message, ErrorCode.CLIENT_APP_CRASHED, RuntimeError(DIED))
+            answer = (*deflate(failure), context)
+        proto, reply_tree, replied, context = answer
         self._run = run, folder, context
-        reply, seconds = message_from_proto(proto), time.monotonic() - began
-        ids, session = self._fleet.send(reply, reply_tree, seconds)
+        self._reply(proto, reply_tree, replied, time.monotonic() - began)
+
+    def _reply(
+        self, proto: MessageProto, tree: ObjectTree, objects: Objects, seconds: float = 0.0
+    ) -> None:
+        reply = message_from_proto(proto)
+        ids, session = self._fleet.send(reply, tree, seconds)
         push_object_contents_from_iterable(
             ((id, objects[id]) for id in ids),
-            lambda id, content: self._fleet.push_object(run, session, id, content),
+            lambda id, content: self._fleet.push_object(
+                reply.metadata.run_id, session, id, content
+            ),
         )
 
     def _app_of(self, run: int) -> tuple[Path, Context]:
-        """The installed app of a run, and the context that it left."""
+        """The installed app of a run, and the context that it left; InputError: not approved."""
         if self._run is not None and self._run[0] == run:
             return self._run[1:]
         about = self._fleet.get_run(run)
         fab = self._fleet.get_fab(about.fab_hash, run)
-        folder = install_from_fab(fab.content, self._home / fab.hash_str, skip_prompt=True)
+        digest = bundle_digest(fab.content)
+        if self._approvals is not None and not self._approvals.has(digest):
+            raise InputError(NOT_APPROVED.format(digest))
+        folder = install_from_fab(fab.content, self._home / digest, skip_prompt=True)
         context = Context(
             run_id=run,
             node_id=self._fleet.node,
@@ -171,7 +211,13 @@ def _connect(connection: Connection, apps: AppProcess) -> None:
     with http_request_response(connection.server, ca is None, ca, keys) as calls:
         fleet = Fleet(*calls)
         LOG.info("connected to %s", connection.server)
-        SiteProcess(fleet, apps, connection.node_config, home).work()
+        approvals = Approvals(Path(connection.approved)) if connection.approved else None
+        SiteProcess(fleet, apps, connection.node_config, home, approvals).work()
+
+
+def _failure(message: Message, code: int, error: Exception) -> Message:
+    """An error reply, in the form in which Flower reports exceptions."""
+    return Message(Error(code, f"{type(error)}:<'{error}'>"), reply_to=message)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

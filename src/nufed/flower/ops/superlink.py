@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,8 +88,9 @@ def start_superlink(
 
 def superlink_command(host: str, port: int, keys: Path | None) -> list[str]:
     """The command; with ``keys`` only sites with a registered key are admitted."""
-    command = ["flower-superlink", "--disable-runtime-dependency-installation"]
-    command += ["--host", host, "--port", str(port)]
+    script = str(Path(__file__).with_name("server_process.py"))
+    command = [Path(sys.executable).name, "-P", script, "--isolation", "process"]
+    command += ["--disable-runtime-dependency-installation", "--host", host, "--port", str(port)]
     if keys is None:
         return [*command, "--insecure"]
     files = {"--ssl-ca-certfile": CA, "--ssl-certfile": CERTIFICATE, "--ssl-keyfile": KEY}

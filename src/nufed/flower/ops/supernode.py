@@ -11,6 +11,8 @@ from pathlib import Path
 
 from nufed.errors import InputError, RunError
 from nufed.files import make_private
+from nufed.flower.app.site_store import default_folder
+from nufed.flower.ops.approvals import Approvals
 from nufed.flower.ops.flower_processes import flower, python_module
 from nufed.flower.ops.key_checks import check_private, link_expiry
 from nufed.flower.ops.link import Link, existing_file
@@ -28,6 +30,14 @@ class SiteOptions:
     data: Path | None = None
     folder: Path | None = None  # of its state
     epsilon: float | None = None  # its privacy budget against the server
+    any_app: bool = False  # with a key, only approved apps run unless this is set
+
+    @property
+    def approvals(self) -> Approvals | None:
+        """The apps that it may run; None: any."""
+        if self.key is None or self.any_app:
+            return None
+        return Approvals.of_site((self.folder or default_folder()).absolute())
 
     def config(self) -> dict[str, str | int | float]:
         """Its node config, which its app reads."""
@@ -65,6 +75,8 @@ def run_site(site: SiteOptions, link: Link, say: Callable[[str], None] = print) 
         make_folder(site.folder)
     for warning in link_expiry(link):
         say(warning)
+    if site.approvals and site.approvals.last() is None:
+        say("this site has approved no app, so it runs none: nufed federate approve APP")
     with flower() as commands:
         took_part = False
         while True:
@@ -82,6 +94,7 @@ def site_command(site: SiteOptions, link: Link) -> list[str]:
         "server": link.address,
         "ca": link.ca and str(link.ca),
         "key": site.key and str(site.key.absolute()),
+        "approved": site.approvals and str(site.approvals.folder),
         "node_config": site.config(),
     }
     return [*python_module("nufed.flower.ops.site_process"), json.dumps(connection)]
