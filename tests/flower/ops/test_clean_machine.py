@@ -58,7 +58,7 @@ def machine(tmp_path_factory):
         shutil.copy(file, context)
     (wheel,) = context.glob("*.whl")
     constraints = ("--constraint", context / "constraints.txt")
-    call(*pip, "download", "--dest", wheels, *constraints, f"{wheel}[flower,privacy]")
+    call(*pip, "wheel", "--wheel-dir", wheels, *constraints, f"{wheel}[flower,privacy]")
     (folder / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheels\n")
     call("debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", folder / "base")
     (folder / "policy.json").write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
