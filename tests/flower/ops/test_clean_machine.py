@@ -139,12 +139,12 @@ TRIAL = """#!/bin/bash
 exec > /trial.log 2>&1
 systemctl start nufed-server nufed-site
 for i in $(seq 120); do
-  journalctl -u nufed-server | grep -q "server is ready" && break
+  journalctl -b -u nufed-server | grep -q "server is ready" && break
   sleep 1
 done
 cd /var/lib/nufed-server
 runuser -u nufed-server -- /opt/nufed/bin/nufed federate run /srv/ours \\
-  --ca /etc/nufed-server/keys/ca.crt --out /var/lib/nufed-server/run || journalctl -u 'nufed-*'
+  --ca /etc/nufed-server/keys/ca.crt --out /var/lib/nufed-server/run || journalctl -b -u 'nufed-*'
 for unit in nufed-server nufed-site; do
   main=$(systemctl show $unit -p MainPID --value)
   grep -E "^(NoNewPrivs|Seccomp|CapBnd):" /proc/$main/status
