@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, TypeAlias
 
@@ -175,3 +175,10 @@ def _descend_part(
         if after is not own or not part.contiguous:
             part.fill(w, after)
     return w
+
+
+def with_one_step(algorithm: Algorithm) -> Algorithm:
+    """The same algorithm, with one local step per round where agents take such steps."""
+    if not isinstance(algorithm, LocalTraining):
+        return algorithm
+    return replace(algorithm, local_steps=1, local_epochs=0)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from nufed.cli.federate_monitoring import check, status
 from nufed.cli.terminal import say
 from nufed.errors import InputError
 
@@ -31,7 +32,15 @@ AllData = Annotated[
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="No encryption, no keys: this machine only.")
 ]
+LogFormat = Annotated[str, typer.Option(help="Of log lines: text or json (JSON Lines).")]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(min=1, max=65535, help="Serve metrics for Prometheus on this port of loopback."),
+]
 SERVER = "127.0.0.1:8000"
+
+federate_app.command()(check)
+federate_app.command()(status)
 
 
 @federate_app.callback()
@@ -84,13 +93,16 @@ def server(
         bool,
         typer.Option("--without-proxy", help="Listen beyond loopback without a proxy in front."),
     ] = False,
+    log_format: LogFormat = "text",
 ) -> None:
     """Run the server (Flower's SuperLink) until Ctrl-C; admits only registered sites."""
+    from nufed.flower.logs import as_format
     from nufed.flower.ops.superlink import serve
 
+    form = as_format(log_format)
     with _until_interrupted():
         options = {"insecure": insecure, "without_proxy": without_proxy}
-        serve(host, port, keys, **options, say=_say)
+        serve(host, port, keys, **options, say=_say, log_format=form)
 
 
 @federate_app.command()
@@ -109,14 +121,18 @@ def site(
     any_app: Annotated[
         bool, typer.Option("--any-app", help="Run apps that this site has not approved, too.")
     ] = False,
+    log_format: LogFormat = "text",
+    metrics_port: MetricsPort = None,
 ) -> None:
     """Run a site until Ctrl-C; with a key it runs only apps that `approve` approved."""
+    from nufed.flower.logs import as_format
     from nufed.flower.ops.link import link_to
     from nufed.flower.ops.supernode import SiteOptions, run_site
 
+    form = as_format(log_format)
     with _until_interrupted():
         run_site(
-            SiteOptions(number, key, name, data, folder, epsilon, any_app),
+            SiteOptions(number, key, name, data, folder, epsilon, any_app, form, metrics_port),
             link_to(server, ca, insecure),
             _say,
         )
@@ -150,14 +166,19 @@ def run(
     server: Server = SERVER,
     ca: Ca = None,
     insecure: Insecure = False,
+    log_format: LogFormat = "text",
+    metrics_port: MetricsPort = None,
 ) -> None:
     """Train with the sites of a server; run this on the server's machine."""
+    from nufed.flower.logs import as_format
     from nufed.flower.ops.link import link_to
-    from nufed.flower.ops.submit import run_app, run_directory
+    from nufed.flower.ops.submit import Monitoring, run_app, run_directory
 
     link = link_to(server, ca, insecure)
+    monitoring = Monitoring(as_format(log_format), metrics_port)
     with _report_interrupt():
-        say(f"report: {run_app(app, run_directory(app, out, resume), link, _say)}")
+        place = run_directory(app, out, resume)
+        say(f"report: {run_app(app, place, link, _say, monitoring)}")
 
 
 @federate_app.command()
@@ -170,15 +191,19 @@ def local(
     out: Out = None,
     resume: Resume = None,
     insecure: Insecure = False,
+    log_format: LogFormat = "text",
+    metrics_port: MetricsPort = None,
 ) -> None:
     """Start a server and all sites on this machine, train, and stop them."""
+    from nufed.flower.logs import as_format
     from nufed.flower.ops.local import run_locally, sites_of
-    from nufed.flower.ops.submit import run_directory
+    from nufed.flower.ops.submit import Monitoring, run_directory
 
     number = sites or sites_of(app)
+    watched = {"monitoring": Monitoring(as_format(log_format), metrics_port)}
     with _report_interrupt():
         place = run_directory(app, out, resume)
-        report = run_locally(app, number, place, insecure=insecure, say=_say, data=data)
+        report = run_locally(app, number, place, insecure=insecure, say=_say, data=data, **watched)
         say(f"report: {report}")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
 
-from nufed.algorithms.gmeta import GMeta, local_sgd
-from nufed.algorithms.protocol import AgentContext, Algorithm, Context, Personal, State
+from nufed.algorithms.gmeta import GMeta
+from nufed.algorithms.null_baselines import OwnModel
+from nufed.algorithms.null_baselines import local_training as training_alone
+from nufed.algorithms.protocol import Algorithm, Context, State
 from nufed.evaluate import (
     AgentScores,
     Evaluation,
@@ -17,7 +18,6 @@ from nufed.evaluate import (
 )
 from nufed.experiment.evaluation import evaluate
 from nufed.experiment.setup import Setup
-from nufed.objective import AnyObjective
 from nufed.server import Progress
 from nufed.simulation import Engine, EngineName
 from nufed.simulation.engine_kinds import STACK
@@ -31,7 +31,7 @@ def baselines(
     agents, engines = setup.evaluated[seed], setup.engines[seed]
     local, measure = local_training(setup), setup.measure
     short = replace(local, local_steps=local.local_steps // config.rounds)
-    own, own_short = _OwnModel(**vars(local)), _OwnModel(**vars(short))
+    own, own_short = OwnModel(**vars(local)), OwnModel(**vars(short))
     named = config.engine
     engine = get_engine(engines.choose(own, "auto" if named == "gram" else named, own_short))
     if "majority" in wanted:
@@ -102,26 +102,6 @@ def _groups(
         yield group
 
 
-class _OwnModel(GMeta):
-    """Evaluates the model in each agent's state."""
-
-    @property
-    def combines(self) -> Literal["elementwise", "linearly"]:
-        return "elementwise"
-
-    def agent_init(self, objective: AnyObjective, received: State) -> State:
-        return {"model": received["model"]}
-
-    def global_model(self, objective: AnyObjective, received: State) -> None:
-        return None
-
-    def personal_model(
-        self, context: AgentContext, received: State, state: State | None
-    ) -> Personal:
-        return Personal({"model": (received if state is None else state)["model"]})
-
-
 def local_training(setup: Setup) -> GMeta:
-    """SGD at one agent for all rounds at once, with the settings of the first method."""
-    own = local_sgd(next(iter(setup.algorithms.values())))
-    return replace(own, local_steps=own.local_steps * setup.config.rounds)
+    """Local training with the settings of the first method."""
+    return training_alone(next(iter(setup.algorithms.values())), setup.config.rounds)

@@ -138,6 +138,6 @@ def measured(run: Run) -> str:
         f"{config.eval_on.capitalize()} {run.measure.name} of agents' personal models after "
         f"{config.steps_shown} fine-tuning step{plural}{named} on their own training "
         f"data{', step sizes chosen on validation samples' * run.step_sizes_chosen}, "
-        f"{run.shown_round}, mean over {evaluated_agents(run)} agents seen in training"
+        f"{run.shown_round}, mean over {evaluated_agents(run)} seen in training"
         f"{f' and {seeds} seeds' if seeds > 1 else ', one seed'}."
     )

@@ -28,6 +28,7 @@ from nufed.report.tables import (
     run_name,
     without_global,
 )
+from nufed.report.traffic_tables import rounds_table, sites_table
 from nufed.runs import Run
 
 # the charts of each part of the page, by how their names begin; others come last
@@ -103,6 +104,11 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
         settings=[(run_name(run, runs), settings_table(run)) for run in runs],
         methods=methods_table(runs),
         costs=costs_table(runs),
+        traffic=[
+            (run_name(run, runs), sites, rounds)
+            for run in runs
+            if (sites := sites_table(run)) and (rounds := rounds_table(run))
+        ],
         agents=[(run_name(run, runs), agents_table(run)) for run in scored],
         failures=[line for run in runs for line in run.failures],
         unanswered=[line for run in runs for line in run.unanswered()],

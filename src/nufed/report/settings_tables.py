@@ -136,6 +136,8 @@ def samples_per_agent(run: Run) -> str:
     """The number of samples of an agent, all parts: one number, or minimum, median and maximum."""
     listed = [agent for split in run.splits.values() for agent in split.agents]
     sizes = [agent.train + agent.validation + agent.test for agent in listed]
+    if run.federated:  # sites that sent no scores have not told their number
+        sizes = [size for size in sizes if size] or [0]
     low, middle, high = min(sizes), float(np.median(sizes)), max(sizes)
     same = f"{low:,}"
     return same if low == high else f"{same} to {high:,} (median {middle:,g})"

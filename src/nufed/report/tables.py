@@ -185,12 +185,16 @@ def steps_shown(run: Run) -> str:
 
 
 def evaluated_agents(run: Run) -> str:
-    """The number of agents seen in training that are evaluated, as text."""
+    """The number of agents seen in training that are evaluated, or sites that answered, as text."""
     seen = run.agents - run.config.data.unseen_agents
     limit = run.config.eval_agents
-    return (
-        f"the {seen}" if limit is None or limit >= seen else f"a fixed sample of {limit} of {seen}"
-    )
+    if run.federated:
+        (part,) = next(iter(run.methods.values())).values()
+        answered = sum(scores.seen for scores in part.final)
+        return f"the {answered} sites that answered, of {seen}"
+    if limit is None or limit >= seen:
+        return f"the {seen} agents"
+    return f"a fixed sample of {limit} of {seen} agents"
 
 
 def newcomer_notes(runs: Sequence[Run]) -> list[tuple[str, str]]:

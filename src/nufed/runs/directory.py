@@ -29,7 +29,8 @@
     privacy.json                    of a federation with noisy updates: epsilon spent
     bounds.json, advice.json        results of `nufed bounds` and `nufed advise`, if they were run
     timing.jsonl                    wall-clock times; everything above is reproducible
-    federation.json, log.txt        of a federation: the run's identifier at its sites; a log
+    federation.json, log.txt        of a federation: the run's identifier at its sites; a log (or
+                                    log.jsonl), status.json and traffic.jsonl
     audit.jsonl                     its hash-chained audit log
     tensorboard/                    event files, with `nufed run --tensorboard`
     figures/, report.html           drawn from the files above
@@ -142,12 +143,22 @@ class RunDirectory:
         write_sealed(folder / f"seed-{seed}.json", about)
 
     def write_sites(
-        self, number: int, seen: Sequence[int], scores: Sequence[AgentScores], seed: int
+        self,
+        number: int,
+        seen: Sequence[int],
+        scores: Sequence[AgentScores],
+        seed: int,
+        names: Mapping[int, str],
     ) -> None:
-        """Instead of a split, which stays at the sites: the sample counts that they reported."""
+        """Instead of a split, which stays at the sites: the sample counts that they reported.
+
+        ``names`` are those of sites, also of such that sent no scores.
+        """
         folder = _make(self.path / "splits")
         reported = {s.agent: (s.name, s.train_samples, s.test_samples) for s in scores}
-        sites = [reported.get(agent, (str(agent), 0, 0)) for agent in range(number)]
+        sites = [
+            reported.get(agent, (names.get(agent, str(agent)), 0, 0)) for agent in range(number)
+        ]
         about = {
             "sha256": "",
             "classes": [],

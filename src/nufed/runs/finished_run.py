@@ -19,6 +19,7 @@ from nufed.runs.below_start import below_start
 from nufed.runs.bounds_record import BoundsRecord
 from nufed.runs.directory import BOUNDS, PRIVACY
 from nufed.runs.federation_records import PrivacyRecord
+from nufed.runs.federation_status import TrafficLine, read_traffic
 from nufed.runs.json_files import finite
 from nufed.runs.jumps import instability
 from nufed.runs.paired import Paired, paired_differences
@@ -112,6 +113,19 @@ class Run:
     def federated(self) -> bool:
         """Whether it was trained at sites, which keep their data and states."""
         return "flower" in self.engines.values()
+
+    def who(self, seed: int, agent: int) -> str:
+        """An agent as text: a site by its name, with its number where others have that name too."""
+        names = [listed.name for listed in self.splits[seed].agents] if seed in self.splits else []
+        if not self.federated or not 0 <= agent < len(names):
+            return f"agent {agent}"
+        name = names[agent]
+        return f"site {name}" + (f" (number {agent})" if names.count(name) > 1 else "")
+
+    def traffic(self) -> list[TrafficLine]:
+        """The requests to the sites of a federation, with their times and sizes; none of a private
+        run, whose cohorts are secret."""
+        return [] if self.config.privacy.clip is not None else read_traffic(self.path)
 
     def lines(self) -> list[Line]:
         """Lines of the results: each method by number of fine-tuning steps, then null baselines."""
@@ -233,7 +247,7 @@ class Run:
         private = self.config.privacy.clip is not None
         found = [
             f"{name}, seed {seed}"
-            + ("" if private else f", agent {r.agent}, round {line.round}")
+            + ("" if private else f", {self.who(seed, r.agent)}, round {line.round}")
             + f": {r.reason}"
             for name, part in self.methods.items()
             for seed, trained in part.items()
@@ -278,7 +292,7 @@ class Run:
     def unscored(self) -> list[str]:
         """The agents without valid scores of the final model, and why, as text."""
         return [
-            f"{name}, seed {seed}, agent {each.agent}: {each.reason}"
+            f"{name}, seed {seed}, {self.who(seed, each.agent)}: {each.reason}"
             for name, part in self.methods.items()
             for seed, trained in part.items()
             for each in (trained.metrics[-1].unscored if trained.metrics else ())

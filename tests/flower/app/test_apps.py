@@ -25,6 +25,7 @@ AGENTS, COHORT, BAD = 4, 2, 3
 DATA = [(x.astype("float32"), y) for x, y in agents_data(AGENTS)]
 TEXT = """
 name = "four"
+baselines = ["majority"]
 rounds = 3
 participation = 0.75
 eval_every = 2
@@ -70,7 +71,7 @@ def simulate(folder, *more):
     (folder / "simulated.toml").write_text("\n".join([*settings]))
     inputs, targets = (np.concatenate(part) for part in zip(*DATA, strict=True))
     owners = np.repeat([f"{i}" for i in range(AGENTS)], [len(y) for _, y in DATA])
-    given = ["engine=direct", "data.partition=given", 'baselines=["majority"]', "workers=1", *more]
+    given = ["engine=direct", "data.partition=given", "workers=1", *more]
     return nufed.run(
         folder / "simulated.toml", given, data=(inputs, targets, owners), out=folder / "sim"
     )
@@ -195,7 +196,7 @@ def test_the_report_says_what_a_lost_state_means(algorithm, tmp_path):
     start(app_of(tmp_path, text), tmp_path, tmp_path / "run", forget)
     (found,) = [w for w in load_run(tmp_path / "run").warnings() if w.about == "numbers"]
     assert found.first_round == 2 and found.count == 1
-    assert f"agent {forgotten[0]} lost its state and restarted" in found.message
+    assert f"site {forgotten[0]} lost its state and restarted" in found.message
     means = "is no longer the mean of the agents'" if algorithm == "scaffold" else "is lost"
     assert means in found.message
     assert found.message in html.unescape((tmp_path / "run" / "report.html").read_text())
@@ -311,8 +312,8 @@ def test_a_site_whose_data_does_not_match_is_excluded(tmp_path):
     )
     start(app, tmp_path, tmp_path / "run")
     page = html.unescape((tmp_path / "run" / "report.html").read_text())
-    assert "agent 0: it failed: this site's inputs have shape (4,)" in page
-    assert "agent 1: it failed: this site's targets need 4 outputs" in page
+    assert "site 0: it failed: this site's inputs have shape (4,)" in page
+    assert "site 1: it failed: this site's targets need 4 outputs" in page
 
 
 @pytest.mark.usefixtures("no_report")
@@ -358,3 +359,48 @@ def test_commands_that_need_a_federations_data_say_that_it_is_at_the_sites(tmp_p
     with pytest.raises(InputError, match="at the sites of its federation"):
         build_samples(load_run(tmp_path / "run").config.data)
     assert not (tmp_path / "simulated").exists()
+
+
+BASELINES = ["majority", "untrained", "local"]
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("validation", ["0.0", "0.25"])
+def test_sites_compute_the_null_baselines_of_the_simulation(tmp_path, validation):
+    """With validation samples also the step size of fine-tuning and of local training is chosen."""
+    named = f"baselines = {BASELINES}\ntune_local = {'true' if validation != '0.0' else 'false'}"
+    text = TEXT.replace('baselines = ["majority"]', named)
+    text = text.replace("[data]", f"[data]\nvalidation = {validation}")
+    more = [f"data.validation={validation}", f"baselines={BASELINES}".replace("'", '"')]
+    simulate(tmp_path, *more, *(["tune_local=true"] if validation != "0.0" else []))
+    start(app_of(tmp_path, text), tmp_path, tmp_path / "run")
+    right = sorted((tmp_path / "sim" / "baselines").rglob("*.json*"))
+    right = [path for path in right if path.name != "done.json"]
+    names = {str(path.relative_to(tmp_path / "sim" / "baselines")) for path in right}
+    assert {f"{name}/seed-0/agents.jsonl" for name in BASELINES} <= names
+    assert ("local/seed-0/step-sizes.json" in names) == (validation != "0.0")
+    for path in right:
+        ours = tmp_path / "run" / path.relative_to(tmp_path / "sim")
+        assert ours.read_bytes() == path.read_bytes(), path.name
+    simulated, run = (load_run(tmp_path / name) for name in ("sim", "run"))
+    one, other = ([str(row.record()) for row in each.rows()] for each in (run, simulated))
+    assert one == other  # as text: some are NaN
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_baseline_that_a_site_lacks_is_left_out(tmp_path):
+    def silent(agent, message, reply):
+        asked = message.content.get("about", {}).get("baseline")
+        return None if agent == 2 and asked == "local" else reply
+
+    text = TEXT.replace('["majority"]', str(BASELINES))
+    start(app_of(tmp_path, text), tmp_path, tmp_path / "run", silent)
+    assert load_run(tmp_path / "run").baselines.keys() == {"majority", "untrained"}
+    assert "the baseline local is left out" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_only_the_baselines_that_the_configuration_names_are_requested(tmp_path):
+    grid = start(app_of(tmp_path, TEXT.replace('["majority"]', "[]")), tmp_path, tmp_path / "run")
+    assert not load_run(tmp_path / "run").baselines
+    assert "evaluate.baseline" not in {kind for kind, _ in grid.requested}

@@ -213,7 +213,7 @@ def test_a_site_that_lost_its_state_is_named_and_reset(how, caplog):
     plan = plan_of(SCAFFOLD)
     rounds, outcome, _ = federate(plan, DATA, forget, grids.append)
     assert not any(p.rejected for p in rounds) and len(outcome.scores) == AGENTS
-    assert caplog.text.count(f"agent {BAD} lost its state and restarted") == 1
+    assert caplog.text.count(f"site {BAD} lost its state and restarted") == 1
     assert "round 2" in caplog.text
     right = broken_simulation(replace(plan, rounds=1))
     assert same(rounds[1].server, right[1].server)

@@ -12,7 +12,7 @@ from flwr.cli.config_utils import load_and_validate
 
 from flower.app.in_memory import MemoryGrid
 from nufed.errors import InputError
-from nufed.flower.app.ray_simulation import load_app
+from nufed.flower.app.load_app import load_app
 from nufed.flower.ops.new_app import new_app
 from nufed.runs import load_run
 

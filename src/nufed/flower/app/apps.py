@@ -59,7 +59,8 @@ class App:
         def main(grid: Grid, context: Context) -> None:
             configured = str(context.run_config.get("out", ""))
             place = out or (Path(configured) if configured else None)
-            train_federation(self.plan(), self.checked, grid, place)
+            form = str(context.run_config.get("log-format", "text"))
+            train_federation(self.plan(), self.checked, grid, place, form)
 
         app.main()(main)
         return app
@@ -83,7 +84,7 @@ class App:
                 **update,
                 "data": data,
                 "model": config.model.model_copy(update=model),
-                "baselines": ["majority"] if config.federation.classes else [],
+                "baselines": _baselines(config),
             }
         )
 
@@ -117,6 +118,8 @@ class App:
             wait=config.federation.wait,
             like=like,
             privacy=_privacy(config.privacy),
+            baselines=tuple(config.baselines),
+            tune_local=config.tune_local,
         )
 
 
@@ -182,6 +185,13 @@ def _rules(config: Config) -> Rules:
 
 def _privacy(config: PrivacyConfig) -> Privacy | None:
     return None if config.clip is None else Privacy(**dict(config))
+
+
+def _baselines(config: Config) -> list[str]:
+    """The null baselines that sites can score."""
+    if config.privacy.clip is not None and not config.privacy.scores:
+        return []
+    return [name for name in config.baselines if name != "majority" or config.federation.classes]
 
 
 def _named(metric: Metric) -> Measure:

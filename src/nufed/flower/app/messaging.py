@@ -6,8 +6,9 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from threading import Thread
+from typing import TypeAlias
 
 import httpx
 from flwr.app import Message, MessageType, RecordDict
@@ -30,6 +31,7 @@ NOT_SENT = "the request could not be sent to it"
 MAX_REASON = 500  # characters kept of a site's error message
 POLL_INTERVAL = 0.25  # seconds
 QUERY_TTL = 24 * 3600.0  # seconds
+OnReply: TypeAlias = Callable[[int, RecordDict | str], None]
 TTL_MARGIN = 60.0  # seconds that Flower keeps a message beyond the deadline: clocks differ
 
 
@@ -40,12 +42,19 @@ def request(
     seconds: float,
     authentication: Authentication,
     limit: ReplyLimit,
+    on_reply: OnReply = lambda node, reply: None,
 ) -> dict[int, RecordDict | str]:
-    """Every node's authenticated reply within the deadline, or the reason why there is none."""
+    """Every node's authenticated reply within the deadline, or the reason why there is none.
+
+    ``on_reply`` is called with a node and its reply, or that reason, as soon as it is known.
+    """
     requests = Requests(grid, authentication, limit)
-    replies: dict[int, RecordDict | str] = dict.fromkeys(contents, TOO_LATE)
-    replies |= dict.fromkeys(requests.send(kind, contents, seconds + TTL_MARGIN), NOT_SENT)
-    return replies | requests.replies(seconds)
+    silent = dict.fromkeys(requests.send(kind, contents, seconds + TTL_MARGIN), NOT_SENT)
+    replies = requests.replies(seconds, on_reply)
+    silent |= dict.fromkeys(contents.keys() - replies.keys() - silent.keys(), TOO_LATE)
+    for node, reason in silent.items():
+        on_reply(node, reason)
+    return {**silent, **replies}
 
 
 class Requests:
@@ -74,7 +83,9 @@ class Requests:
         self._pending |= sent
         return contents.keys() - set(sent.values())
 
-    def replies(self, seconds: float) -> dict[int, RecordDict | str]:
+    def replies(
+        self, seconds: float, on_reply: OnReply = lambda node, reply: None
+    ) -> dict[int, RecordDict | str]:
         """The replies received so far or within the timeout."""
         found: dict[int, RecordDict | str] = {}
         end = time.monotonic() + seconds
@@ -85,6 +96,7 @@ class Requests:
                     self._polls[message_id] = poll
                 elif poll.found is not None:
                     found[node] = self._accepted(node, message_id, poll.found)
+                    on_reply(node, found[node])
                     del self._pending[message_id]
             if not self._pending or time.monotonic() > end:
                 break
@@ -186,6 +198,7 @@ class Roster:
         self._queried_at: dict[int, float] = {}
         self.nodes: dict[int, int] = {}
         self.names: dict[int, str] = {}
+        self.on_refresh: Callable[[], None] = lambda: None
 
     def refresh(self) -> None:
         """Query new nodes and re-query those that timed out; late replies are accepted."""
@@ -206,6 +219,7 @@ class Roster:
         for node, reply in replies.items():
             self._claims[node] = self._claim(node, reply)
         self._assign(replies)
+        self.on_refresh()
 
     def _forget_unregistered(self) -> None:
         """After a change of the registry, query all nodes again whose site it does not confirm."""

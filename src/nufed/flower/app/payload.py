@@ -23,6 +23,7 @@ from nufed.flower.app.versions import VERSION, works_with
 from nufed.server.checks import Unreadable
 
 ARRAYS, ABOUT, SCORES, RELEASE = "arrays", "about", "scores", "release"
+BASELINE = "baseline"  # the action of a message that asks for the scores of a null baseline
 KEEP = "keep"  # the action of a message on which a site writes its personal model
 STORED_AS = "numpy.ndarray"
 DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}

@@ -46,6 +46,8 @@ class Plan:
             needs; also the timeout of a new site's identification.
         like: an example sample that all sites' data must match; None: not checked.
         privacy: clipping and noise applied at the sites; None: none.
+        baselines: null baselines to evaluate at the end.
+        tune_local: whether the step size of the baseline ``local`` is chosen on validation samples.
     """
 
     algorithm: Algorithm
@@ -69,6 +71,8 @@ class Plan:
     wait: float = 60.0
     like: Samples | None = None
     privacy: Privacy | None = None
+    baselines: tuple[str, ...] = ()
+    tune_local: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("agents", 1), ("rounds", 0), ("eval_steps", 0), ("threads", 1)):

@@ -5,9 +5,7 @@ nufed's simulator is much faster and bit-identical; this is for testing an app a
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,8 +14,7 @@ from typing import Any
 
 from flwr.simulation import run_simulation
 
-from nufed.errors import InputError
-from nufed.flower.app.apps import App
+from nufed.flower.app.load_app import load_app
 from nufed.flower.app.site import PARTITION_ID, Load
 
 RAY = {
@@ -56,19 +53,3 @@ def _from(load: Load, data: str) -> Load:
         return load({**site, "data": data.replace("{number}", str(site[PARTITION_ID]))})
 
     return load_numbered
-
-
-def load_app(folder: Path) -> App:
-    """The federation defined in a directory's app.py."""
-    if not (folder / "app.py").is_file():
-        raise InputError(f"{folder} is not an app directory: it has no app.py")
-    sys.path.insert(0, str(folder.resolve()))
-    try:
-        found = importlib.import_module("app").federation
-    except Exception as error:  # any error in the user's files
-        raise InputError(
-            f"{folder / 'app.py'} can't be imported ({type(error).__name__}: {error})"
-        ) from error
-    if not isinstance(found, App):
-        raise InputError(f"{folder / 'app.py'}: `federation` must be a nufed.flower.App")
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,35 +14,21 @@ from nufed.algorithms.protocol import AgentUpdate, Cost, State
 from nufed.data import ScoredOn
 from nufed.errors import RunError, UpdateError, shown
 from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
-from nufed.files import sha256, tensor_pieces
 from nufed.flower.app.authentication import Authentication
+from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.exclusions import Exclusions
-from nufed.flower.app.messaging import LOG, Roster, request
-from nufed.flower.app.payload import KEEP, PayloadError, content, read_update
+from nufed.flower.app.messaging import LOG, Roster
+from nufed.flower.app.monitor import OFFLINE, Monitor
+from nufed.flower.app.outcome import Outcome
+from nufed.flower.app.payload import BASELINE, KEEP, PayloadError, content, read_update
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.plausibility import implausible
 from nufed.flower.app.privacy_account import Account
-from nufed.flower.app.refusals import Refusals
+from nufed.flower.app.refusals import site_label
 from nufed.flower.app.score_payload import read_scores
+from nufed.flower.app.site_baselines import LOCAL, UNTRAINED, baselines
 from nufed.runs.audit_log import Audit, not_audited
 from nufed.server import Attempts, Progress, QuorumError, close_round, to_send, update_norm
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Every site's scores of a model; ``missing`` are the sites without usable scores, and why.
-
-    ``majority`` are the scores of always predicting a site's most frequent class (classification).
-    """
-
-    evaluation: Evaluation
-    missing: tuple[UpdateError, ...] = ()
-    majority: tuple[AgentScores, ...] = ()
-
-    @property
-    def scores(self) -> list[AgentScores]:
-        """With the step size of fine-tuning as trained."""
-        return self.evaluation.as_trained
 
 
 class Server:
@@ -59,6 +44,7 @@ class Server:
         sites: the registry of sites, whose keys must sign all replies; None: no signatures.
         audit: writes an event to the audit log.
         exclusions: agents that are not sent requests; those found to need it are added.
+        monitor: records what the server sees of its sites.
 
     ``account`` is the privacy account, if the plan has privacy.
     """
@@ -74,19 +60,26 @@ class Server:
         sites: Path | None = None,
         audit: Audit = not_audited,
         exclusions: Exclusions | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self._on_doubt, self._audit = on_doubt, audit
-        self._plan, self._grid, self._run = plan, grid, run
+        self._plan, self._run = plan, run
         self._cohort_seed = plan.seed if cohort_seed is None else cohort_seed
         self._exclusions = exclusions or Exclusions()
         self._roster = Roster(grid, plan, Authentication(sites), audit)
-        self._refusals = Refusals(plan)
+        self._monitor = monitor or Monitor(plan)
+        self._exchange = Exchange(grid, plan, self._roster, self._exclusions, self._monitor, audit)
         ledger = None if notes is None else notes.get("ledger", "missing")
         self.account = (
             Account(plan.privacy, len(plan.seen), plan.cohort, ledger) if plan.privacy else None
         )
         # the last round in which an agent's update was accepted
         self._taken = _read_taken((notes or {}).get("taken", {}))
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of the sites that were connected."""
+        return dict(self._roster.names)
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -99,6 +92,7 @@ class Server:
         plan = self._plan
         self._roster.gather()
         progress = start or Progress(0, plan.start())
+        self._monitor.begins(progress)
         yield progress
         while progress.round < plan.rounds:
             attempts = Attempts(
@@ -112,6 +106,7 @@ class Server:
                 with attempts.quorum():
                     progress = attempts.accepted(self._attempt(progress, cohort))
                     break
+            self._monitor.closes(progress)
             yield progress
 
     def _attempt(self, before: Progress, cohort: list[int]) -> Progress:
@@ -177,7 +172,8 @@ class Server:
     def _name_restarted(self, round: int, agents: Iterable[int]) -> None:
         for agent in agents:
             lost = self._plan.algorithm.lost_state
-            message = f"agent {agent} lost its state and restarted from the initial one: {lost}"
+            who = site_label(agent, self._roster.names)
+            message = f"{who} lost its state and restarted from the initial one: {lost}"
             LOG.warning("round %d: %s", round, message)
             if self._on_doubt:
                 self._on_doubt(round, message)
@@ -212,6 +208,15 @@ class Server:
         )
         return Outcome(evaluation, tuple(missing), tuple(majority))
 
+    def baselines(self, progress: Progress, agents: Sequence[int]) -> dict[str, Evaluation]:
+        """The null baselines that these agents' sites compute, without those that any lacks."""
+
+        def ask(name: str, scales: Sequence[float], part: ScoredOn) -> list[list[AgentScores]]:
+            asked = [each for each in agents if part != "validation" or each in self._plan.seen]
+            return self._scores(progress, asked, scales, part, diverged=True, baseline=name)[0]
+
+        return baselines(self._plan, ask, agents)
+
     def keep_personal_models(self, progress: Progress, scale: float = 1.0) -> None:
         """Have every site write its personal model, as results show it; sites send nothing back.
 
@@ -221,7 +226,8 @@ class Server:
         replies, _ = self._request(kind, progress.server, progress.round, agents, scales=[scale])
         for agent, reply in replies.items():
             if isinstance(reply, str):
-                LOG.warning("agent %d did not confirm its personal model: %s", agent, reply)
+                who = site_label(agent, self._roster.names)
+                LOG.warning("%s did not confirm its personal model: %s", who, reply)
 
     def _scores(
         self,
@@ -230,16 +236,27 @@ class Server:
         scales: Sequence[float],
         part: ScoredOn,
         diverged: bool,
+        baseline: str = "",
     ) -> tuple[list[list[AgentScores]], list[UpdateError], list[AgentScores]]:
-        """These agents' scores by scale, agents without any and why, and majority-class scores."""
+        """These agents' scores by scale, agents without any and why, and majority-class scores.
+
+        With ``baseline`` they are those of a null baseline. Local training takes as long as all
+        rounds, and so does its deadline.
+        """
         plan, k = self._plan, progress.round
+        kind, deadline = MessageType.EVALUATE, plan.deadline
         sent = to_send(plan.algorithm, progress.server)
         has_global = plan.algorithm.global_model(plan.objective, sent) is not None
         options: dict[str, Any] = {"scales": list(scales), "part": part}
+        if baseline:
+            kind, has_global = f"{kind}.{BASELINE}", baseline == UNTRAINED
+            options["baseline"] = baseline
+            if baseline == LOCAL:
+                deadline += len(scales) * plan.rounds * self._exchange.longest
         replies, offline = self._request(
-            MessageType.EVALUATE, progress.server, k, agents, **options
+            kind, progress.server, k, agents, deadline=deadline, **options
         )
-        missing = [UpdateError(agent, k, "its site is offline") for agent in offline]
+        missing = [UpdateError(agent, k, OFFLINE) for agent in offline]
         scores: list[list[AgentScores]] = [[] for _ in scales]
         majority: list[AgentScores] = []
         for agent, reply in replies.items():
@@ -265,10 +282,17 @@ class Server:
         for error in missing:
             LOG.warning("scores left out: %s", error)
         self._audit_left_out("scores", k, missing)
+        self._monitor.leaves_out(missing)
         return scores, missing, majority
 
     def _request(
-        self, kind: str, server: State, round: int, agents: Iterable[int], **more: Any
+        self,
+        kind: str,
+        server: State,
+        round: int,
+        agents: Iterable[int],
+        deadline: float | None = None,
+        **more: Any,
     ) -> tuple[dict[int, RecordDict | str], list[int]]:
         """The replies of these agents, in their order, and the agents whose site is offline.
 
@@ -282,9 +306,8 @@ class Server:
         if offline:
             LOG.warning("round %d: the sites of agents %s are offline", round, offline)
         sent = to_send(self._plan.algorithm, server)
-        online = {agent: node for agent, node in nodes.items() if node is not None}
         contents = {
-            node: content(
+            agent: content(
                 sent,
                 run=self._run,
                 agent=agent,
@@ -293,21 +316,13 @@ class Server:
                 released=self.account.released_by(agent) if self.account else 0,
                 **more,
             )
-            for agent, node in online.items()
+            for agent, node in nodes.items()
+            if node is not None
         }
-        what = {"what": kind, "round": round}
-        self._audit("asked", **what, sites=list(online), vectors_sha256=sha256(tensor_pieces(sent)))
-        plan, authentication = self._plan, self._roster.authentication
         if self.account and kind == MessageType.TRAIN:
-            self.account.requested(online)
-        found = request(self._grid, kind, contents, plan.deadline, authentication, plan.reply_limit)
-        replies = {agent: found[node] for agent, node in online.items()}
-        answered = [agent for agent, reply in replies.items() if isinstance(reply, RecordDict)]
-        self._audit("answered", **what, sites=answered)
-        self._exclusions.note(round, replies, self._roster.names)
-        self._refusals.note(replies)
-        self._refusals.check(self._roster.names)
-        replies |= excluded
+            self.account.requested(contents)
+        seconds = deadline or self._plan.deadline
+        replies = self._exchange.ask(kind, round, sent, contents, seconds) | excluded
         return {agent: replies[agent] for agent in agents if agent in replies}, offline
 
     def _audit_left_out(self, what: str, round: int, errors: Sequence[UpdateError]) -> None:

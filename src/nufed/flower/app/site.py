@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ from nufed.errors import InputError, TrainingError, require, shown
 from nufed.flower.app.epsilon import is_positive
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.site_store import SiteRecord, default_folder, load_record
+from nufed.flower.logs import event
 
 LOG = logging.getLogger("nufed")
 PARTITION_ID = "partition-id"
@@ -29,6 +30,7 @@ class Site:
     plan: Plan
     config: Mapping[str, Any]
     load: Load
+    notes: dict[str, Any] = field(default_factory=dict)  # for its activity record
 
     @cached_property
     def agent(self) -> int:
@@ -94,6 +96,11 @@ class Site:
             test=plan.test,
             name=self.name,
         )
+        parts = {"training": split.train, "validation": split.validation, "test": split.test}
+        sizes = {part: len(rows[self.agent]) for part, rows in parts.items()}
+        self.notes["samples"] = sizes
+        listed = ", ".join(f"{size} {part}" for part, size in sizes.items() if size)
+        event("data loaded: %d samples (%s)", len(samples), listed, event="data loaded", **sizes)
         return Federation(samples, split, plan.small_agents, plan.scored_on)
 
     @cached_property
@@ -103,12 +110,17 @@ class Site:
         self.plan.check_data(samples)
         return samples
 
+    def read(self) -> Samples:
+        """This site's data, not compared with the federation's; any error is raised."""
+        classes = self.plan.like.classes if self.plan.like else ()
+        samples = as_samples(self.load(self.config), classes)
+        samples.check_finite(self.plan.objective.dtype)
+        return samples
+
     def _load(self) -> Samples:
-        """This site's data; details of an error are logged at the site only."""
+        """The same; details of an error are logged at the site only."""
         try:
-            classes = self.plan.like.classes if self.plan.like else ()
-            samples = as_samples(self.load(self.config), classes)
-            samples.check_finite(self.plan.objective.dtype)
+            samples = self.read()
             for sentence in scale_warnings(samples, input_ranges(samples)):
                 LOG.warning("at this site, %s", sentence)
             return samples

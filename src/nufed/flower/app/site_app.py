@@ -17,8 +17,11 @@ from nufed.algorithms.protocol import AgentContext, AgentResult, State
 from nufed.errors import InputError, TrainingError, shown, visible
 from nufed.evaluate import evaluate_agent, majority_class
 from nufed.files import sha256
+from nufed.flower.app.activity import observed
 from nufed.flower.app.authentication import signed
+from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.payload import (
+    BASELINE,
     KEEP,
     RELEASE,
     SAME,
@@ -35,6 +38,7 @@ from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Privacy, check_release, protect
 from nufed.flower.app.score_payload import read_part, read_scales, scores_content
 from nufed.flower.app.site import Load, Site
+from nufed.flower.app.site_baselines import baseline_scores
 from nufed.flower.app.site_store import Release, load_record, save_record
 from nufed.flower.app.versions import VERSION, works_with
 from nufed.objective.threads import torch_threads
@@ -64,7 +68,7 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
                 made = plan()
                 with torch_threads(made.threads):
                     site = Site(made, context.node_config, load)
-                    reply = respond(site, message.content)
+                    reply = observed(site, message, respond)
                     if site.key is not None:
                         reply = signed(reply, message.metadata.message_id, site.key)
             except InputError:  # by this class the server knows that a retry does not help
@@ -84,6 +88,7 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
     app.train()(handler(_train))
     app.evaluate()(handler(_evaluate))
     app.evaluate(KEEP)(handler(_keep_personal_model))
+    app.evaluate(BASELINE)(handler(_baseline))
     return app
 
 
@@ -157,6 +162,8 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
         LOG.exception("this site's data can't be used")
         raise InputError("its data can't be used; see the site's log") from None
     release = last.after(digest, protect(result.vectors, task.received, privacy), result.cost)
+    released = release.before + release.count
+    site.notes["epsilon"] = server_epsilon(privacy.noise, released, privacy.delta)
     save_record(task.file, replace(record, release=release))
     return release
 
@@ -179,7 +186,21 @@ def _evaluate(site: Site, request: RecordDict) -> RecordDict:
         scales=read_scales(task.more["scales"]),
         context=plan.context(0),
     )
+    if task.more["part"] == plan.scored_on:
+        score = scores[0].score[plan.personal_steps]
+        site.notes.update(score=score, measure=plan.measure.name)
     # where scores are per class
+    majority = majority_class(federation, site.agent, 0) if scores[0].balanced else None
+    return scores_content(scores, majority, task.round)
+
+
+def _baseline(site: Site, request: RecordDict) -> RecordDict:
+    task = _read_task(site, request, "scales", "part", "baseline")
+    if not site.plan.sends_scores:
+        raise TrainingError("this site sends no scores: privacy.scores is false")
+    part, scales = read_part(task.more["part"]), read_scales(task.more["scales"])
+    scores = baseline_scores(site, task.more["baseline"], scales, part)
+    federation = site.federation.scoring(part)
     majority = majority_class(federation, site.agent, 0) if scores[0].balanced else None
     return scores_content(scores, majority, task.round)
 

@@ -6,12 +6,9 @@ was killed: started again with the same directory, it resumes from the last chec
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +21,13 @@ from nufed.files import cannot_write, locked, read_sealed, sha256_of, write_seal
 from nufed.flower.app.authentication import registry_file
 from nufed.flower.app.exclusions import Exclusions
 from nufed.flower.app.messaging import LOG
+from nufed.flower.app.monitor import Monitor
+from nufed.flower.app.outcome import Outcome
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import check_plan
-from nufed.flower.app.server_app import Outcome, Server
+from nufed.flower.app.server_app import Server
 from nufed.flower.app.versions import VERSION
+from nufed.flower.logs import event, log_to
 from nufed.objective.threads import torch_threads
 from nufed.runs import RunDirectory
 from nufed.runs.audit_log import AUDIT, AuditLog
@@ -43,7 +43,9 @@ from nufed.server import Progress
 FEDERATION = "federation.json"  # the run's id, its configuration's digest, a secret seed
 
 
-def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -> Path:
+def train_federation(
+    plan: Plan, config: Config, grid: Grid, out: Path | None, log_format: str = "text"
+) -> Path:
     """Train and evaluate over the sites that a grid reaches; returns the run directory.
 
     Args:
@@ -52,6 +54,7 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
         grid: reaches the sites.
         out: the run directory; a run that exists there is resumed. By default the next free
             ``runs/NAME-001``.
+        log_format: of the log in it: "text" or "json".
     """
     if plan.privacy:
         check_plan(plan.privacy, len(plan.seen), plan.cohort, plan.rounds)
@@ -60,7 +63,7 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
     if resuming:
         directory.existing()
     (method,) = config.algorithms()
-    with torch_threads(plan.threads), locked(directory.path), _log_to(directory.path / "log.txt"):
+    with torch_threads(plan.threads), locked(directory.path), log_to(directory.path, log_format):
         audit = _open_audit_log(directory, config, plan, resuming)
         try:
             identity = (
@@ -74,7 +77,9 @@ def train_federation(plan: Plan, config: Config, grid: Grid, out: Path | None) -
                 _record_resumed(directory, config)
             if not files.is_done(plan.rounds):
                 began = time.perf_counter()
-                _train(plan, config, grid, identity, directory, files, audit)
+                monitor = Monitor(plan, config.name, directory.path)
+                with monitor.running():
+                    _train(plan, config, grid, identity, directory, files, audit, monitor)
                 seconds = time.perf_counter() - began
                 directory.write_timing(method=method, seed=plan.seed, seconds=seconds)
             from nufed.report.finish import finish  # it takes a moment to import
@@ -164,6 +169,7 @@ def _train(
     directory: RunDirectory,
     files: PartFiles,
     audit: AuditLog,
+    monitor: Monitor,
 ) -> None:
     """Train the remaining rounds, each recorded and checkpointed before the next starts."""
     if plan.privacy:
@@ -188,6 +194,7 @@ def _train(
             registry_file(),
             audit.write,
             Exclusions(directory.path),
+            monitor,
         )
         if start:
             LOG.info("training resumes after round %d", start.round)
@@ -203,6 +210,7 @@ def _train(
                     outcome = server.evaluate(progress, chooses(plan.eval_lr, last))
                     line |= _evaluation(outcome, plan)
                 recorder.record(progress, line, checkpoint=True, notes=server.notes)
+                monitor.records(progress, line.get("epsilon"))
                 _log_round(plan, config, progress, outcome, line.get("epsilon"))
         finally:  # also record what a training that failed has spent
             if server.account:
@@ -232,21 +240,26 @@ def _log_round(
     size = len(progress.cohort)
     accepted = size - len(progress.dropped) - len({r.agent for r in progress.rejected})
     parts = [f"round {progress.round} of {plan.rounds}"]
+    fields: dict[str, Any] = {"round": progress.round, "rounds": plan.rounds}
     if size:
+        fields |= {"accepted": accepted, "asked": size}
         parts.append(f"{accepted} of {size} sites")
     if outcome and outcome.scores:
         (method,) = config.algorithms()
         steps = config.steps_of(method)[0]
         final = outcome.evaluation.chosen or outcome.scores
         found = summarise(final, steps, plan.measure)
+        fields |= {"measure": plan.measure.name, "score": found.mean, "scored": found.agents}
         shared = "" if final[0].global_score is None else f"global {found.global_mean:.3f}, "
         parts.append(f"{plan.measure.name} {shared}personal {found.mean:.3f} after {steps} steps")
+        parts.append(f"mean over {found.agents} of {plan.agents} sites")
     if epsilon:
         parts.append(
             f"epsilon {epsilon['released']:.4g} of the released model and "
             f"{epsilon['server']:.4g} against the server"
         )
-    LOG.info(", ".join(parts))
+        fields["epsilon"] = epsilon
+    event("%s", ", ".join(parts), event="round", **fields)
 
 
 def _finish(
@@ -262,29 +275,12 @@ def _finish(
         reasons = "; ".join(str(error) for error in outcome.missing)
         raise TrainingError(f"no site sent usable scores: {reasons}")
     server.keep_personal_models(progress, outcome.evaluation.scale(plan.personal_steps))
-    directory.write_sites(plan.agents, plan.seen, outcome.scores, plan.seed)
-    if outcome.majority and len(outcome.majority) == len(outcome.scores):
-        folder = directory.part("baselines", "majority", plan.seed)
-        PartFiles(folder, recorder.files.belongs_to).finish_baseline(
-            plan.rounds, Evaluation(list(outcome.majority))
-        )
+    directory.write_sites(plan.agents, plan.seen, outcome.scores, plan.seed, server.names)
+    found = server.baselines(progress, [scores.agent for scores in outcome.scores])
+    if "majority" in plan.baselines and len(outcome.majority) == len(outcome.scores):
+        found["majority"] = Evaluation(list(outcome.majority))
+    for name, evaluation in found.items():
+        folder = directory.part("baselines", name, plan.seed)
+        files = PartFiles(folder, recorder.files.belongs_to)
+        files.finish_baseline(plan.rounds, evaluation)
     recorder.finish(outcome.evaluation, progress)
-
-
-@contextmanager
-def _log_to(path: Path) -> Iterator[None]:
-    """Also write the log to a file."""
-    try:
-        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    before = LOG.level
-    LOG.addHandler(handler)
-    LOG.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        LOG.setLevel(before)
-        LOG.removeHandler(handler)
-        handler.close()

@@ -16,6 +16,8 @@
     app_process.py       forks a process of its app for every message
     submit.py            submits an app, follows its log, reports its outcome
     local.py             server and sites on this machine, with one command
+    status.py            the status of a run, as text
+    metrics.py           metrics for Prometheus, on loopback
     new_app.py           a new app directory from the template
 
 `flwr` is run as a command; the processes of server and sites use Flower's library.

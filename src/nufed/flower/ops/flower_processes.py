@@ -10,13 +10,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from threading import Thread
 from types import FrameType
+from typing import IO, TypeAlias
 
 from nufed.errors import InputError, RunError
 
 BIN = Path(sys.executable).parent
+Relay: TypeAlias = Callable[[str], str | None]
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 # prctl(PR_SET_PDEATHSIG): the kernel terminates the command if this process dies, even by SIGKILL.
 LAUNCH = (
@@ -43,23 +46,30 @@ class Flower:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, *command: str, log: Path | None = None, more: Mapping[str, str] | None = None
+        self,
+        *command: str,
+        log: Path | None = None,
+        more: Mapping[str, str] | None = None,
+        relay: Relay | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command; its output is shown, or appended to ``log``.
 
-        ``more`` is added to its environment.
+        ``more`` is added to its environment. ``relay`` changes every line of its output; None
+        leaves the line out.
         """
         launcher = [sys.executable, "-I", "-S", "-c", LAUNCH]
         with (log or Path(os.devnull)).open("ab") as file:
             process = subprocess.Popen(
                 [*launcher, str(BIN / command[0]), *command[1:]],
                 stdin=subprocess.DEVNULL,
-                stdout=file if log else None,
-                stderr=subprocess.STDOUT if log else None,
+                stdout=subprocess.PIPE if relay else file if log else None,
+                stderr=subprocess.STDOUT if log or relay else None,
                 env={**self._environment, **(more or {})},
                 start_new_session=True,  # only this process gets Ctrl-C; it ends the others
             )
         self._started.append(process)
+        if relay:
+            Thread(target=_pass_on, args=(process.stdout, log, relay), daemon=True).start()
         return process
 
     def call(self, *command: str, seconds: float = 300) -> tuple[int, str]:
@@ -149,6 +159,16 @@ def free_ports(number: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
+
+
+def _pass_on(output: IO[bytes], log: Path | None, relay: Relay) -> None:
+    """Pass the lines of a process on until it ends; it must never wait for a full pipe."""
+    with output, log.open("a", encoding="utf-8") if log else nullcontext(sys.stdout) as file:
+        for raw in output:
+            line = relay(raw.decode("utf-8", "replace"))
+            if line is not None:
+                with suppress(OSError, ValueError):  # nobody reads it, or the disk is full
+                    print(line, file=file, flush=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

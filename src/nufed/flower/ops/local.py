@@ -12,13 +12,20 @@ from nufed.flower.ops.approvals import read_app
 from nufed.flower.ops.flower_processes import flower, free_ports
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.registration import register_site
-from nufed.flower.ops.submit import Say, check_app, follow
+from nufed.flower.ops.submit import Monitoring, Say, check_app, follow
 from nufed.flower.ops.superlink import start_superlink
 from nufed.flower.ops.supernode import SiteOptions, make_folder, site_command
 
 
 def run_locally(
-    app: Path, sites: int, out: Path, *, insecure: bool, say: Say, data: str | None = None
+    app: Path,
+    sites: int,
+    out: Path,
+    *,
+    insecure: bool,
+    say: Say,
+    data: str | None = None,
+    monitoring: Monitoring = Monitoring(),
 ) -> Path:
     """Run an app with a SuperLink and sites as local processes; returns the path of the report.
 
@@ -37,7 +44,14 @@ def run_locally(
         _, link = start_superlink(commands, "127.0.0.1", port, keys, log=beside / "superlink.log")
         link.connect(commands)
         members = [
-            SiteOptions(number, keys and keys / folder.name, folder.name, files[number], folder)
+            SiteOptions(
+                number,
+                keys and keys / folder.name,
+                folder.name,
+                files[number],
+                folder,
+                log_format=monitoring.log_format,
+            )
             for number, folder in enumerate(folders)
         ]
         if keys is not None:
@@ -61,7 +75,7 @@ def run_locally(
         resume = f"nufed federate local {app} --resume {out}" + (
             f" --data '{data}'" if data else ""
         )
-        return follow(commands, app, out, say, resume, on_poll)
+        return follow(commands, app, out, say, resume, on_poll, monitoring)
 
 
 def data_of(data: str | None, number: int) -> Path | None:

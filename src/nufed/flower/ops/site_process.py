@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from logging import INFO, Formatter, StreamHandler, getLogger
+from logging import getLogger
 from pathlib import Path
 from types import FrameType
 
@@ -42,6 +42,7 @@ from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
 from nufed.errors import InputError
+from nufed.flower.logs import log_to_stderr
 from nufed.flower.ops.app_bundle import bundle_digest
 from nufed.flower.ops.app_process import AppProcess, Objects, deflate
 from nufed.flower.ops.approvals import Approvals
@@ -185,10 +186,7 @@ class SiteProcess:
 def main() -> None:
     """Connect, and work until the connection ends."""
     connection = Connection(**json.loads(sys.argv[1]))
-    handler = StreamHandler()
-    handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
-    LOG.addHandler(handler)
-    LOG.setLevel(INFO)
+    log_to_stderr(connection.node_config.get("log-format", "text"))
     signal.signal(signal.SIGTERM, _interrupt)
     apps = AppProcess()
     try:

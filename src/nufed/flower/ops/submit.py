@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+import tomllib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from nufed.errors import InputError, RunError, TrainingError
+from nufed.flower.logs import LOG_FILES, LogFormat
 from nufed.flower.ops.flower_processes import Flower, flower
 from nufed.flower.ops.key_checks import link_expiry
 from nufed.flower.ops.link import NAME, Link, flwr_json
+from nufed.flower.ops.prometheus import run_metrics, serving
 from nufed.flower.ops.supernode import quoted
 from nufed.runs.directory import RunDirectory
+from nufed.runs.federation_status import read_status
 from nufed.runs.json_files import check_entries, read_record
 from nufed.runs.records import Failure
 
@@ -22,14 +27,24 @@ class Stopped(KeyboardInterrupt):
     """The run was stopped by Ctrl-C or SIGTERM; the message says how to resume."""
 
 
-def run_app(app: Path, out: Path, link: Link, say: Say) -> Path:
+@dataclass(frozen=True)
+class Monitoring:
+    """How a run is watched: the format of its log, and the loopback port of its metrics, if any."""
+
+    log_format: LogFormat = "text"
+    metrics_port: int | None = None
+
+
+def run_app(
+    app: Path, out: Path, link: Link, say: Say, monitoring: Monitoring = Monitoring()
+) -> Path:
     """Run an app on a federation; returns the path of the report, or raises with the reason."""
     for warning in link_expiry(link):
         say(warning)
     with flower() as commands:
         link.connect(commands)
         resume_command = f"nufed federate run {app} --resume {out} {link.options}"
-        return follow(commands, app, out, say, resume_command)
+        return follow(commands, app, out, say, resume_command, monitoring=monitoring)
 
 
 def run_directory(app: Path, out: Path | None, resume: Path | None) -> Path:
@@ -64,12 +79,31 @@ def follow(
     say: Say,
     resume_command: str,
     on_poll: Callable[[], None] = lambda: None,
+    monitoring: Monitoring = Monitoring(),
 ) -> Path:
     """Run an app on the connected SuperLink, following its log.
 
     ``resume_command`` is the command that resumes it; ``on_poll`` is called while it runs.
     """
-    log, place = Tail(out / "log.txt"), f"out={quoted(str(out.resolve()), '--out')}"
+    with serving(monitoring.metrics_port, lambda: run_metrics(read_status(out))):
+        return _follow(commands, app, out, say, resume_command, on_poll, monitoring.log_format)
+
+
+def _follow(
+    commands: Flower,
+    app: Path,
+    out: Path,
+    say: Say,
+    resume_command: str,
+    on_poll: Callable[[], None],
+    log_format: LogFormat,
+) -> Path:
+    log = Tail(out / LOG_FILES[log_format])
+    show = say if log_format == "text" else print  # JSON lines on standard output
+    place = f"out={quoted(str(out.resolve()), '--out')}"
+    if log_format != "text":
+        check_option(app, "log-format")
+        place += f" log-format={quoted(log_format, '--log-format')}"
     old = failures(out)
     try:
         run = flwr_json(commands, "run", str(app), NAME, "--run-config", place)["run-id"]
@@ -81,7 +115,7 @@ def follow(
         while not status.startswith("finished"):  # a log stream may end before its run
             stream = commands.start("flwr", "log", run, NAME, "--stream", log=commands.home / "log")
             while stream.poll() is None:
-                log.show(say)
+                log.show(show)
                 on_poll()
                 time.sleep(0.5)
             status, details = status_of(commands, run)
@@ -89,12 +123,25 @@ def follow(
         say("stopping the run …")
         commands.call("flwr", "stop", run, NAME, seconds=60)
         raise Stopped(f"stopped. {_how_to_resume(out, resume_command)}") from None
-    log.show(say)
+    log.show(show)
     reasons = [reason for reason in failures(out) if reason not in old]
     if status == "finished:completed" and not reasons:
         return report_of(out)
     why = "; ".join(reason for _, _, reason in reasons) or details or f"it is {status}"
     raise TrainingError(f"the run failed: {why.rstrip('.')}. {_how_to_resume(out, resume_command)}")
+
+
+def check_option(app: Path, key: str) -> None:
+    """Refuse a setting that Flower would refuse: an app's pyproject.toml must declare it."""
+    path = app / "pyproject.toml"
+    try:
+        declared = tomllib.loads(path.read_text("utf-8"))["tool"]["flwr"]["app"]["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        declared = {}
+    if key not in declared:
+        raise InputError(
+            f'{path} has no {key} under [tool.flwr.app.config]: add the line {key} = "text" there'
+        )
 
 
 def _how_to_resume(out: Path, resume_command: str) -> str:

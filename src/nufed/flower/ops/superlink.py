@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nufed.errors import InputError, RunError
 from nufed.flower.app.site_registry import SITES, SITES_VARIABLE
+from nufed.flower.logs import LogFormat, relayed
 from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.flower_processes import Flower, flower, wait
 from nufed.flower.ops.key_checks import check_server_keys, server_expiry
@@ -30,6 +31,7 @@ def serve(
     insecure: bool = False,
     without_proxy: bool = False,
     say: Callable[[str], None] = print,
+    log_format: LogFormat = "text",
 ) -> None:
     """Run a SuperLink until interrupted; it admits only the sites registered in ``keys``.
 
@@ -52,7 +54,7 @@ def serve(
             "give --without-proxy if a firewall or a proxy elsewhere admits only the sites' API"
         )
     with flower() as commands:
-        superlink, link = start_superlink(commands, host, port, keys)
+        superlink, link = start_superlink(commands, host, port, keys, log_format=log_format)
         for warning in server_expiry(keys) if keys else ():
             say(warning)
         link.connect(commands)
@@ -68,7 +70,12 @@ def serve(
 
 
 def start_superlink(
-    commands: Flower, host: str, port: int, keys: Path | None, log: Path | None = None
+    commands: Flower,
+    host: str,
+    port: int,
+    keys: Path | None,
+    log: Path | None = None,
+    log_format: LogFormat = "text",
 ) -> tuple[subprocess.Popen[bytes], Link]:
     """Start a SuperLink and wait until it listens; without keys it admits everyone."""
     here = WILDCARDS.get(host, host)
@@ -79,7 +86,12 @@ def start_superlink(
     if is_listening(here, port):
         raise InputError(f"--port {port}: already in use, give another port")
     more = {SITES_VARIABLE: str(keys / SITES)} if keys else {}
-    superlink = commands.start(*superlink_command(host, port, keys), log=log, more=more)
+    superlink = commands.start(
+        *superlink_command(host, port, keys),
+        log=log,
+        more=more,
+        relay=lambda line: relayed(line, log_format),
+    )
     wait(lambda: is_listening(here, port) or superlink.poll() is not None, START_TIMEOUT)
     if superlink.poll() is not None or not is_listening(here, port):
         raise RunError(f"the SuperLink did not start at {host}:{port}; see {log or 'its output'}")

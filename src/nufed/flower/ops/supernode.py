@@ -12,10 +12,13 @@ from pathlib import Path
 from nufed.errors import InputError, RunError
 from nufed.files import make_private
 from nufed.flower.app.site_store import default_folder
+from nufed.flower.logs import LogFormat
 from nufed.flower.ops.approvals import Approvals
 from nufed.flower.ops.flower_processes import flower, python_module
 from nufed.flower.ops.key_checks import check_private, link_expiry
 from nufed.flower.ops.link import Link, existing_file
+from nufed.flower.ops.prometheus import serving, site_metrics
+from nufed.runs.site_activity import read_activity
 
 RETRY_DELAY = 5  # seconds; the server may register keys in the meantime
 
@@ -31,6 +34,8 @@ class SiteOptions:
     folder: Path | None = None  # of its state
     epsilon: float | None = None  # its privacy budget against the server
     any_app: bool = False  # with a key, only approved apps run unless this is set
+    log_format: LogFormat = "text"
+    metrics_port: int | None = None  # on loopback; None: no metrics
 
     @property
     def approvals(self) -> Approvals | None:
@@ -50,6 +55,7 @@ class SiteOptions:
             "data": str(self.data.absolute()) if self.data else None,
             "folder": str(self.folder.absolute()) if self.folder else None,
             "key": str(self.key.absolute()) if self.key else None,  # signs replies
+            "log-format": self.log_format if self.log_format != "text" else None,
         }
         return {key: value for key, value in entries.items() if value is not None}
 
@@ -77,7 +83,11 @@ def run_site(site: SiteOptions, link: Link, say: Callable[[str], None] = print) 
         say(warning)
     if site.approvals and site.approvals.last() is None:
         say("this site has approved no app, so it runs none: nufed federate approve APP")
-    with flower() as commands:
+    folder = site.folder or default_folder()
+    with (
+        serving(site.metrics_port, lambda: site_metrics(read_activity(folder, site.number))),
+        flower() as commands,
+    ):
         took_part = False
         while True:
             code = commands.start(*site_command(site, link)).wait()

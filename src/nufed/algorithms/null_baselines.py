@@ -1,0 +1,35 @@
+"""What the null baselines ``untrained`` and ``local`` run, the same in simulation and at sites."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from nufed.algorithms.gmeta import GMeta, local_sgd
+from nufed.algorithms.protocol import AgentContext, Algorithm, Personal, State
+from nufed.objective import AnyObjective
+
+
+class OwnModel(GMeta):
+    """Evaluates the model in each agent's state."""
+
+    @property
+    def combines(self) -> Literal["elementwise", "linearly"]:
+        return "elementwise"
+
+    def agent_init(self, objective: AnyObjective, received: State) -> State:
+        return {"model": received["model"]}
+
+    def global_model(self, objective: AnyObjective, received: State) -> None:
+        return None
+
+    def personal_model(
+        self, context: AgentContext, received: State, state: State | None
+    ) -> Personal:
+        return Personal({"model": (received if state is None else state)["model"]})
+
+
+def local_training(like: Algorithm, rounds: int) -> GMeta:
+    """SGD at one agent for all rounds at once, with the settings of a method."""
+    own = local_sgd(like)
+    return replace(own, local_steps=own.local_steps * rounds)

@@ -1,0 +1,46 @@
+"""The commands ``nufed federate check`` and ``status``: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nufed.cli.terminal import print_table, say, table
+from nufed.errors import InputError
+
+
+def check(
+    app: Annotated[Path, typer.Argument(help="The app's directory; its code is executed.")],
+    data: Annotated[Path | None, typer.Option(help="The site's data, for its app.")] = None,
+    number: Annotated[int, typer.Option(min=0, help="The site's number.")] = 0,
+) -> None:
+    """Try an app on a site's data, without a server: one training step, messages, memory."""
+    from nufed.flower.app.check import check_site
+
+    if data is not None and not data.exists():
+        raise InputError(f"--data {data}: there is no such file or folder")
+    for found in check_site(app, data, number):
+        say(f"{'note: ' if found.note else ''}{found.name}: {found.text}")
+    say("ok: this site could take part")
+
+
+def status(
+    run: Annotated[
+        Path | None, typer.Argument(help="The run directory; default: the newest in runs/.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a run's state, on the server's machine: sites, round, who was left out and why."""
+    from nufed.flower.ops.status import HEADINGS, is_gone, newest_run, site_row, summary
+    from nufed.runs.federation_status import read_status
+
+    found = read_status(run or newest_run())
+    if as_json:
+        print(json.dumps({**found.model_dump(), "gone": is_gone(found)}, indent=1))
+        return
+    for line in summary(found):
+        say(line)
+    print_table(table([site_row(site) for site in found.sites], HEADINGS))

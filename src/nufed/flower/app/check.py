@@ -1,0 +1,159 @@
+"""Tries an app on one site's data, without a server: what would fail in a run fails here."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nufed.algorithms.local_training import with_one_step
+from nufed.algorithms.protocol import AgentContext, AgentResult, AgentUpdate, State
+from nufed.data.input_range import input_ranges, scale_warnings
+from nufed.errors import InputError, in_short
+from nufed.evaluate import training_loss
+from nufed.flower.app.load_app import load_app
+from nufed.flower.app.monitor import size_of
+from nufed.flower.app.payload import content
+from nufed.flower.app.plan import Plan
+from nufed.flower.app.privacy import check_plan
+from nufed.flower.app.site import PARTITION_ID, Site
+from nufed.objective.threads import torch_threads
+from nufed.server import MemoryStates, to_send
+from nufed.server.checks import screen
+
+MIB = 2**20
+
+
+class Found(NamedTuple):
+    """One result of the check; ``note``: worth a look, but a run would start."""
+
+    name: str
+    text: str
+    note: bool = False
+
+
+def check_site(folder: Path, data: Path | None, number: int = 0) -> Iterator[Found]:
+    """Load the app and the data as a site does, and train one step; raises what is wrong.
+
+    Args:
+        folder: the app's directory, whose code is executed.
+        data: the path that the site would be started with.
+        number: its number.
+    """
+    app = load_app(folder)
+    plan, config = app.plan(), app.checked
+    if plan.privacy:
+        check_plan(plan.privacy, len(plan.seen), plan.cohort, plan.rounds)
+    (method,) = config.algorithms()
+    yield Found(
+        "configuration",
+        f"{config.name}: {method}, {plan.rounds} rounds, {plan.agents} sites, {plan.cohort} per "
+        f"round; model of {plan.objective.size:,} parameters",
+    )
+    with tempfile.TemporaryDirectory() as temporary, torch_threads(plan.threads):
+        where = {} if data is None else {"data": str(data.absolute())}
+        site = Site(plan, {PARTITION_ID: number, "folder": temporary, **where}, app.load)
+        yield from _data(site, folder)
+        yield from _training(site)
+
+
+def _data(site: Site, folder: Path) -> Iterator[Found]:
+    """Shapes, classes and the number of samples."""
+    plan, agent = site.plan, site.agent
+    try:
+        samples = site.read()
+    except Exception as error:  # any error in the user's function
+        raise InputError(
+            f"the data of site {agent} can't be loaded ({in_short(error)}): correct --data or the "
+            f"function load of {folder}"
+        ) from error
+    plan.check_data(samples)
+    yield Found("input", f"{len(samples):,} samples of shape {list(samples.input_shape)}")
+    for sentence in scale_warnings(samples, input_ranges(samples)):
+        yield Found("input", sentence, note=True)
+    split = site.federation.split
+    parts = {"training": split.train, "validation": split.validation, "test": split.test}
+    sizes = {name: len(rows[agent]) for name, rows in parts.items()}
+    yield Found("parts", ", ".join(f"{size:,} {name}" for name, size in sizes.items()))
+    classes = plan.like.classes if plan.like else samples.classes
+    if not classes:
+        yield Found("targets", f"{samples.outputs} numbers each (regression)")
+        return
+    trained = samples.targets[split.train[agent]]
+    of = dict(zip(classes, torch.bincount(trained, minlength=len(classes)).tolist(), strict=True))
+    yield Found("classes", "training samples: " + ", ".join(f"{c} {n:,}" for c, n in of.items()))
+    missing = [name for name, count in of.items() if not count]
+    if missing:
+        yield Found("classes", f"no training sample of {', '.join(missing)}", note=True)
+
+
+def _training(site: Site) -> Iterator[Found]:
+    """One local step of the first round, the size of its messages, and memory."""
+    plan, agent = site.plan, site.agent
+    server = plan.start()
+    received = to_send(plan.algorithm, server)
+    began = time.perf_counter()
+    result = _one_step(site, received)
+    seconds = time.perf_counter() - began
+    after: State = {**received, **{k: v for k, v in result.vectors.items() if k in received}}
+    first, then = (_loss(site, vectors) for vectors in (received, after))
+    update = AgentUpdate(agent, 1, len(site.federation.split.train[agent]), result.vectors)
+    _, rejected = screen([update], {name: server[name] for name in plan.algorithm.sent_in(1)}, 1)
+    if rejected:
+        raise InputError(
+            f"the server would leave out the update of site {agent} after one step, because "
+            f"{rejected[0].reason}: lower meta_lr or adapt_lr, or scale the inputs"
+        )
+    yield Found(
+        "one step",
+        f"training loss {first:.4g} before, {then:.4g} after one local step of {seconds:.2g} s",
+    )
+    down = size_of(content(received, run="0" * 32, agent=agent, round=1, taken=0, released=0))
+    up = size_of(
+        content(result.vectors, agent=agent, round=1, samples=1, gradients=1, hvps=0, began=0)
+    )
+    yield Found("messages", f"{down:,} bytes to the site and {up:,} back, per round of training")
+    yield Found("memory", _memory(site, plan, up))
+
+
+def _one_step(site: Site, received: State) -> AgentResult:
+    """The update of the first round after one local step."""
+    plan, algorithm = site.plan, with_one_step(site.plan.algorithm)
+    batches = site.federation.batches(site.agent, plan.seed, "train", 1)
+    context = AgentContext.of(plan.context(1), plan.objective, batches, batches.samples)
+    return algorithm.agent_update(context, received, algorithm.agent_init(plan.objective, received))
+
+
+def _loss(site: Site, received: State) -> float:
+    """The loss on the site's training part."""
+    plan = site.plan
+    loss, _ = training_loss(
+        plan.algorithm,
+        plan.objective,
+        site.federation,
+        [site.agent],
+        received,
+        MemoryStates(),
+        plan.seed,
+    )
+    return loss
+
+
+def _memory(site: Site, plan: Plan, up: int) -> str:
+    """The peak of this process, which did what a site does, and an estimate for the server."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    tensors = [t for t in (site.samples.inputs, site.samples.targets) if isinstance(t, Tensor)]
+    data = sum(t.nbytes for t in tensors)
+    updates = 2 * plan.cohort * up  # every reply as received, and decoded
+    return (
+        f"peak of this check {peak / MIB:.0f} MiB, of which data {data / MIB:.1f} MiB; at the "
+        f"server about {updates / MIB:.1f} MiB for the updates of a round"
+    )

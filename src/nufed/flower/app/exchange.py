@@ -1,0 +1,92 @@
+"""Requests to the sites of agents: audited, measured, and stopped if sites can't ever answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from flwr.app import MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from nufed.algorithms.protocol import State
+from nufed.files import sha256, tensor_pieces
+from nufed.flower.app.exclusions import Exclusions
+from nufed.flower.app.messaging import Roster, request
+from nufed.flower.app.monitor import Monitor
+from nufed.flower.app.plan import Plan
+from nufed.flower.app.refusals import Refusals
+from nufed.runs.audit_log import Audit
+from nufed.runs.federation_status import Phase
+
+
+class Exchange:
+    """Sends requests to the sites that a roster names, and records the replies.
+
+    ``longest`` is the longest time of a site's training in a round so far, in seconds.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        plan: Plan,
+        roster: Roster,
+        exclusions: Exclusions,
+        monitor: Monitor,
+        audit: Audit,
+    ) -> None:
+        self._grid, self._plan, self._roster = grid, plan, roster
+        self._exclusions = exclusions
+        self._monitor, self._audit = monitor, audit
+        self._refusals = Refusals(plan)
+        self.longest = 0.0
+        roster.on_refresh = lambda: monitor.sees(roster.nodes, roster.names)
+
+    def ask(
+        self,
+        kind: str,
+        round: int,
+        sent: State,
+        contents: Mapping[int, RecordDict],
+        deadline: float,
+    ) -> dict[int, RecordDict | str]:
+        """The reply of every agent within the deadline, or the reason why there is none.
+
+        Args:
+            kind: of the messages.
+            round: that they are about.
+            sent: the vectors in them.
+            contents: their contents, by agent.
+            deadline: in seconds.
+        """
+        what = {"what": kind, "round": round}
+        digest = sha256(tensor_pieces(sent))
+        self._audit("asked", **what, sites=list(contents), vectors_sha256=digest)
+        nodes = {agent: self._roster.nodes[agent] for agent in contents}
+        agents = {node: agent for agent, node in nodes.items()}
+        phase: Phase = "train" if kind == MessageType.TRAIN else "evaluate"
+        self._monitor.asks(phase)
+        began = time.monotonic()
+
+        def on_reply(node: int, reply: RecordDict | str) -> None:
+            agent, seconds = agents[node], time.monotonic() - began
+            if phase == "train" and not isinstance(reply, str):
+                self.longest = max(self.longest, seconds)
+            self._monitor.exchanged(phase, round, agent, contents[agent], reply, seconds)
+
+        messages = {nodes[agent]: content for agent, content in contents.items()}
+        found = request(
+            self._grid,
+            kind,
+            messages,
+            deadline,
+            self._roster.authentication,
+            self._plan.reply_limit,
+            on_reply,
+        )
+        replies = {agent: found[node] for agent, node in nodes.items()}
+        answered = [agent for agent, reply in replies.items() if isinstance(reply, RecordDict)]
+        self._audit("answered", **what, sites=answered)
+        self._exclusions.note(round, replies, self._roster.names)
+        self._refusals.note(replies)
+        self._refusals.check(self._roster.names)
+        return replies

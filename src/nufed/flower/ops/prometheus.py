@@ -1,0 +1,139 @@
+"""Metrics for Prometheus, on loopback only: of a run at the server, and of a site.
+
+They are read from the files that the server and the site write, at every scrape. No metric names
+the sites of a round, which are secret in a private run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from nufed.errors import InputError, NufedError
+from nufed.runs.federation_status import StatusRecord
+from nufed.runs.site_activity import SiteActivity
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+HOST = "127.0.0.1"
+
+
+@contextmanager
+def serving(port: int | None, read: Callable[[], Iterable[Metric]]) -> Iterator[None]:
+    """Serve the metrics that ``read`` gives at every scrape; without a port, none."""
+    if port is None:
+        yield
+        return
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.registry import Collector
+    except ImportError as error:
+        raise InputError(
+            '--metrics-port needs prometheus-client: pip install "nufed[metrics]"'
+        ) from error
+
+    class Reader(Collector):
+        def collect(self) -> Iterator[Metric]:
+            try:
+                yield from list(read())
+            except NufedError:  # nothing was written yet
+                return
+
+    registry = CollectorRegistry()
+    registry.register(Reader())
+    try:
+        server, thread = start_http_server(port, HOST, registry)
+    except OSError as error:
+        raise InputError(
+            f"--metrics-port {port}: can't listen there ({error.strerror}); give another port"
+        ) from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def run_metrics(status: StatusRecord) -> Iterator[Metric]:
+    """Of a run, at the server."""
+    yield _gauge("nufed_round", "Rounds done.", status.round)
+    yield _gauge("nufed_rounds_planned", "Rounds of the configuration.", status.rounds)
+    yield _gauge("nufed_sites", "Sites of the configuration.", len(status.sites))
+    connected = sum(site.connected for site in status.sites)
+    yield _gauge("nufed_sites_connected", "Sites that are connected.", connected)
+    yield _gauge("nufed_failed", "1 if the run has failed.", status.state == "failed")
+    yield _gauge("nufed_updated_seconds", "Time of the last sign of life.", status.updated)
+    yield _summary(
+        "nufed_round_seconds",
+        "Durations of rounds.",
+        {"": (status.rounds_timed, status.round_seconds)},
+    )
+    by_direction = {"down": status.bytes_down, "up": status.bytes_up}
+    yield _counter("nufed_bytes", "Bytes of messages.", by_direction, "direction")
+    yield _counter("nufed_left_out", "Updates and scores left out.", status.left_out, "reason")
+    if status.seconds_left is not None:
+        yield _gauge("nufed_seconds_left", "Estimated time left.", status.seconds_left)
+    spent = {str(of): epsilon for of, epsilon in status.epsilon.items() if epsilon is not None}
+    if spent:
+        yield _gauges("nufed_epsilon", "Privacy spent (epsilon).", spent, "of")
+
+
+def site_metrics(site: SiteActivity) -> Iterator[Metric]:
+    """Of a site, by itself."""
+    yield _gauge("nufed_site_round", "The last round that this site worked on.", site.round)
+    yield _gauge("nufed_site_updated_seconds", "Time of its last work.", site.updated)
+    durations = {kind: (n, site.seconds.get(kind, 0.0)) for kind, n in site.requests.items()}
+    yield _summary("nufed_site_request_seconds", "Durations of requests.", durations, "kind")
+    by_direction = {"down": site.bytes_received, "up": site.bytes_sent}
+    yield _counter("nufed_site_bytes", "Bytes of messages.", by_direction, "direction")
+    yield _counter("nufed_site_failures", "Requests that failed.", {"": site.failures})
+    yield _gauges("nufed_site_samples", "Samples by part.", site.samples, "part")
+    if site.score is not None:
+        scores = {site.measure: site.score}
+        yield _gauges(
+            "nufed_site_score", "The last score of its personal model.", scores, "measure"
+        )
+    if site.epsilon is not None:
+        help = "Privacy spent (epsilon) against the server, in the current run."
+        yield _gauge("nufed_site_epsilon", help, site.epsilon)
+
+
+def _gauge(name: str, help: str, value: float) -> Metric:
+    return _gauges(name, help, {"": value})
+
+
+def _gauges(name: str, help: str, values: Mapping[str, float], label: str = "") -> Metric:
+    from prometheus_client.core import GaugeMetricFamily
+
+    made = GaugeMetricFamily(name, help, labels=_labels(label))
+    for own, value in values.items():
+        made.add_metric(_labels(own), float(value))
+    return made
+
+
+def _counter(name: str, help: str, values: Mapping[str, int], label: str = "") -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    made = CounterMetricFamily(name, help, labels=_labels(label))
+    for own, value in values.items():
+        made.add_metric(_labels(own), float(value))
+    return made
+
+
+def _summary(
+    name: str, help: str, values: Mapping[str, tuple[int, float]], label: str = ""
+) -> Metric:
+    """``values`` are counts and sums."""
+    from prometheus_client.core import SummaryMetricFamily
+
+    made = SummaryMetricFamily(name, help, labels=_labels(label))
+    for own, (count, total) in values.items():
+        made.add_metric(_labels(own), count, total)
+    return made
+
+
+def _labels(label: str) -> list[str]:
+    return [label] if label else []

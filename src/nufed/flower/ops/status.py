@@ -1,0 +1,91 @@
+"""The status of a federation's run as text, from the file that its server writes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from nufed.errors import InputError
+from nufed.runs.federation_status import STATUS, SiteStatus, StatusRecord
+
+STALE = 60.0  # seconds after which a server that writes every few seconds is taken to be gone
+HEADINGS = ("number", "name", "connected", "last seen", "left out", "last left out")
+
+
+def newest_run(folder: Path = Path("runs")) -> Path:
+    """The run directory whose status was written last."""
+    found = sorted(folder.glob(f"*/{STATUS}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise InputError(
+            f"{folder.absolute()} has no run of a federation: give the run directory, on the "
+            "server's machine"
+        )
+    return found[-1].parent
+
+
+def is_gone(status: StatusRecord, now: float | None = None) -> bool:
+    """Whether the server stopped without an end: it was killed, or its machine is down."""
+    ended = status.state in ("finished", "failed")
+    return not ended and (time.time() if now is None else now) - status.updated > STALE
+
+
+def summary(status: StatusRecord) -> list[str]:
+    """What an operator reads first."""
+    state: str = status.state
+    if is_gone(status):
+        state = f"stopped without an end (was {state}), resume it with --resume"
+    parts = [f"{status.name}: {state}", f"round {status.round} of {status.rounds}"]
+    if status.seconds_left is not None and not is_gone(status):
+        parts.append(f"about {duration(status.seconds_left)} left")
+    if status.last_seconds is not None:
+        parts.append(f"the last round took {duration(status.last_seconds)}")
+    lines = [f"{', '.join(parts)}; updated {ago(status.updated)}"]
+    connected = sum(site.connected for site in status.sites)
+    left_out = ", ".join(f"{number} {kind}" for kind, number in status.left_out.items())
+    lines.append(
+        f"{connected} of {len(status.sites)} sites connected; {megabytes(status.bytes_down)} sent, "
+        f"{megabytes(status.bytes_up)} received; left out: {left_out or 'none'}"
+    )
+    if status.epsilon:
+        spent = {key: "∞" if e is None else f"{e:.4g}" for key, e in status.epsilon.items()}
+        lines.append(
+            f"epsilon spent: {spent['released']} of the released model, {spent['server']} against "
+            "the server"
+        )
+    return lines + ([f"failed: {status.failure}"] if status.failure else [])
+
+
+def site_row(site: SiteStatus) -> list[str]:
+    """A row under :data:`HEADINGS`."""
+    last = site.last_left_out
+    return [
+        str(site.number),
+        site.name,
+        "yes" if site.connected else "no",
+        ago(site.last_seen) if site.last_seen is not None else "never",
+        str(site.left_out),
+        "–" if last is None else f"round {last.round}: {last.reason}",
+    ]
+
+
+def ago(moment: float) -> str:
+    return f"{duration(max(0.0, time.time() - moment))} ago"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text.
+
+    >>> duration(3.2), duration(200), duration(7300)
+    ('3 s', '3 min 20 s', '2 h 1 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.2f} MB"

@@ -1,0 +1,108 @@
+"""`nufed federate check`: what would fail in a run fails here, without a server."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+
+from flower.app.in_memory import MemoryGrid
+from flower.ops.small_app import write_app
+from nufed.flower.app.load_app import load_app
+from nufed.flower.app.monitor import size_of
+
+LOAD = """
+import numpy as np
+
+
+def load(site):
+    with np.load(site["data"]) as table:
+        return table["inputs"].astype("float32"), table["targets"]
+"""
+
+
+@pytest.fixture
+def app(tmp_path, monkeypatch):
+    """An app, and a function that writes the data of a site."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("app", "my_data"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield write_app(tmp_path / "app", 2, rounds=2, data=LOAD)
+    for name in ("app", "my_data"):
+        sys.modules.pop(name, None)
+
+
+def save(folder, inputs=5, samples=40, names=("inputs", "targets")):
+    rng = np.random.default_rng(0)
+    arrays = rng.normal(size=(samples, inputs)), rng.integers(0, 2, samples)
+    np.savez(folder / "site0.npz", **dict(zip(names, arrays, strict=True)))
+
+
+def test_it_shows_samples_classes_a_step_messages_and_memory(nufed, tmp_path, app):
+    save(tmp_path)
+    shown = nufed("federate", "check", "app", "--data", "site0.npz", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "small: gmeta, 2 rounds, 2 sites, 2 per round; model of 57 parameters" in shown.stdout
+    assert "input: 40 samples of shape [5]" in shown.stdout
+    assert "parts: 30 training, 0 validation, 10 test" in shown.stdout
+    counts = re.search(r"classes: training samples: a (\d+), b (\d+), c 0\n", shown.stdout)
+    assert sum(map(int, counts.groups())) == 30
+    assert "note: classes: no training sample of c" in shown.stdout
+    before, after = re.search(
+        r"training loss ([\d.]+) before, ([\d.]+) after", shown.stdout
+    ).groups()
+    assert 0 < float(after) < float(before)
+    assert re.search(r"memory: peak of this check \d+ MiB", shown.stdout)
+    assert shown.stdout.endswith("ok: this site could take part\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["app", "site0.npz"]
+    # the sizes are those of a run's messages
+    sizes = {}
+
+    def weigh(agent, message, reply):
+        if message.metadata.message_type == "train":
+            sizes[agent] = size_of(message.content), size_of(reply.content)
+        return reply
+
+    federation = load_app(app)
+    grid = MemoryGrid(federation.site, (), tmp_path / "sites", weigh)
+    for number in range(2):
+        grid.add(number, data=str(tmp_path / "site0.npz"))
+    federation.server(grid, Context(1, 0, {}, RecordDict(), {"out": str(tmp_path / "run")}))
+    down, up = re.search(r"messages: (\d+) bytes to the site and (\d+) back", shown.stdout).groups()
+    assert sizes[0] == (int(down), int(up))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"inputs": 6}, "this site's inputs have shape (6,): federation.input_shape is [5]"),
+        ({"samples": 1}, "1 samples, too few for a training part"),
+        ({"samples": 7}, "training samples and batch_size is 6"),
+        ({"names": ("x", "targets")}, "the data of site 0 can't be loaded (KeyError: 'inputs"),
+    ],
+)
+def test_data_that_does_not_match_is_refused(nufed, tmp_path, app, change, words):
+    save(tmp_path, **change)
+    shown = nufed("federate", "check", "app", "--data", "site0.npz", cwd=tmp_path)
+    assert shown.returncode == 2 and words in shown.stderr
+    assert shown.stderr.startswith("nufed: error: ") and shown.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "options", "words"),
+    [
+        ("meta_lr = 0.3", "meta_lr = -1", (), "meta_lr"),
+        ("meta_lr = 0.3", "meta_lr = 1e30", (), "it diverges: lower meta_lr"),
+        ("input_shape = [5]", "", (), "federation.input_shape"),
+        ("", "", ("--number", 2), "must be the site's own number, 0 … 1"),
+        ("", "", ("--data", "none"), "there is no such file or folder"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(nufed, tmp_path, app, old, new, options, words):
+    save(tmp_path)
+    text = (app / "federation.toml").read_text()
+    (app / "federation.toml").write_text(text.replace(old, new) if old else text)
+    shown = nufed("federate", "check", "app", "--data", "site0.npz", *options, cwd=tmp_path)
+    assert shown.returncode == 2 and words in shown.stderr
+    assert "ok:" not in shown.stdout

@@ -1,0 +1,69 @@
+"""`nufed federate status`: the server's view of a run, as text and as JSON."""
+
+import json
+import os
+import time
+
+import pytest
+
+from flower.app.in_memory import plan_of
+from flower.app.test_faults import FEDAVG
+from nufed.errors import UpdateError
+from nufed.flower.app.monitor import Monitor
+from nufed.flower.ops.status import STALE, newest_run
+from nufed.runs.federation_status import STATUS, StatusRecord
+from nufed.server import Progress
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a site that was left out and one that never came."""
+    folder = tmp_path / "runs" / "ours-001"
+    folder.mkdir(parents=True)
+    monitor = Monitor(plan_of(FEDAVG, rounds=5), "ours", folder)
+    monitor.sees([0, 1, 2], {0: "Ward 0", 1: "Ward \x1b[2J1", 2: "Ward 2"})
+    monitor.begins(Progress(0, {}))
+    error = UpdateError(1, 1, "it failed: no samples")
+    monitor.closes(Progress(1, {}, cohort=(0, 1, 3), rejected=(error,), dropped=(3,)))
+    monitor.records(Progress(1, {}), {"released": 1.25, "server": 2.5})
+    return folder
+
+
+def test_sites_round_and_reasons_are_shown(nufed, tmp_path, run):
+    for where in ((), (run,)):  # the newest run by default
+        shown = nufed("federate", "status", *where, cwd=tmp_path)
+        assert shown.returncode == 0, shown.stderr
+        assert "ours: training, round 1 of 5, about 0 s left" in shown.stdout
+        assert "3 of 4 sites connected" in shown.stdout
+        assert "left out: 1 failed at the site, 1 offline" in shown.stdout
+        assert "1.25 of the released model, 2.5 against the server" in shown.stdout
+        assert "round 1: it failed: no samples" in shown.stdout
+        assert "never" in shown.stdout and "\x1b" not in shown.stdout
+
+
+def test_json_holds_the_same(nufed, tmp_path, run):
+    shown = nufed("federate", "status", run, "--json", cwd=tmp_path)
+    found = json.loads(shown.stdout)
+    assert found.pop("gone") is False
+    status = StatusRecord.model_validate(found)
+    assert status == StatusRecord.model_validate_json((run / STATUS).read_bytes())
+    assert status.sites[1].last_left_out.reason == "it failed: no samples"
+
+
+def test_a_server_that_was_killed_is_named(nufed, tmp_path, run):
+    found = json.loads((run / STATUS).read_text())
+    found["updated"] = time.time() - 2 * STALE
+    (run / STATUS).write_text(json.dumps(found))
+    shown = nufed("federate", "status", run, cwd=tmp_path)
+    assert "stopped without an end" in shown.stdout and "about" not in shown.stdout
+    assert json.loads(nufed("federate", "status", run, "--json", cwd=tmp_path).stdout)["gone"]
+
+
+def test_the_newest_run_is_found_and_none_is_named(nufed, tmp_path, run):
+    older = run.with_name("ours-002")
+    older.mkdir()
+    (older / STATUS).write_bytes((run / STATUS).read_bytes())
+    os.utime(older / STATUS, (0, 0))
+    assert newest_run(tmp_path / "runs") == run
+    shown = nufed("federate", "status", cwd=older)
+    assert shown.returncode == 2 and "has no run of a federation" in shown.stderr
