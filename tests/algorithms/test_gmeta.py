@@ -43,7 +43,7 @@ def test_without_adaptation_steps_it_is_fedavg_bit_for_bit():
                 gradients = torch.autograd.grad(loss, list(module.parameters()))
                 model = model.add(torch.cat([g.flatten() for g in gradients]), alpha=-0.2)
             locals_.append(model)
-        w = sum(locals_) / len(locals_)
+        w = (sum(model.double() for model in locals_) / len(locals_)).float()
 
     for algorithm in (fedavg(**SETTINGS), GMeta(0, curvature=Exact(), **SETTINGS)):
         assert torch.equal(final_model(algorithm, objective, data), w)

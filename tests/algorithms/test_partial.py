@@ -491,7 +491,6 @@ MUTANTS = [
     (HeadIsTrained, BY_NAME),
     (HeadIsNew, BY_NAME),
     (HeadIsNew, check_the_head_keeps_its_bits),
-    (HeadIsAveragedToo, check_the_head_keeps_its_bits),
     (HeadIsAveragedToo, check_private_coordinates_never_travel),
     (FineTunesTheHeadOnly, check_fine_tuning_changes_what_it_says),
     (MaskIsNotInverse, BY_NAME),

@@ -1,4 +1,4 @@
-"""The bits of gMeta's models, recorded before the code moved to its rooms (commit 42f824d).
+"""The bits of gMeta's models, recorded when the uniform mean became a fixed-point sum.
 
 Bits depend on torch and on the kernels that it selects for a CPU: the digests were recorded with
 torch 2.13.0 on an x86-64 CPU with AVX-512. Where plain torch code gives other bits than it did
@@ -43,24 +43,24 @@ CONFIG = {
 TORCH, PLAIN = "2.13.0", "a0a0a3f45cbe63c3e34aa66f92a31a6dd7954d64f06778ee60120f3e91405744"
 RECORDED = {
     "direct": {
-        "exact": "80e5ddb552e099e0740cce878e2faf3cf64cfe2c58892fee0032003a5b48c1b6",
-        "fo": "1f2538d504a54fe7b1dfd3081c4fdf82da0d2260f5efb2a0ecd720e44feb522e",
-        "hf": "06ee667762a154a7d8fb754900ff03a0981fb83ae4de3b62e5d5bc538e4efd44",
-        "rates": "a8ab27ecf5596eb1411cf01a86a9de0bad15e0c4c96cdb7ed5fecd36950f84ef",
-        "fedavg": "4d763e52fd580594b8a357f4a505960961dd2d610a7ad118fceeb22156f39044",
+        "exact": "81a894796faf95a56c01171b224d8e8ae8bb3e054c5f95ca7597a9a407ce5886",
+        "fo": "9767472e8763eb954daced10d11caee6877a33c238b4cdb70d8ef2a4e9ffb711",
+        "hf": "e2c4c67daa7e565538f1fa49efdc71e9cf91ef2c4572fd1ec214e0fb099b6a1a",
+        "rates": "a26f98ee8fe86b0458cf803e438a6cba6d5dad18248db440813b3bd0c5b6bdc1",
+        "fedavg": "86c49b26ccf8a46eb654e52471b2249a945a38248bba60c6e66c022d8320bff9",
     },
     "batched": {
-        "exact": "3567c983b437f20a4213f62e1815dfa5f62211528a55139727b4799217c21491",
-        "fo": "6ffefc328eb8ff2c5476ef5f82eb94038a850978169b169897645f1936d2f06f",
-        "hf": "2ea6d334ec9e618a8c9539b450f9e26b3ef468348f27b7dd9e8d65cc6846acb0",
-        "rates": "eb1b7e28e08730aaea412725ef7160cf48cd13ccee3d95d8eeaf75b1cb955fde",
-        "fedavg": "ca21bbe2a0f6d1c0e4f05b047824b0d4416b038369a090e5a18ea3ef847cfdb3",
+        "exact": "393a4dc36247c7379c272fa5fd6add75d371e4e11bfe973b97fa4e820ce88644",
+        "fo": "401812f312a102d96e036d58aa7b835edfe21a456cda7c72b6ce1cce045e1074",
+        "hf": "44abbd62cd5d32e7980a80b107d56a44d821f3f493cb15b4fd607eda5a1df195",
+        "rates": "99874b23e16d931a4d17422696a17b50541e9d576f0087b300149b35968cd6f3",
+        "fedavg": "811124404d0ddc9f7508cbba9365ee47f437689be8c56f86ca10695ff8fb782b",
     },
     "gram": {
-        "exact": "c3069a91ce58a555ec304ea45606bc63336f364c5bda5a5fc9d45b97aacd773c",
-        "fo": "670698b256015c3ba72c56ac529bdb43a1012113afcd9ae0fd10f71c3a9ea6b4",
-        "hf": "45400b89e48b5d6175328e6ecf9ec5f430997ee78e124c4af4274f9f465ab862",
-        "fedavg": "d71b6bfe50b400b9bec5f8c3a63edcd3f39efa38efc26438fdd3990d9226e118",
+        "exact": "c96b2d96ebff1f3170a5342e6a8e0e0e6457b267cf68d0c2ab5a6237ebea06bd",
+        "fo": "337777f0e3f3d2e054974938c13f92e58844de12d2cc87f2d4920762345c3104",
+        "hf": "866d5c08ade19e13d3724647573147901b142285ec557690d29ca449ddbcbcad",
+        "fedavg": "40318b3c3e72fbc61a16b0c41d052ab88e786e8b09d0b6f55b4daa8efdca79a5",
     },
 }
 
@@ -87,7 +87,7 @@ def plain_bits():
 
 
 @pytest.mark.parametrize("engine", ["direct", "batched", "gram"])
-def test_models_have_the_bits_from_before_the_move(tmp_path, engine):
+def test_models_have_the_recorded_bits(tmp_path, engine):
     here = torch.__version__.partition("+")[0]
     if here != TORCH or platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip(f"recorded with torch {TORCH} on x86-64; this is {here}, {platform.machine()}")

@@ -11,7 +11,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from nufed.algorithms.fixed_point import fixed_point_mean
 from nufed.algorithms.protocol import AgentUpdate
+from nufed.algorithms.summed_updates import SummedUpdates
 from nufed.registry import Registry
 from nufed.settings import check_settings, setting
 
@@ -33,7 +35,13 @@ class Aggregation(Protocol):
 class Mean:
     """The mean (line 11 of Algorithm 1), uniform or by samples.
 
-    A single agent can move it arbitrarily (breakdown point 0). Cost: one pass over the vectors.
+    A single agent can move it far (breakdown point 0). Cost: one pass over the vectors. The uniform
+    mean is a fixed-point sum, whose bits do not depend on order (:mod:`.fixed_point`).
+
+    >>> updates = [AgentUpdate(i, 0, n, {"model": torch.tensor([x])})
+    ...            for i, n, x in [(0, 1, 0.0), (1, 3, 4.0)]]
+    >>> [Mean(how).combine(updates, "model", torch.zeros(1)) for how in ("uniform", "samples")]
+    [tensor([2.]), tensor([3.])]
     """
 
     averaging: Averaging = setting("uniform", "weights of agents: uniform, or by samples")
@@ -42,7 +50,11 @@ class Mean:
         check_settings(self)
 
     def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
-        return average(updates, name, self.averaging)
+        if isinstance(updates, SummedUpdates) and self.averaging == "uniform":
+            return updates.means[name]
+        if self.averaging == "samples":
+            return _weighted_mean(updates, name)
+        return fixed_point_mean((update.vectors[name] for update in updates), before)
 
 
 @dataclass(frozen=True)
@@ -114,21 +126,11 @@ def _stack(updates: Sequence[AgentUpdate], name: str) -> Tensor:
     return torch.stack([update.vectors[name].double() for update in updates])
 
 
-def average(updates: Sequence[AgentUpdate], name: str, averaging: Averaging) -> Tensor:
-    """The mean of the updates' vectors ``name``, summed in the given order.
-
-    ``"uniform"`` weighs agents equally (line 11 of Algorithm 1), ``"samples"`` by their number of
-    training samples.
-
-    >>> updates = [AgentUpdate(i, 0, n, {"model": torch.tensor([x])})
-    ...            for i, n, x in [(0, 1, 0.0), (1, 3, 4.0)]]
-    >>> average(updates, "model", "uniform"), average(updates, "model", "samples")
-    (tensor([2.]), tensor([3.]))
-    """
+def _weighted_mean(updates: Sequence[AgentUpdate], name: str) -> Tensor:
+    """The mean of the updates' vectors ``name`` by samples, summed in the given order."""
     first = updates[0].vectors[name]
     # half precision would round off small terms of a long sum
     total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
-    weights = [update.samples if averaging == "samples" else 1 for update in updates]
-    for update, weight in zip(updates, weights, strict=True):
-        total.add_(update.vectors[name].to(total.dtype), alpha=weight)
-    return total.div_(sum(weights)).to(first.dtype)
+    for update in updates:
+        total.add_(update.vectors[name].to(total.dtype), alpha=update.samples)
+    return total.div_(sum(update.samples for update in updates)).to(first.dtype)

@@ -98,6 +98,10 @@ class ScaleFL(LocalTraining):
         """s, e and the levels of agents."""
         return CapacityLevels.read(self.widths, self.depths, self.shares)
 
+    @property
+    def averages_uniformly(self) -> bool:
+        return False  # the means of parts are over the agents that hold them
+
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         exits = objective.base.exits
         if self.levels.depths_of(exits)[-1] != exits:

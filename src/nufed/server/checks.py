@@ -11,6 +11,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from nufed.algorithms.fixed_point import FixedPointGrid
 from nufed.algorithms.protocol import AgentUpdate, State
 from nufed.errors import UpdateError
 
@@ -47,6 +48,7 @@ def screen(
             vector separately; None: no bound. Not applied to fewer than three updates: of two
             norms it can't be said which one is wrong.
     """
+    bounds = {name: FixedPointGrid.of(vector).bound for name, vector in expected.items()}
     accepted: list[AgentUpdate] = []
     rejected: list[UpdateError] = []
     named: list[AgentUpdate] = []
@@ -56,7 +58,7 @@ def screen(
         else:
             rejected.append(UpdateError(-1, round, "its sender is not a valid agent number"))
     for update in sorted(named, key=lambda u: u.agent):
-        reason = _fault(update, expected, round)
+        reason = _fault(update, expected, round, bounds)
         if reason is None and cohort is not None and update.agent not in cohort:
             reason = "it is not in this round's cohort"
         if reason is None and accepted and accepted[-1].agent == update.agent:
@@ -89,7 +91,9 @@ def _within_norm(
     return accepted, rejected
 
 
-def _fault(update: AgentUpdate, expected: State, round: int) -> str | None:
+def _fault(
+    update: AgentUpdate, expected: State, round: int, bounds: Mapping[str, float]
+) -> str | None:
     """Why an update is invalid, if it is; any field may have any type."""
     if not _is_number(update.round) or update.round != round:
         return f"the update is of round {_shown(update.round)}"
@@ -101,13 +105,13 @@ def _fault(update: AgentUpdate, expected: State, round: int) -> str | None:
         names = (n if isinstance(n, str) else _shown(n) for n in islice(update.vectors, 6))
         return f"it sent {reprlib.repr(sorted(names))} instead of {sorted(expected)}"
     for name, right in expected.items():
-        reason = _fault_of_vector(update.vectors[name], right)
+        reason = _fault_of_vector(update.vectors[name], right, bounds[name])
         if reason is not None:
             return f"{name!r} {reason}"
     return None
 
 
-def _fault_of_vector(vector: object, right: Tensor) -> str | None:
+def _fault_of_vector(vector: object, right: Tensor, bound: float) -> str | None:
     """Why a vector can't replace ``right``, if it can't; makes no copy."""
     if isinstance(vector, Unreadable):
         return vector.reason
@@ -125,9 +129,12 @@ def _fault_of_vector(vector: object, right: Tensor) -> str | None:
     if not (math.isfinite(least) and math.isfinite(most)):
         return NOT_FINITE
     # so small that no sum over MOST_AGENTS agents with MOST_SAMPLES samples each overflows
-    limit = torch.finfo(torch.promote_types(vector.dtype, torch.float32)).max ** 0.5
+    limit = min(bound, torch.finfo(torch.promote_types(vector.dtype, torch.float32)).max ** 0.5)
     if max(-least, most) > limit:
-        return f"has numbers up to {max(-least, most):.2g}, above {limit:.2g}: {DIVERGES}"
+        return (
+            f"has numbers up to {max(-least, most):.2g}, above {limit:.2g}, the bound of this "
+            f"round: {DIVERGES}"
+        )
     return None
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, State
+from nufed.algorithms.summed_updates import SummedUpdates
 from nufed.errors import TrainingError, UpdateError, require
 from nufed.seeding import stream
 from nufed.server.checks import DIVERGES, NOT_FINITE, screen
@@ -209,9 +210,14 @@ def close_round(
         QuorumError: there are too few valid updates.
     """
     expected = {name: server[name] for name in algorithm.sent_in(context.round)}
-    accepted, rejected = screen(
-        updates, expected, context.round, cohort=cohort, max_norm=rules.max_update_norm
-    )
+    accepted: Sequence[AgentUpdate] = ()
+    rejected: list[UpdateError] = []
+    if isinstance(updates, SummedUpdates):  # single ones can't be checked
+        accepted = updates
+    else:
+        accepted, rejected = screen(
+            updates, expected, context.round, cohort=cohort, max_norm=rules.max_update_norm
+        )
     rejected += failed
     for error in rejected:
         LOG.warning("update left out: %s%s", label and f"{label}, ", error)
