@@ -28,6 +28,7 @@ from pathlib import Path
 from soak_checks import Memory, different_rounds, recorded_rounds
 
 from nufed.flower import App
+from nufed.flower.ops.approvals import Approvals, read_app
 from nufed.flower.ops.flower_processes import free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.new_app import new_app
@@ -157,8 +158,11 @@ class Soak:
         self.trainer = Service("run", self._trainer, folder, stack)
 
     def set_rounds(self, rounds):
+        """Write the app's configuration, and approve the app at every site."""
         text = CONFIG.format(rounds=rounds, sites=self.sites, quorum=max(1, self.sites // 2))
         (self.app / "federation.toml").write_text(text)
+        for number in range(self.sites):
+            Approvals.of_site(self.folder / f"site-{number}").add(read_app(self.app))
 
     def rounds_done(self):
         saved = self.run.glob("methods/*/seed-*/checkpoint-*.safetensors")

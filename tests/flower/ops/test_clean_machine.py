@@ -177,7 +177,10 @@ nufed federate register /etc/nufed-site/site.key.pub --number 0 --name "Ward 3"
 cp /etc/nufed-server/keys/ca.crt /etc/nufed-site/
 cp /options/server.env /etc/nufed-server/options.env
 sed s/fed.example.org:443/127.0.0.1:8000/ /options/site.env > /etc/nufed-site/options.env
+install -d -o nufed-site -m 0700 /var/lib/nufed-site
+nufed federate approve /srv/ours --folder /var/lib/nufed-site/state --yes
 for role in server site; do chown -R nufed-$role: /etc/nufed-$role; done
+chown -R nufed-site: /var/lib/nufed-site
 """
 
 
