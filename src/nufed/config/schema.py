@@ -140,6 +140,12 @@ class FederationConfig(_Table):
     wait: float = Field(
         default=60.0, gt=0, lt=float("inf"), description="quorum timeout, in seconds"
     )
+    secure_aggregation: bool = Field(
+        default=False, description="the server learns only the sum of the sites' updates"
+    )
+    site_keys: list[str] = Field(
+        default=[], description="public keys of the sites, by number, for secure aggregation"
+    )
 
 
 class PrivacyConfig(_Table):
@@ -183,7 +189,7 @@ class Config(_Table):
     max_update_norm: Annotated[float, Field(gt=0)] | Literal["off"] | None = Field(
         default=None,
         description="norm bound of a change, in medians of the cohort's, from three updates on; "
-        f"default: off in simulations and with [privacy], {FEDERATION_NORM:g} in federations",
+        f"default: {FEDERATION_NORM:g} in federations without [privacy] and secure_aggregation",
     )
     eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto", description="fine-tuning steps shown; auto: the largest ν, at least 1"

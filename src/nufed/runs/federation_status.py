@@ -22,7 +22,7 @@ from nufed.runs.records import Record, Whole, checked
 STATUS, TRAFFIC = "status.json", "traffic.jsonl"
 Seconds = Annotated[float, Field(ge=0)]
 Time = Annotated[float, Field(ge=0)]  # seconds since 1970
-Phase: TypeAlias = Literal["query", "train", "evaluate"]
+Phase: TypeAlias = Literal["query", "train", "secure sum", "evaluate"]
 State: TypeAlias = Literal["waiting for sites", "training", "evaluating", "finished", "failed"]
 
 

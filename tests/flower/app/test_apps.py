@@ -105,10 +105,10 @@ FOUR = TEXT.replace("0.75", "1.0").replace("unseen_agents = 1", "")
 
 
 def nonsense(agent, message, reply):
-    """One site sends a million times its model: finite, of the right shape."""
+    """One site sends 10,000 times its model: finite, of the right shape, on the grid."""
     if agent != BAD or message.metadata.message_type != "train":
         return reply
-    model = Array(reply.content["arrays"]["model"].numpy() * np.float32(1e6))
+    model = Array(reply.content["arrays"]["model"].numpy() * np.float32(1e4))
     arrays = ArrayRecord({"model": model})
     return Message(RecordDict({**reply.content, "arrays": arrays}), reply_to=message)
 

@@ -9,8 +9,11 @@ from flwr.app import Context, RecordDict
 
 from flower.app.in_memory import MemoryGrid
 from flower.ops.small_app import write_app
+from nufed.flower.app.authentication import SIGNATURE
+from nufed.flower.app.check import check_site
 from nufed.flower.app.load_app import load_app
 from nufed.flower.app.monitor import size_of
+from nufed.flower.ops.keys import make_site_key
 
 LOAD = """
 import numpy as np
@@ -71,6 +74,30 @@ def test_it_shows_samples_classes_a_step_messages_and_memory(nufed, tmp_path, ap
     federation.server(grid, Context(1, 0, {}, RecordDict(), {"out": str(tmp_path / "run")}))
     down, up = re.search(r"messages: (\d+) bytes to the site and (\d+) back", shown.stdout).groups()
     assert sizes[0] == (int(down), int(up))
+
+
+@pytest.mark.usefixtures("no_report")
+def test_with_secure_aggregation_it_shows_the_size_of_a_masked_update(tmp_path, app):
+    save(tmp_path)
+    lines = [make_site_key(tmp_path / f"{n}").read_text().strip() for n in range(3)]
+    text = (app / "federation.toml").read_text().replace("agents = 2", "agents = 3")
+    secure = f"secure_aggregation = true\nsite_keys = {lines}\n"
+    (app / "federation.toml").write_text(text + secure)
+    sizes = {}
+
+    def weigh(agent, message, reply):
+        unsigned = {name: each for name, each in reply.content.items() if name != SIGNATURE}
+        sizes[message.metadata.message_type] = size_of(RecordDict(unsigned))
+        return reply
+
+    federation, data = load_app(app), tmp_path / "site0.npz"
+    grid = MemoryGrid(federation.site, (), tmp_path / "sites", weigh)
+    for number in range(3):
+        grid.add(number, data=str(data), key=str(tmp_path / f"{number}"))
+    federation.server(grid, Context(1, 0, {}, RecordDict(), {"out": str(tmp_path / "run")}))
+    (shown,) = [found.text for found in check_site(app, data) if found.name == "messages"]
+    assert shown.endswith("training, beside the keys and shares of secure aggregation")
+    assert f"and {sizes['train.masked']:,} back" in shown
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from nufed.errors import RunError, in_short
 from nufed.flower.app.monitor import size_of
 from nufed.flower.app.payload import ABOUT
+from nufed.flower.app.secure_payload import TRAINS
 from nufed.flower.app.site import Site
 from nufed.flower.logs import event
 from nufed.runs.site_activity import add_activity
@@ -61,7 +62,7 @@ def _log(site: Site, kind: str, round: int, seconds: float) -> None:
     """One line about a round."""
     notes, of = site.notes, {"round": round, "rounds": site.plan.rounds, "seconds": seconds}
     where = f"round {round} of {site.plan.rounds}"
-    if kind == "train":
+    if kind in TRAINS:
         samples = notes.get("samples", {}).get("training", 0)
         event(
             "%s: trained on %d samples in %.1f s", where, samples, seconds,

@@ -15,7 +15,14 @@ from torch import nn
 
 from nufed.config import Config, load_config
 from nufed.config.build import build_loss, build_measure, build_module, build_objective
-from nufed.config.schema import AT_SITES, FEDERATION_NORM, OWN, FaultsConfig, PrivacyConfig
+from nufed.config.schema import (
+    AT_SITES,
+    FEDERATION_NORM,
+    OWN,
+    FaultsConfig,
+    FederationConfig,
+    PrivacyConfig,
+)
 from nufed.data import Samples
 from nufed.errors import InputError, require
 from nufed.evaluate import Measure, Metric
@@ -23,6 +30,7 @@ from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Privacy
 from nufed.flower.app.site import Load
 from nufed.flower.app.site_app import client_app
+from nufed.flower.app.site_keys import SiteKeys
 from nufed.flower.app.training import train_federation
 from nufed.objective import Loss
 from nufed.server import Rules
@@ -120,6 +128,7 @@ class App:
             privacy=_privacy(config.privacy),
             baselines=tuple(config.baselines),
             tune_local=config.tune_local,
+            site_keys=_site_keys(config.federation),
         )
 
 
@@ -178,8 +187,10 @@ def _like(config: Config) -> Samples:
 
 
 def _rules(config: Config) -> Rules:
-    """With a norm bound by default; with privacy :mod:`.plausibility` bounds updates instead."""
-    default = FEDERATION_NORM if config.privacy.clip is None else None
+    """With a norm bound by default; with privacy :mod:`.plausibility` bounds updates instead, and
+    with secure aggregation single updates are not known."""
+    unbounded = config.privacy.clip is not None or config.federation.secure_aggregation
+    default = None if unbounded else FEDERATION_NORM
     return Rules(config.min_updates, max_update_norm=config.norm_bound(default))
 
 
@@ -192,6 +203,12 @@ def _baselines(config: Config) -> list[str]:
     if config.privacy.clip is not None and not config.privacy.scores:
         return []
     return [name for name in config.baselines if name != "majority" or config.federation.classes]
+
+
+def _site_keys(config: FederationConfig) -> SiteKeys | None:
+    if config.site_keys and not config.secure_aggregation:
+        raise InputError("federation.site_keys is for federation.secure_aggregation, which is off")
+    return SiteKeys(tuple(config.site_keys)) if config.secure_aggregation else None
 
 
 def _named(metric: Metric) -> Measure:

@@ -20,9 +20,11 @@ from nufed.errors import InputError, in_short
 from nufed.evaluate import training_loss
 from nufed.flower.app.load_app import load_app
 from nufed.flower.app.monitor import size_of
-from nufed.flower.app.payload import content
+from nufed.flower.app.payload import ARRAYS, content
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import check_plan
+from nufed.flower.app.secure_payload import words_record
+from nufed.flower.app.secure_sum.words import encode
 from nufed.flower.app.site import PARTITION_ID, Site
 from nufed.objective.threads import torch_threads
 from nufed.server import MemoryStates, to_send
@@ -105,7 +107,8 @@ def _training(site: Site) -> Iterator[Found]:
     after: State = {**received, **{k: v for k, v in result.vectors.items() if k in received}}
     first, then = (_loss(site, vectors) for vectors in (received, after))
     update = AgentUpdate(agent, 1, len(site.federation.split.train[agent]), result.vectors)
-    _, rejected = screen([update], {name: server[name] for name in plan.algorithm.sent_in(1)}, 1)
+    replaced = {name: server[name] for name in plan.algorithm.sent_in(1)}
+    _, rejected = screen([update], replaced, 1)
     if rejected:
         raise InputError(
             f"the server would leave out the update of site {agent} after one step, because "
@@ -116,10 +119,15 @@ def _training(site: Site) -> Iterator[Found]:
         f"training loss {first:.4g} before, {then:.4g} after one local step of {seconds:.2g} s",
     )
     down = size_of(content(received, run="0" * 32, agent=agent, round=1, taken=0, released=0))
-    up = size_of(
-        content(result.vectors, agent=agent, round=1, samples=1, gradients=1, hvps=0, began=0)
+    about = {"agent": agent, "round": 1, "gradients": 1, "hvps": 0, "began": 0}
+    reply, beside = content(result.vectors, samples=1, **about), ""
+    if plan.site_keys:
+        reply, beside = content(None, **about), ", beside the keys and shares of secure aggregation"
+        reply[ARRAYS] = words_record(encode(result.vectors, replaced, plan.cohort))
+    up = size_of(reply)
+    yield Found(
+        "messages", f"{down:,} bytes to the site and {up:,} back, per round of training{beside}"
     )
-    yield Found("messages", f"{down:,} bytes to the site and {up:,} back, per round of training")
     yield Found("memory", _memory(site, plan, up))
 
 

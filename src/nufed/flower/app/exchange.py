@@ -15,6 +15,7 @@ from nufed.flower.app.messaging import Roster, request
 from nufed.flower.app.monitor import Monitor
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.refusals import Refusals
+from nufed.flower.app.secure_payload import TRAINS
 from nufed.runs.audit_log import Audit
 from nufed.runs.federation_status import Phase
 
@@ -45,7 +46,7 @@ class Exchange:
         self,
         kind: str,
         round: int,
-        sent: State,
+        sent: State | None,
         contents: Mapping[int, RecordDict],
         deadline: float,
     ) -> dict[int, RecordDict | str]:
@@ -54,16 +55,16 @@ class Exchange:
         Args:
             kind: of the messages.
             round: that they are about.
-            sent: the vectors in them.
+            sent: the vectors in them; None: there are none.
             contents: their contents, by agent.
             deadline: in seconds.
         """
         what = {"what": kind, "round": round}
-        digest = sha256(tensor_pieces(sent))
-        self._audit("asked", **what, sites=list(contents), vectors_sha256=digest)
+        digest = {} if sent is None else {"vectors_sha256": sha256(tensor_pieces(sent))}
+        self._audit("asked", **what, sites=list(contents), **digest)
         nodes = {agent: self._roster.nodes[agent] for agent in contents}
         agents = {node: agent for agent, node in nodes.items()}
-        phase: Phase = "train" if kind == MessageType.TRAIN else "evaluate"
+        phase = _phase(kind)
         self._monitor.asks(phase)
         began = time.monotonic()
 
@@ -90,3 +91,9 @@ class Exchange:
         self._refusals.note(replies)
         self._refusals.check(self._roster.names)
         return replies
+
+
+def _phase(kind: str) -> Phase:
+    if kind in TRAINS:
+        return "train"
+    return "secure sum" if kind.startswith(MessageType.TRAIN) else "evaluate"

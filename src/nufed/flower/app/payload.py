@@ -66,7 +66,7 @@ def read_array(array: object, like: Tensor) -> Tensor | Unreadable:
         if getattr(array, what) != wanted:
             return Unreadable(f"has {what} {shown(getattr(array, what))} instead of {wanted}")
     dtype = np.dtype(DTYPES[like.dtype])
-    header = _npy_header(dtype, tuple(like.shape))
+    header = npy_header(dtype, tuple(like.shape))
     if len(array.data) != len(header) + like.numel() * dtype.itemsize:
         return Unreadable(f"has {len(array.data)} bytes, which does not fit its shape")
     if not array.data.startswith(header):
@@ -75,7 +75,7 @@ def read_array(array: object, like: Tensor) -> Tensor | Unreadable:
     return torch.from_numpy(numbers.copy()).to(like.device)
 
 
-def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """The header of numpy's file format for such an array."""
     file = io.BytesIO()
     header = {"descr": dtype.str, "fortran_order": False, "shape": shape}

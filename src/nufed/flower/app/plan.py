@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,6 +16,8 @@ from nufed.evaluate import EvalLr, Measure, accuracy
 from nufed.flower.app.bounded_pull import ReplyLimit
 from nufed.flower.app.privacy import Privacy
 from nufed.flower.app.score_payload import MAX_SCALES
+from nufed.flower.app.secure_sum.sum_terms import MIN_SITES, threshold
+from nufed.flower.app.site_keys import SiteKeys
 from nufed.objective import Objective
 from nufed.server import Rules, cohort_size, to_send
 
@@ -48,6 +50,7 @@ class Plan:
         privacy: clipping and noise applied at the sites; None: none.
         baselines: null baselines to evaluate at the end.
         tune_local: whether the step size of the baseline ``local`` is chosen on validation samples.
+        site_keys: public keys of the sites, for secure aggregation; None: without it.
     """
 
     algorithm: Algorithm
@@ -73,6 +76,7 @@ class Plan:
     privacy: Privacy | None = None
     baselines: tuple[str, ...] = ()
     tune_local: bool = False
+    site_keys: SiteKeys | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("agents", 1), ("rounds", 0), ("eval_steps", 0), ("threads", 1)):
@@ -86,6 +90,11 @@ class Plan:
         choose_unseen(self.agents, self.unseen_agents, self.seed)
         if self.privacy is not None:
             self._check_private()
+        if self.site_keys is not None:
+            self._check_secure(self.site_keys)
+        if self.privacy is not None:  # the server sees the sum of so many noisy updates
+            summed = threshold(self.cohort) if self.site_keys else 1
+            object.__setattr__(self, "privacy", replace(self.privacy, summed=summed))
 
     def _check_private(self) -> None:
         """Refuse settings for which the stated epsilon does not hold."""
@@ -99,6 +108,25 @@ class Plan:
             if wrong:
                 raise InputError(
                     f"[privacy]: epsilon does not hold with {what}; remove that, or [privacy]"
+                )
+
+    def _check_secure(self, keys: SiteKeys) -> None:
+        """Refuse settings that need single updates, which secure aggregation hides."""
+        unknown = set(self.algorithm.sends) - set(self.algorithm.receives)
+        for wrong, what in (
+            (not self.algorithm.averages_uniformly, "an aggregation other than the uniform mean"),
+            (self.rules.max_update_norm is not None, "max_update_norm"),
+            (unknown, "an algorithm that sends vectors it does not receive"),
+            (self.cohort < MIN_SITES, f"cohorts of {self.cohort}, below {MIN_SITES} sites"),
+            (
+                len(keys.lines) != self.agents,
+                f"{len(keys.lines)} keys in federation.site_keys for {self.agents} sites",
+            ),
+        ):
+            if wrong:
+                raise InputError(
+                    f"federation.secure_aggregation hides single updates from the server and can't "
+                    f"be combined with {what}; change that, or turn secure_aggregation off"
                 )
 
     @cached_property
@@ -142,13 +170,16 @@ class Plan:
     @cached_property
     def reply_limit(self) -> ReplyLimit:
         """What a site's reply can have at most: the vectors that the algorithm sends, with 8 bytes
-        per number and 1 KiB for each header, and 1 MiB beside the scores."""
+        per number (16 masked) and 1 KiB for each header, and 1 MiB beside the scores and the shares
+        for other sites."""
         start = self.start()
         sent = [start[name] for name in self.algorithm.sends if name in start]
-        arrays = sum(8 * vector.numel() + 2**10 for vector in sent)
+        size = 8 if self.site_keys is None else 16
+        arrays = sum(size * vector.numel() + 2**10 for vector in sent)
         # of a score: loss, score and two accuracies, with room for their encoding
         scores = MAX_SCALES * (self.eval_steps + 1) * 64
-        return ReplyLimit(arrays, 2**20 + scores + arrays // 2**10)
+        shares = 0 if self.site_keys is None else 512 * self.cohort
+        return ReplyLimit(arrays, 2**20 + scores + shares + arrays // 2**10)
 
     def check_data(self, samples: Samples) -> None:
         """Refuse a site's data that does not match the federation's."""

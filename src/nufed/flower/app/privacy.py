@@ -9,7 +9,8 @@ tracked, for two adversaries:
   noise √a·z·C, and cohorts are secret. Assumes that all ``a`` sites add their noise, and that
   cohorts are not drawn from a public seed.
 * ``server``: the server, or whoever reads its traffic, sees every update and its sender. Each of a
-  site's n updates has noise z·C, without amplification by sampling.
+  site's n updates has noise z·C, without amplification by sampling. With secure aggregation it sees
+  sums of at least ``summed`` updates, with noise √summed·z·C, if no other site colludes with it.
 
 Both cover vectors alone, and hold if dropping out does not depend on data. ``released`` does not
 hold for weights by samples, other aggregations, or updates rejected for their norm.
@@ -52,6 +53,7 @@ class Privacy:
         epsilon: the budget of the released models; None: unlimited.
         epsilon_server: the budget of a site against the server; None: unlimited.
         scores: whether sites still send their scores, which epsilon does not cover.
+        summed: the fewest updates that the server sees only the sum of (secure aggregation).
     """
 
     clip: float
@@ -60,6 +62,12 @@ class Privacy:
     epsilon: float | None = None
     epsilon_server: float | None = None
     scores: bool = False
+    summed: int = 1
+
+    @property
+    def server_noise(self) -> float:
+        """The noise multiplier of what the server sees: √``summed``·z."""
+        return self.noise * math.sqrt(self.summed)
 
     def __post_init__(self) -> None:
         for name in ("clip", "noise", "epsilon", "epsilon_server"):
@@ -194,7 +202,7 @@ class Ledger:
         most = max(map(self.charged_to, self.releases), default=0)
         return Spent(
             released_epsilon(self.noise, self.rounds, privacy.delta),
-            server_epsilon(self.noise, most, privacy.delta),
+            server_epsilon(privacy.server_noise, most, privacy.delta),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -228,7 +236,7 @@ def planned(privacy: Privacy, agents: int, cohort: int, rounds: int) -> Spent:
     most = max_releases(agents, cohort, rounds)
     return Spent(
         released_epsilon(privacy.noise, by_sizes, privacy.delta),
-        server_epsilon(privacy.noise, most, privacy.delta),
+        server_epsilon(privacy.server_noise, most, privacy.delta),
     )
 
 
@@ -270,7 +278,7 @@ def check_release(privacy: Privacy, releases: int) -> None:
     """At a site: refuse an update after ``releases`` others that would exceed its budget."""
     if privacy.epsilon_server is None:
         return
-    epsilon = server_epsilon(privacy.noise, releases + 1, privacy.delta)
+    epsilon = server_epsilon(privacy.server_noise, releases + 1, privacy.delta)
     if epsilon > privacy.epsilon_server:
         raise TrainingError(
             f"another noisy update after {releases} would bring this site's epsilon against the "

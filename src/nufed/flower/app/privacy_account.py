@@ -22,6 +22,11 @@ HOLDS_FOR = {
     "server": "the server and anyone who reads its traffic; neighbours differ in the data of one "
     "site, here the one with most updates. Assumes no one else.",
 }
+SUMMED = (
+    "the server, which sees sums of at least {} updates by secure aggregation; neighbours differ "
+    "in the data of one site, here the one with most updates. Assumes that every site adds its "
+    "noise and none colludes with the server."
+)
 
 
 class Account:
@@ -89,7 +94,8 @@ class Account:
             "epsilon": self.spent(),
             "updates": self._most_updates(),
             "budget": {"released": privacy.epsilon, "server": privacy.epsilon_server},
-            "holds_for": HOLDS_FOR,
+            "holds_for": HOLDS_FOR
+            | ({"server": SUMMED.format(privacy.summed)} if privacy.summed > 1 else {}),
             "agents": self._agents,
             "cohort": self._cohort,
             "rounds": sum(self._ledger.rounds.values()),

@@ -6,26 +6,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from flwr.app import MessageType, RecordDict
+from flwr.app import ConfigRecord, MessageType
 from flwr.serverapp import Grid
 from pydantic import Field, TypeAdapter, ValidationError
 
-from nufed.algorithms.protocol import AgentUpdate, Cost, State
+from nufed.algorithms.protocol import State
 from nufed.data import ScoredOn
 from nufed.errors import RunError, UpdateError, shown
 from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
 from nufed.flower.app.authentication import Authentication
+from nufed.flower.app.collected import Collected, collect_updates, usable
 from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.exclusions import Exclusions
 from nufed.flower.app.messaging import LOG, Roster
 from nufed.flower.app.monitor import OFFLINE, Monitor
 from nufed.flower.app.outcome import Outcome
-from nufed.flower.app.payload import BASELINE, KEEP, PayloadError, content, read_update
+from nufed.flower.app.payload import BASELINE, KEEP, PayloadError, content
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.plausibility import implausible
 from nufed.flower.app.privacy_account import Account
 from nufed.flower.app.refusals import site_label
 from nufed.flower.app.score_payload import read_scores
+from nufed.flower.app.secure_payload import MASKED, SECURE, TRAINS
+from nufed.flower.app.secure_round import Replies, collect_sum, new_attempt
+from nufed.flower.app.secure_sum.sum_terms import SumTerms
 from nufed.flower.app.site_baselines import LOCAL, UNTRAINED, baselines
 from nufed.runs.audit_log import Audit, not_audited
 from nufed.server import Attempts, Progress, QuorumError, close_round, to_send, update_norm
@@ -115,57 +118,38 @@ class Server:
             self.account.check_next()
         included = [agent for agent in cohort if not self._exclusions.reason(agent)]
         self._roster.wait_for(included, min(plan.rules.min_updates, len(included)))
-        replies, dropped = self._request(MessageType.TRAIN, before.server, k, cohort)
-        expected = {name: before.server[name] for name in plan.algorithm.sent_in(k)}
-        updates: list[AgentUpdate] = []
-        failed: list[UpdateError] = []
-        restarted: list[int] = []
-        cost = Cost()
-        for agent, reply in replies.items():
-            try:
-                records: Mapping[str, object] = _usable(reply)
-                if self.account:
-                    records = self.account.charge(agent, records)
-                update, spent, began = read_update(records, agent, expected)
-                wrong = plan.privacy and implausible(update.vectors, expected, plan.privacy)
-                if wrong:
-                    raise PayloadError(wrong)
-                if plan.keeps_state and began != self._taken.get(agent, 0):
-                    restarted.append(agent)
-                updates.append(update)
-                cost += spent
-            except PayloadError as error:
-                failed.append(UpdateError(agent, k, str(error)))
         try:
+            found = (self._sum if plan.site_keys else self._updates)(before.server, k, cohort)
             server, rejected = close_round(
                 plan.algorithm,
                 before.server,
-                updates,
+                found.updates,
                 plan.context(k),
                 cohort=cohort,
-                failed=failed,
+                failed=found.failed,
                 rules=plan.rules,
             )
         except QuorumError as error:
             self._audit_left_out("updates", k, error.rejected)
             raise
         left_out = {error.agent for error in rejected}
-        taken = [update.agent for update in updates if update.agent not in left_out]
+        taken = [agent for agent in found.began if agent not in left_out]
         self._audit_left_out("updates", k, rejected)
         self._audit("aggregated", round=k, sites=taken)
         if self.account:
             self.account.close(len(taken))
-        self._name_restarted(k, sorted(set(restarted) - left_out))
         if plan.keeps_state:
+            began = {agent: found.began[agent] for agent in sorted(taken)}
+            self._name_restarted(k, [a for a, b in began.items() if b != self._taken.get(a, 0)])
             self._taken |= dict.fromkeys(taken, k)
         return Progress(
             round=k,
             server=server,
             cohort=tuple(cohort),
             rejected=tuple(rejected),
-            dropped=tuple(dropped),
+            dropped=tuple(found.dropped),
             taken=tuple(taken),
-            cost=cost,
+            cost=found.cost,
             update_norm=update_norm(plan.algorithm, before.server, server),
         )
 
@@ -177,6 +161,21 @@ class Server:
             LOG.warning("round %d: %s", round, message)
             if self._on_doubt:
                 self._on_doubt(round, message)
+
+    def _updates(self, server: State, round: int, cohort: list[int]) -> Collected:
+        """The updates of a round."""
+        replies, dropped = self._request(MessageType.TRAIN, server, round, cohort)
+        return collect_updates(self._plan, server, round, replies, dropped, self.account)
+
+    def _sum(self, server: State, round: int, cohort: list[int]) -> Collected:
+        """The means of a round's updates, by secure aggregation."""
+
+        def send(kind: str, sites: Iterable[int], make: Callable[[int], ConfigRecord]) -> Replies:
+            vectors = server if kind.endswith(MASKED) else None
+            return self._request(kind, vectors, round, sites, lambda site: {SECURE: make(site)})
+
+        terms = SumTerms(self._run, round, new_attempt(), tuple(cohort))
+        return collect_sum(self._plan, terms, server, send, self.account)
 
     def evaluate(self, progress: Progress, choose: bool = False) -> Outcome:
         """Every site's scores after personalising the server's model, each on its own data.
@@ -262,7 +261,7 @@ class Server:
         for agent, reply in replies.items():
             try:
                 own, null = read_scores(
-                    _usable(reply),
+                    usable(reply),
                     agent,
                     k,
                     name=self._roster.names[agent],
@@ -288,15 +287,17 @@ class Server:
     def _request(
         self,
         kind: str,
-        server: State,
+        server: State | None,
         round: int,
         agents: Iterable[int],
+        records: Callable[[int], Mapping[str, ConfigRecord]] = lambda agent: {},
         deadline: float | None = None,
         **more: Any,
-    ) -> tuple[dict[int, RecordDict | str], list[int]]:
+    ) -> Replies:
         """The replies of these agents, in their order, and the agents whose site is offline.
 
         Instead of a reply, the reason why there is none; excluded agents are sent no request.
+        Without ``server`` no vectors are sent; ``records`` are further ones for each agent.
         """
         agents = list(agents)
         self._roster.refresh()
@@ -305,9 +306,10 @@ class Server:
         offline = [agent for agent, node in nodes.items() if node is None]
         if offline:
             LOG.warning("round %d: the sites of agents %s are offline", round, offline)
-        sent = to_send(self._plan.algorithm, server)
-        contents = {
-            agent: content(
+        sent = None if server is None else to_send(self._plan.algorithm, server)
+        contents = {}
+        for agent in (each for each in nodes if each not in offline):
+            contents[agent] = content(
                 sent,
                 run=self._run,
                 agent=agent,
@@ -316,10 +318,8 @@ class Server:
                 released=self.account.released_by(agent) if self.account else 0,
                 **more,
             )
-            for agent, node in nodes.items()
-            if node is not None
-        }
-        if self.account and kind == MessageType.TRAIN:
+            contents[agent].update(records(agent))
+        if self.account and kind in TRAINS:
             self.account.requested(contents)
         seconds = deadline or self._plan.deadline
         replies = self._exchange.ask(kind, round, sent, contents, seconds) | excluded
@@ -329,12 +329,6 @@ class Server:
         if errors:
             reasons = {str(error.agent): error.reason for error in errors}
             self._audit("left out", what=what, round=round, sites=reasons)
-
-
-def _usable(reply: RecordDict | str) -> RecordDict:
-    if isinstance(reply, str):
-        raise PayloadError(reply)
-    return reply
 
 
 def _read_taken(record: object) -> dict[int, int]:

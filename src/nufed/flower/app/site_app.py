@@ -21,6 +21,7 @@ from nufed.flower.app.activity import observed
 from nufed.flower.app.authentication import signed
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.payload import (
+    ARRAYS,
     BASELINE,
     KEEP,
     RELEASE,
@@ -37,6 +38,14 @@ from nufed.flower.app.payload import (
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Privacy, check_release, protect
 from nufed.flower.app.score_payload import read_part, read_scales, scores_content
+from nufed.flower.app.secure_payload import ADVERTISE, CONFIRM, MASKED, SHARE, UNMASK
+from nufed.flower.app.secure_site import (
+    advertise_keys,
+    confirm_sum,
+    mask_update,
+    share_secrets,
+    unmask_sum,
+)
 from nufed.flower.app.site import Load, Site
 from nufed.flower.app.site_baselines import baseline_scores
 from nufed.flower.app.site_store import Release, load_record, save_record
@@ -86,6 +95,11 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
 
     app.query()(handler(_identify))
     app.train()(handler(_train))
+    app.train(ADVERTISE)(handler(advertise_keys))
+    app.train(SHARE)(handler(share_secrets))
+    app.train(MASKED)(handler(_train_masked))
+    app.train(CONFIRM)(handler(confirm_sum))
+    app.train(UNMASK)(handler(unmask_sum))
     app.evaluate()(handler(_evaluate))
     app.evaluate(KEEP)(handler(_keep_personal_model))
     app.evaluate(BASELINE)(handler(_baseline))
@@ -101,6 +115,8 @@ def _identify(site: Site, request: RecordDict) -> RecordDict:
 
 def _train(site: Site, request: RecordDict) -> RecordDict:
     agent, task = site.agent, _read_task(site, request)
+    if site.plan.site_keys is not None:
+        raise InputError("this federation has secure aggregation: no update is sent unmasked")
     if site.plan.privacy is not None:
         return _train_privately(site, task, site.plan.privacy)
     result = _agent_update(site, task)
@@ -116,6 +132,31 @@ def _train(site: Site, request: RecordDict) -> RecordDict:
         hvps=result.cost.hvps,
         began=task.began,
     )
+
+
+def _train_masked(site: Site, request: RecordDict) -> RecordDict:
+    """Like :func:`_train`, under secure aggregation: the update leaves the site only masked."""
+    task, release = _read_task(site, request), None
+    if site.plan.privacy is not None:
+        release = _release(site, task, site.plan.privacy)
+        result = AgentResult(release.vectors, {}, release.cost)
+    else:
+        result = _agent_update(site, task)
+    masked = mask_update(site, request, task.round, result.vectors, task.received)
+    if result.state:
+        record = load_record(task.file, task.state)
+        save_record(task.file, record.with_update(task.began, task.state, task.round, result.state))
+    reply = content(
+        agent=site.agent,
+        round=task.round,
+        gradients=result.cost.gradients,
+        hvps=result.cost.hvps,
+        began=task.began,
+    )
+    reply[ARRAYS] = masked
+    if release is not None:
+        reply[RELEASE] = release_record(release.store, release.count)
+    return reply
 
 
 def _agent_update(site: Site, task: Task) -> AgentResult:
@@ -146,14 +187,14 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
     Fresh noise on a repeated request would let the server average it away.
     """
     record = load_record(task.file, {})
-    initial = Release(secrets.token_hex(16), privacy.noise, before=task.released)
+    initial = Release(secrets.token_hex(16), privacy.server_noise, before=task.released)
     last, digest = record.release or initial, task.digest
     if last.question == digest:
         return last
     sent = max(last.before + last.count, task.released)
     check_release(privacy, sent)
     if site.limit is not None:
-        sent += site.releases_in_other_runs(task.file, privacy.noise)
+        sent += site.releases_in_other_runs(task.file, privacy.server_noise)
         check_release(replace(privacy, epsilon_server=site.limit), sent)
     _ = site.samples  # a mismatch with the federation's format may be told
     try:
@@ -163,7 +204,7 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
         raise InputError("its data can't be used; see the site's log") from None
     release = last.after(digest, protect(result.vectors, task.received, privacy), result.cost)
     released = release.before + release.count
-    site.notes["epsilon"] = server_epsilon(privacy.noise, released, privacy.delta)
+    site.notes["epsilon"] = server_epsilon(privacy.server_noise, released, privacy.delta)
     save_record(task.file, replace(record, release=release))
     return release
 

@@ -1,0 +1,58 @@
+"""The payloads of secure aggregation: validated JSON, and masked updates as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, MessageType
+from pydantic import TypeAdapter, ValidationError
+
+from nufed.flower.app.payload import ARRAYS, STORED_AS, PayloadError, get_record, npy_header
+from nufed.flower.app.secure_sum.words import Words
+
+SECURE, JSON, WORDS = "secure", "json", "words"
+# the actions of messages
+ADVERTISE, SHARE, MASKED, CONFIRM, UNMASK = "advertise", "share", "masked", "confirm", "unmask"
+# kinds of messages that are answered with an update
+TRAINS = (MessageType.TRAIN, f"{MessageType.TRAIN}.{MASKED}")
+LITTLE_ENDIAN = np.dtype("<u8")
+Found = TypeVar("Found")
+
+
+def secure_record(value: object) -> ConfigRecord:
+    """A message of the protocol."""
+    return ConfigRecord({JSON: TypeAdapter(type(value)).dump_json(value)})
+
+
+def read_secure(records: Mapping[str, object], kind: type[Found]) -> Found:
+    """A message of the protocol, of the given class."""
+    text = get_record(records, SECURE, ConfigRecord).get(JSON)
+    try:
+        if not isinstance(text, bytes):
+            raise ValueError("no JSON")
+        return TypeAdapter(kind).validate_json(text)
+    except (ValidationError, ValueError):
+        raise PayloadError(f"it sent no valid {kind.__name__} for secure aggregation") from None
+
+
+def words_record(words: Words) -> ArrayRecord:
+    """A masked update."""
+    return ArrayRecord({WORDS: Array(words.astype(LITTLE_ENDIAN))})
+
+
+def read_words(records: Mapping[str, object], shape: tuple[int, int]) -> Words:
+    """A masked update of the given shape."""
+    arrays = get_record(records, ARRAYS, ArrayRecord)
+    array = arrays.get(WORDS)
+    header = npy_header(LITTLE_ENDIAN, shape)
+    if (
+        arrays.keys() != {WORDS}
+        or (array.stype, array.dtype, array.shape) != (STORED_AS, LITTLE_ENDIAN.name, shape)
+        or len(array.data) != len(header) + LITTLE_ENDIAN.itemsize * shape[0] * shape[1]
+        or not array.data.startswith(header)
+    ):
+        raise PayloadError("its masked update does not have the size and type of the model's")
+    numbers = np.frombuffer(array.data, LITTLE_ENDIAN, offset=len(header))
+    return numbers.reshape(shape).astype(np.uint64)

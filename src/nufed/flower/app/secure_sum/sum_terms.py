@@ -1,0 +1,78 @@
+"""What one secure sum is about, the same at the server and at every site."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from pydantic import ConfigDict, with_config
+
+from nufed.errors import TrainingError
+
+MIN_SITES = 3  # with the sum of two, each of them knows the other's update
+# of dataclasses that are sent or stored as JSON
+as_json = with_config(
+    ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", extra="forbid", strict=True)
+)
+
+
+class SecureSumError(TrainingError):
+    """A message of the protocol is refused; says why, without any secret."""
+
+
+@as_json
+@dataclass(frozen=True)
+class SumTerms:
+    """An attempt at a secure sum.
+
+    Args:
+        run: id of the run.
+        round: its round.
+        attempt: random id of this attempt, 32 hexadecimal digits; a retry has another one.
+        sites: numbers of the round's cohort, sorted.
+    """
+
+    run: str
+    round: int
+    attempt: str
+    sites: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.sites)) != len(self.sites) or list(self.sites) != sorted(self.sites):
+            raise SecureSumError("the sites of a secure sum must be sorted and distinct")
+        if len(self.sites) < MIN_SITES:
+            raise SecureSumError(
+                f"a sum over {len(self.sites)} sites is refused: it needs {MIN_SITES} or more"
+            )
+
+    @property
+    def threshold(self) -> int:
+        """Shares that recover a secret, and the fewest sites of a sum."""
+        return threshold(len(self.sites))
+
+    @property
+    def digest(self) -> bytes:
+        """Binds keys, signatures and ciphertexts to this attempt."""
+        return hashlib.sha256(b"nufed secure sum 1" + json.dumps(asdict(self)).encode()).digest()
+
+    def check_enough(self, sites: int, what: str) -> None:
+        """Refuse to go on with too few sites."""
+        if sites < self.threshold:
+            raise SecureSumError(
+                f"only {sites} of {len(self.sites)} sites {what}: a secure sum needs "
+                f"{self.threshold}"
+            )
+
+
+def threshold(sites: int) -> int:
+    """⌈2n/3⌉, at least 3.
+
+    A third of the n sites may drop out. Two groups of so many have n/3 sites in common: a server
+    that tells sites different stories about who dropped out never gets both secrets of one, unless
+    a third of the sites collude with it.
+
+    >>> [threshold(sites) for sites in (3, 4, 6, 9, 10)]
+    [3, 3, 4, 6, 7]
+    """
+    return max(MIN_SITES, -(-2 * sites // 3))

@@ -1,0 +1,362 @@
+"""Federations with secure aggregation: the real server and ClientApps, over an in-memory Grid."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+
+from flower.app.in_memory import (
+    RUN,
+    MemoryGrid,
+    agents_data,
+    federate,
+    plan_of,
+)
+from flower.app.test_apps import TEXT, app_of
+from nufed.algorithms import GMeta, Scaffold
+from nufed.algorithms.aggregation import Mean, Median
+from nufed.algorithms.scalefl import ScaleFL
+from nufed.errors import InputError, TrainingError
+from nufed.flower.app import site_app
+from nufed.flower.app.epsilon import server_epsilon
+from nufed.flower.app.payload import ARRAYS
+from nufed.flower.app.privacy import Privacy
+from nufed.flower.app.secure_payload import WORDS
+from nufed.flower.app.secure_site import SecureRecord, _load
+from nufed.flower.app.server_app import Server
+from nufed.flower.app.site_app import client_app
+from nufed.flower.app.site_keys import SiteKeys
+from nufed.flower.ops.keys import make_site_key
+from nufed.runs.federation_status import read_status, read_traffic
+from nufed.runs.site_activity import read_activity
+from nufed.server import Rules
+from support import json_lines
+
+SETTINGS = {"meta_lr": 0.2, "local_steps": 2, "batch_size": 6}
+GMETA = GMeta(1, adapt_lr=0.05, **SETTINGS)
+PHASES = [f"train.{phase}" for phase in ("advertise", "share", "masked", "confirm", "unmask")]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    """Private key files of six sites."""
+    folder = tmp_path_factory.mktemp("keys")
+    for site in range(6):
+        make_site_key(folder / f"{site}")
+    return folder
+
+
+def public(keys, agents):
+    return SiteKeys(tuple((keys / f"{i}.pub").read_text().strip() for i in range(agents)))
+
+
+def same(agent, message, reply):
+    return reply
+
+
+def secure_server(plan, keys, folder, tamper=same, run=RUN):
+    """A server and its grid, of sites that keep their files in ``folder``."""
+    data = agents_data(plan.agents)
+    app = client_app(lambda: plan, lambda config: data[config["partition-id"]])
+    grid = MemoryGrid(app, [], folder, tamper)
+    for number in range(plan.agents):
+        grid.add(number, key=str(keys / f"{number}"))
+    return Server(plan, grid, run), grid
+
+
+def models(rounds):
+    return [progress.server for progress in rounds]
+
+
+def equal(one, other):
+    return all(
+        torch.equal(a[name], b[name])
+        for a, b in zip(one, other, strict=True)
+        for name in a.keys() | b.keys()
+    )
+
+
+@pytest.mark.parametrize("algorithm", [GMETA, Scaffold(**SETTINGS)], ids=["gmeta", "scaffold"])
+def test_a_run_has_the_bits_of_one_without_secure_aggregation(algorithm, keys, tmp_path):
+    plan = plan_of(algorithm, agents=4, rounds=2)
+    plain, _, _ = federate(plan, agents_data(4))
+    secure = replace(plan, site_keys=public(keys, 4))
+    server, grid = secure_server(secure, keys, tmp_path)
+    rounds = list(server.train())
+    assert equal(models(rounds), models(plain))
+    assert [p.cost for p in rounds] == [p.cost for p in plain]
+    assert not any(p.rejected or p.dropped for p in rounds)
+    kinds = [kind for kind, agent in grid.requested if agent == 0 and kind.startswith("train")]
+    assert kinds == PHASES * 2
+
+
+def without(gone, phase):
+    """Loses the replies of these sites in a phase."""
+
+    def tamper(agent, message, reply):
+        lost = message.metadata.message_type == PHASES[phase] and agent in gone
+        return None if lost else reply
+
+    return tamper
+
+
+@pytest.mark.parametrize("phase", range(5))
+def test_sites_that_drop_out_in_a_phase_are_left_out_and_named(phase, keys, tmp_path):
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    server, _ = secure_server(plan, keys, tmp_path, without({2}, phase))
+    *_, after = server.train()
+    plain, _, _ = federate(
+        replace(plan, site_keys=None),
+        agents_data(4),
+        lambda agent, message, reply: (
+            None if agent == 2 and phase < 3 and message.metadata.message_type == "train" else reply
+        ),
+    )
+    assert equal([after.server], [plain[-1].server])
+    assert [error.agent for error in after.rejected] == ([2] if phase < 3 else [])
+
+
+def test_with_too_many_dropouts_the_round_is_retried_and_the_run_stops(keys, tmp_path):
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4), rules=Rules(attempts=2))
+    server, grid = secure_server(plan, keys, tmp_path, without({1, 2}, 2))
+    with pytest.raises(TrainingError, match="agent 1, round 1: it answered too late"):
+        list(server.train())
+    assert [k for k, agent in grid.requested if agent == 0 and "train" in k] == PHASES[:3] * 2
+
+
+@pytest.mark.parametrize("phase", range(5))
+def test_a_server_killed_between_phases_restarts_the_round_with_fresh_masks(phase, keys, tmp_path):
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    seen = {}
+
+    def kill(agent, message, reply):
+        if message.metadata.message_type == "train.masked":
+            seen.setdefault(agent, []).append(reply.content[ARRAYS][WORDS].data)
+        if message.metadata.message_type == PHASES[phase] and agent == 3:
+            raise BaseException("killed")
+        return reply
+
+    server, _ = secure_server(plan, keys, tmp_path, kill)
+    with pytest.raises(BaseException, match="killed"):
+        list(server.train())
+
+    def watch(agent, message, reply):
+        if message.metadata.message_type == "train.masked":
+            seen.setdefault(agent, []).append(reply.content[ARRAYS][WORDS].data)
+        return reply
+
+    server, _ = secure_server(plan, keys, tmp_path, watch)
+    *_, after = server.train()
+    plain, _, _ = federate(replace(plan, site_keys=None), agents_data(4))
+    assert equal([after.server], [plain[-1].server])
+    if phase >= 2:
+        for first, second in (words[:: len(words) - 1] for words in seen.values()):
+            assert first != second
+
+
+@pytest.mark.parametrize("run", [RUN, "f" * 32], ids=["resumed", "another run"])
+def test_a_second_sum_of_the_same_updates_over_other_sites_is_not_unmasked(run, keys, tmp_path):
+    """Else the difference of both sums would be one site's update."""
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    list(secure_server(plan, keys, tmp_path)[0].train())
+    replies = []
+
+    def record(agent, message, reply):
+        if message.metadata.message_type == "train.unmask":
+            replies.append(reply)
+        return without({2}, 2)(agent, message, reply)
+
+    once = replace(plan, rules=Rules(attempts=1))
+    with pytest.raises(TrainingError):
+        list(secure_server(once, keys, tmp_path, record, run)[0].train())
+    assert len(replies) == 3
+    assert all("would reveal updates of few" in reply.error.reason for reply in replies)
+
+
+def test_a_phase_is_answered_once(keys, tmp_path):
+    """A request that is sent again is refused, whoever sends it."""
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    server, grid = secure_server(plan, keys, tmp_path)
+    pushed = []
+    push = grid.push_messages
+    grid.push_messages = lambda messages: pushed.extend(messages) or push(messages)
+    list(server.train())
+    node = grid.node_of(1)
+    for kind in PHASES[1:]:
+        (message,) = [
+            m for m in pushed if m.metadata.message_type == kind and m.metadata.dst_node_id == node
+        ]
+        with pytest.raises(TrainingError, match=r"phase . of this attempt was requested after"):
+            grid.app(Message(message.content, node, kind), grid.contexts[node])
+    # the secrets themselves are gone
+    record = _load(tmp_path / RUN / "secure-agent-1", SecureRecord())
+    assert record.secrets.phase == 5 and not record.secrets.shares and not record.secrets.own
+
+
+def test_a_site_sends_no_update_unmasked(keys, tmp_path):
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    _, grid = secure_server(plan, keys, tmp_path)
+    curious = Server(replace(plan, site_keys=None), grid, RUN)
+    with pytest.raises(TrainingError, match="no update is sent unmasked"):
+        list(curious.train())
+
+
+def test_a_cohort_smaller_than_the_plans_is_refused(keys, tmp_path):
+    plan = plan_of(GMETA, agents=6, rounds=1, site_keys=public(keys, 6))
+    _, grid = secure_server(plan, keys, tmp_path)
+    smaller = Server(replace(plan, participation=0.5), grid, RUN)
+    with pytest.raises(TrainingError, match="over 3 sites, not over a cohort of 6"):
+        list(smaller.train())
+
+
+def test_a_site_without_its_registered_key_takes_no_part(keys, tmp_path):
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    server, grid = secure_server(plan, keys, tmp_path)
+    for wrong, reason in ((str(keys / "5"), "is not federation.site_keys"), (None, "--insecure")):
+        for number in range(4):
+            config = grid.contexts[grid.node_of(number)].node_config
+            config["key"] = wrong or ""
+        with pytest.raises(TrainingError, match=reason):
+            list(server.train())
+
+
+def test_an_update_beyond_the_bound_never_leaves_its_site(keys, tmp_path, monkeypatch):
+    """The site refuses its own update; the others' mean is as without it."""
+    honest = site_app._agent_update
+
+    def diverging(site, task):
+        result = honest(site, task)
+        factor = 1e7 if site.agent == 2 else 1.0
+        return replace(result, vectors={n: v * factor for n, v in result.vectors.items()})
+
+    monkeypatch.setattr(site_app, "_agent_update", diverging)
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    *_, after = secure_server(plan, keys, tmp_path)[0].train()
+    plain, _, _ = federate(replace(plan, site_keys=None), agents_data(4))
+    for progress in (after, plain[-1]):
+        (error,) = progress.rejected
+        assert error.agent == 2 and "the bound of this round: it diverges" in error.reason
+    assert equal([after.server], [plain[-1].server])
+
+
+def test_privacy_is_charged_for_sums(keys, tmp_path):
+    """ε against the server is that of sums of 3 updates, at the server and at the sites."""
+    private = Privacy(clip=0.5, noise=2.0, delta=1e-5)
+    plan = plan_of(GMETA, agents=4, rounds=2, site_keys=public(keys, 4), privacy=private)
+    server, _ = secure_server(plan, keys, tmp_path)
+    rounds = list(server.train())
+    assert all(torch.isfinite(progress.server["model"]).all() for progress in rounds)
+    spent = server.account.spent()
+    assert spent["server"] == server_epsilon(2.0 * 3**0.5, 2, 1e-5)
+    assert spent["server"] < 0.65 * server_epsilon(2.0, 2, 1e-5)
+    assert "sums of at least 3 updates" in server.account.summary()["holds_for"]["server"]
+    alone = replace(plan, site_keys=None)
+    assert (plan.privacy.summed, alone.privacy.summed) == (3, 1)
+    # a site whose budget allows one sum, but not two, and no single update at all
+    budget = server_epsilon(2.0 * 3**0.5, 1, 1e-5) * 1.01
+    tight = replace(plan, privacy=replace(private, epsilon_server=budget))
+    server, _ = secure_server(tight, keys, tmp_path / "tight")
+    with pytest.raises(TrainingError, match="would bring this site's epsilon against the server"):
+        list(server.train())
+    assert budget < server_epsilon(2.0, 1, 1e-5)
+
+
+def test_a_repeated_private_round_sends_the_same_noise_under_other_masks(keys, tmp_path):
+    plan = plan_of(
+        GMETA, agents=4, rounds=1, site_keys=public(keys, 4), privacy=Privacy(clip=0.5, noise=2.0)
+    )
+    one, two = (list(secure_server(plan, keys, tmp_path)[0].train())[-1] for _ in range(2))
+    assert equal([one.server], [two.server])
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"algorithm": GMeta(aggregation=Median(), **SETTINGS)}, "other than the uniform mean"),
+        ({"algorithm": GMeta(aggregation=Mean("samples"), **SETTINGS)}, "the uniform mean"),
+        ({"algorithm": ScaleFL(**SETTINGS)}, "other than the uniform mean"),
+        ({"rules": Rules(max_update_norm=5.0)}, "max_update_norm"),
+        ({"participation": 0.5}, "cohorts of 2, below 3 sites"),
+        ({"agents": 5}, "4 keys in federation.site_keys for 5 sites"),
+    ],
+)
+def test_settings_that_need_single_updates_are_refused(more, reason, keys):
+    settings = {"algorithm": GMETA, "agents": 4, "site_keys": public(keys, 4), **more}
+    with pytest.raises(InputError, match=f"secure_aggregation .*can't be combined with .*{reason}"):
+        plan_of(settings.pop("algorithm"), **settings)
+
+
+def secure_app(keys, folder, more="", agents=4):
+    """An app with secure aggregation, over all its sites."""
+    text = TEXT.replace("participation = 0.75", f"participation = 1.0\n{more}")
+    secure = f"secure_aggregation = true\nsite_keys = {list(public(keys, agents).lines)}\n"
+    return app_of(folder, text.replace("unseen_agents = 1", "unseen_agents = 0") + secure)
+
+
+def test_the_default_norm_bound_is_off_and_another_is_refused(keys, tmp_path):
+    assert secure_app(keys, tmp_path).plan().rules.max_update_norm is None
+    assert secure_app(keys, tmp_path, 'max_update_norm = "off"').plan().site_keys
+    with pytest.raises(InputError, match="can't be combined with max_update_norm; change that"):
+        secure_app(keys, tmp_path, "max_update_norm = 100").plan()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_an_app_records_the_messages_of_every_phase(keys, tmp_path):
+    app = secure_app(keys, tmp_path)
+    grid = MemoryGrid(app.site, (), tmp_path / "sites", without({2}, 2))
+    for number in range(4):
+        grid.add(number, key=str(keys / f"{number}"))
+    app.server(grid, Context(1, 0, {}, RecordDict(), {"out": str(tmp_path / "run")}))
+    lines = read_traffic(tmp_path / "run")
+    of_site = [line.phase for line in lines if (line.round, line.agent) == (1, 0)]
+    assert of_site == ["secure sum", "secure sum", "train", "secure sum", "secure sum"]
+    status = read_status(tmp_path / "run")
+    assert status.state == "finished" and status.left_out == {"late": 3}
+    asked = [e for e in json_lines(tmp_path / "run" / "audit.jsonl") if e["event"] == "asked"]
+    with_vectors = {e["what"]: "vectors_sha256" in e for e in asked if "train" in e["what"]}
+    assert with_vectors == {phase: phase == "train.masked" for phase in PHASES}
+
+
+def test_replies_of_every_phase_are_within_the_limit_of_the_plan(keys, tmp_path):
+    plan = plan_of(GMETA, agents=6, rounds=1, site_keys=public(keys, 6))
+    limit, alone = plan.reply_limit, replace(plan, site_keys=None).reply_limit
+    found = {}
+
+    def weigh(agent, message, reply):
+        arrays = reply.content.array_records.values()
+        found[message.metadata.message_type] = (
+            sum(record.count_bytes() for record in arrays),
+            sum(record.count_bytes() for record in reply.content.config_records.values()),
+        )
+        return reply
+
+    list(secure_server(plan, keys, tmp_path, weigh)[0].train())
+    assert all(
+        arrays <= limit.arrays and records < limit.records for arrays, records in found.values()
+    )
+    # float64 has 16 bytes per number; shares grow with the number of sites
+    assert found["train.masked"][0] > 16 * plan.objective.size
+    assert limit.arrays - alone.arrays == 8 * plan.objective.size
+    assert found["train.share"][1] < limit.records - alone.records
+
+
+def test_a_site_records_its_training_and_the_epsilon_of_sums(keys, tmp_path, caplog):
+    caplog.set_level("INFO", "nufed")
+    private = Privacy(clip=0.5, noise=2.0, delta=1e-5)
+    plan = plan_of(GMETA, agents=4, rounds=2, site_keys=public(keys, 4), privacy=private)
+    list(secure_server(plan, keys, tmp_path)[0].train())
+    assert sum("round 2 of 2: trained on" in line for line in caplog.messages) == 4
+    assert read_activity(tmp_path, 0).epsilon == server_epsilon(2.0 * 3**0.5, 2, 1e-5)
+
+
+def test_site_keys_are_checked():
+    with pytest.raises(InputError, match=r"site_keys\[0\] = 'no key': must be the line of a .pub"):
+        SiteKeys(("no key",))
+
+
+def test_files_of_secrets_are_private(keys, tmp_path):
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    list(secure_server(plan, keys, tmp_path / "sites")[0].train())
+    assert Path(tmp_path / "sites" / RUN).stat().st_mode & 0o077 == 0
