@@ -218,7 +218,7 @@ IMPORTS = re.compile(r"^importlib$|\bimport_module\b|\bentry_points\b")
 # the only files that may import code by name; docs/reliability.md says whose names these are
 MAY_IMPORT = {
     "registry.py": "code that a configuration names, with the user's consent, and entry points",
-    "flower/app/ray_simulation.py": "the user's own app.py",
+    "flower/app/load_app.py": "the user's own app.py",
 }
 
 

@@ -126,28 +126,35 @@ class _Budget:
         """An object that occurs so often; refused before it is read if it exceeds the budget."""
         with self.limits_responses(occurrences):
             content = pull(id)
-        with self._lock:
-            self.check(len(content), occurrences)
-            self._left -= len(content) * occurrences
+            with self._lock:  # what was declared is replaced by what was read
+                self._left += _CURRENT.reserved
+                self._take(len(content) * occurrences)
         return content
 
     @contextmanager
     def limits_responses(self, occurrences: int = 1) -> Iterator[None]:
         """Refuse responses to this thread by their declared size, before their body is read."""
-        _CURRENT.budget, _CURRENT.occurrences = self, occurrences
+        _CURRENT.budget, _CURRENT.occurrences, _CURRENT.reserved = self, occurrences, 0
         try:
             yield
         finally:
             _CURRENT.budget = None
 
-    def check(self, size: int, occurrences: int) -> None:
-        """Refuse an object that exceeds what is left."""
-        if size * occurrences > self._left:
-            total = self._most - self._left + size * occurrences
+    def reserve(self, size: int) -> None:
+        """Reserve what a response declares, before it is read: others are read meanwhile."""
+        with self._lock:
+            self._take(size - _CURRENT.reserved)  # a retry replaces its first try
+            _CURRENT.reserved = size
+
+    def _take(self, size: int) -> None:
+        """Refuse what exceeds the rest."""
+        if size > self._left:
+            total = self._most - self._left + size
             raise ReplyTooLargeError(
                 f"{self._what} have {total / MIB:.4g} MiB or more: a reply of this plan has at "
                 f"most {self._most / MIB:.4g} MiB"
             )
+        self._left -= size
 
 
 _CURRENT = threading.local()  # the budget of the object that this thread pulls
@@ -158,4 +165,4 @@ def _check_declared_size(response: httpx.Response) -> None:
     budget = getattr(_CURRENT, "budget", None)
     if budget is not None and response.is_success:
         declared = int(response.headers["content-length"])
-        budget.check(max(0, declared - RESPONSE_OVERHEAD), _CURRENT.occurrences)
+        budget.reserve(max(0, declared - RESPONSE_OVERHEAD) * _CURRENT.occurrences)

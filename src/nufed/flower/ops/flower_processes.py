@@ -168,7 +168,8 @@ def _pass_on(output: IO[bytes], log: Path | None, relay: Relay) -> None:
             line = relay(raw.decode("utf-8", "replace"))
             if line is not None:
                 with suppress(OSError, ValueError):  # nobody reads it, or the disk is full
-                    print(line, file=file, flush=True)
+                    file.write(f"{line}\n")
+                    file.flush()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
