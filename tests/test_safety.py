@@ -217,6 +217,7 @@ UNSAFE = re.compile(
 IMPORTS = re.compile(r"^importlib$|\bimport_module\b|\bentry_points\b")
 # the only files that may import code by name; docs/reliability.md says whose names these are
 MAY_IMPORT = {
+    "__init__.py": "nufed's own public names, when they are first used",
     "registry.py": "code that a configuration names, with the user's consent, and entry points",
     "flower/app/load_app.py": "the user's own app.py",
 }

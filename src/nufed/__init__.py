@@ -1,34 +1,42 @@
-"""nufed: meta federated learning, for models that are good after ν fine-tuning steps."""
+"""nufed: meta federated learning, for models that are good after ν fine-tuning steps.
 
-from nufed.algorithms import GMeta, fedavg, gmeta, per_fedavg
-from nufed.bundle import Bundle, load_adapted, load_bundle
-from nufed.bundle.from_run import make_bundle
-from nufed.bundle.personal import make_personal
-from nufed.data import Federation, Samples, Split
-from nufed.errors import InputError, NufedError, NumericalWarning
-from nufed.experiment import (
-    Event,
-    Observer,
-    Tuning,
-    resume,
-    resume_sweep,
-    run,
-    sweep,
-    tune,
-)
-from nufed.meta.fine_tuning import adapt, trajectory
-from nufed.meta.meta_gradient import (
-    Exact,
-    FirstOrder,
-    HessianFree,
-    MetaBatch,
-    meta_gradient,
-    meta_gradient_with_rates,
-)
-from nufed.objective import Batch, Objective
-from nufed.report.shown_run import ShownRun as Run
-from nufed.report.shown_run import load as load_run
-from nufed.runs.sweep_record import Sweep, load_sweep
+Names are imported when they are first used (PEP 562): ``import nufed`` alone does not import torch.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nufed.algorithms import GMeta, fedavg, gmeta, per_fedavg
+    from nufed.bundle import Bundle, load_adapted, load_bundle
+    from nufed.bundle.from_run import make_bundle
+    from nufed.bundle.personal import make_personal
+    from nufed.data import Federation, Samples, Split
+    from nufed.errors import InputError, NufedError, NumericalWarning
+    from nufed.experiment import (
+        Event,
+        Observer,
+        Tuning,
+        resume,
+        resume_sweep,
+        run,
+        sweep,
+        tune,
+    )
+    from nufed.meta.fine_tuning import adapt, trajectory
+    from nufed.meta.meta_gradient import (
+        Exact,
+        FirstOrder,
+        HessianFree,
+        MetaBatch,
+        meta_gradient,
+        meta_gradient_with_rates,
+    )
+    from nufed.objective import Batch, Objective
+    from nufed.report.shown_run import ShownRun as Run
+    from nufed.report.shown_run import load as load_run
+    from nufed.runs.sweep_record import Sweep, load_sweep
 
 __version__ = "0.1.0.dev0"
 
@@ -71,3 +79,38 @@ __all__ = [
     "trajectory",
     "tune",
 ]
+
+_HOMES = {  # the modules of the names above
+    "nufed.algorithms": "GMeta fedavg gmeta per_fedavg",
+    "nufed.bundle": "Bundle load_adapted load_bundle",
+    "nufed.bundle.from_run": "make_bundle",
+    "nufed.bundle.personal": "make_personal",
+    "nufed.data": "Federation Samples Split",
+    "nufed.errors": "InputError NufedError NumericalWarning",
+    "nufed.experiment": "Event Observer Tuning resume resume_sweep run sweep tune",
+    "nufed.meta.fine_tuning": "adapt trajectory",
+    "nufed.meta.meta_gradient": "Exact FirstOrder HessianFree MetaBatch "
+    "meta_gradient meta_gradient_with_rates",
+    "nufed.objective": "Batch Objective",
+    "nufed.runs.sweep_record": "Sweep load_sweep",
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
+_RENAMED = {"Run": "ShownRun", "load_run": "load"}  # names in nufed.report.shown_run
+
+if not TYPE_CHECKING:  # or mypy accepts every name
+
+    def __getattr__(name: str) -> Any:
+        if name in _RENAMED:
+            value = getattr(import_module("nufed.report.shown_run"), _RENAMED[name])
+        elif name in _MODULES:
+            value = getattr(import_module(_MODULES[name]), name)
+        elif find_spec(f"{__name__}.{name}"):
+            value = import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

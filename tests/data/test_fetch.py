@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from nufed import InputError
-from nufed.cli import data_commands
 from nufed.data import SOURCES, download, fetch
 from nufed.data.store import MNIST_WRITERS, STORED, Stored
 
@@ -378,7 +377,7 @@ def test_the_command_says_that_it_can_be_resumed(directory, nufed, tmp_path, mon
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(data_commands, "fetch", stopped)
+    monkeypatch.setattr("nufed.data.fetch.fetch", stopped)
     result = nufed("data", "get", "tiny", cwd=tmp_path)
     assert result.returncode == 130 and "run the same command again" in result.stderr
 

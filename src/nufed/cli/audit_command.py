@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 
 from nufed.cli.terminal import say
-from nufed.runs.audit_log import AUDIT
-from nufed.runs.audit_log import audit as verify
 
 
 def audit(
@@ -20,6 +18,9 @@ def audit(
     ] = None,
 ) -> None:
     """Verify the audit log of a run, or name its first broken line."""
+    from nufed.runs.audit_log import AUDIT
+    from nufed.runs.audit_log import audit as verify
+
     found = verify(run / AUDIT, head)
     events = found.events
     span = f" from {events[0]['time']} to {events[-1]['time']}" if events else ""

@@ -8,26 +8,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.markdown import Markdown
 
-from nufed.bundle import Adapted, Prediction, load_adapted, load_bundle
-from nufed.bundle.about import About
-from nufed.bundle.bundle import SUFFIX, read_card
-from nufed.bundle.from_run import make_bundle
-from nufed.bundle.personal import make_personal
 from nufed.cli.completion import complete_bundle, complete_method, complete_run
 from nufed.cli.data_commands import AsJson
 from nufed.cli.terminal import console, print_table, say, table
-from nufed.data.csv_file import to_cell
-from nufed.data.data_file import LABEL, read_data
-from nufed.data.sample_table import Data
 from nufed.errors import InputError
-from nufed.files import write_durably
-from nufed.runs import load_run
-from nufed.runs.json_files import finite
+
+if TYPE_CHECKING:
+    from nufed.bundle import Adapted, Prediction
+    from nufed.bundle.about import About
+    from nufed.data.sample_table import Data
 
 MAX_PRINTED = 20  # predictions printed
 
@@ -82,6 +75,11 @@ def bundle(
 
     With --agent, one agent's personal model, for `nufed predict`.
     """
+    from nufed.bundle.bundle import SUFFIX
+    from nufed.bundle.from_run import make_bundle
+    from nufed.bundle.personal import make_personal
+    from nufed.runs import load_run
+
     finished = load_run(run, trust=trust)
     if agent is None:
         if steps is not None:
@@ -115,6 +113,11 @@ def inspect(bundle: BundlePath, trust: Trust = False, as_json: AsJson = False) -
 
     Code that it names is imported only with --trust; the card is printed without it.
     """
+    from rich.markdown import Markdown
+
+    from nufed.bundle import load_bundle
+    from nufed.bundle.bundle import read_card
+
     about, card = read_card(bundle)
     if as_json:
         print(json.dumps(about.model_dump(mode="json")))
@@ -140,7 +143,7 @@ def adapt(
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="With --steps auto: the largest number to try.")
     ] = None,
-    label: Label = LABEL,
+    label: Label = "label",
     targets: Targets = None,
     seed: Annotated[int, typer.Option(min=0, help="The seed of the batches.")] = 0,
     force: Force = False,
@@ -148,6 +151,9 @@ def adapt(
     as_json: AsJson = False,
 ) -> None:
     """Adapt a global model to your own data, and report the effect."""
+    from nufed.bundle import load_bundle
+    from nufed.runs.json_files import finite
+
     _check_model_file(out)
     _check_new(out, force)
     chosen = _steps(steps)
@@ -173,13 +179,15 @@ def predict(
     ],
     data: DataPath,
     out: Annotated[Path | None, typer.Option(help="Write all predictions to this .csv.")] = None,
-    label: Label = LABEL,
+    label: Label = "label",
     targets: Targets = None,
     force: Force = False,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict with an adapted model; if the data has labels, report the accuracy."""
+    from nufed.bundle import load_adapted
+
     if out is not None:
         _check_new(out, force)
     adapted = load_adapted(model, trust=trust)
@@ -218,6 +226,8 @@ def _read(
     about: About, data: Path, label: str, targets: Path | None, labelled: bool = True
 ) -> Data:
     """A user's data; images in the shape that the model takes, as bytes or in 0 … 1."""
+    from nufed.data.data_file import read_data
+
     given = read_data(data, label, labelled, targets=targets, shape=about.inputs.shape)
     if given.images and about.inputs.dtype.startswith("float"):
         return given._replace(inputs=given.inputs / 255)
@@ -263,6 +273,9 @@ def _print(answers: list[Prediction], labels: list[str], names: Sequence[str]) -
 
 
 def _write(out: Path, answers: list[Prediction], names: Sequence[str] = ()) -> None:
+    from nufed.data.csv_file import to_cell
+    from nufed.files import write_durably
+
     if out.suffix != ".csv":
         raise InputError(f"--out {out}: its name must end in .csv")
     text = io.StringIO()

@@ -12,10 +12,6 @@ import typer
 from rich.text import Text
 
 from nufed import __version__
-from nufed.analysis.advise import advise
-from nufed.analysis.numeric_bounds import bounds_of_numbers
-from nufed.analysis.run_bounds import bounds_of_run
-from nufed.bundle.from_run import can_be_bundled
 from nufed.cli import (
     audit_command,
     bundle_commands,
@@ -33,28 +29,11 @@ from nufed.cli.completion import (
     complete_source,
 )
 from nufed.cli.data_commands import AsJson, Overrides, data_app
-from nufed.cli.doctor import examine
 from nufed.cli.examples import add_examples
 from nufed.cli.federate_commands import federate_app
-from nufed.cli.listing import listing, listing_of
-from nufed.cli.printed_results import print_notes, print_results
-from nufed.cli.progress import show_progress
 from nufed.cli.streams import standard_streams
 from nufed.cli.terminal import console, print_plain, print_table, say, styled, table
-from nufed.config.trust import require_trust
 from nufed.errors import InputError, NufedError
-from nufed.experiment import resume as resume_experiment
-from nufed.experiment import run as run_experiment
-from nufed.export import TensorBoard
-from nufed.files import write_sealed
-from nufed.objective.threads import torch_threads
-from nufed.report import build_report, save_advice_chart, save_bounds_charts
-from nufed.report.advice_tables import advice_notes, advice_tables
-from nufed.report.bounds_tables import bounds_notes, bounds_tables
-from nufed.report.csv_results import results_csv
-from nufed.runs import load_run
-from nufed.runs.directory import BOUNDS
-from nufed.runs.json_files import write_json
 from nufed.theory import TheoryError
 
 app = typer.Typer(
@@ -110,6 +89,13 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train and evaluate every method of a configuration, and write a report."""
+    from nufed.bundle.from_run import can_be_bundled
+    from nufed.cli.printed_results import print_results
+    from nufed.cli.progress import show_progress
+    from nufed.experiment import resume as resume_experiment
+    from nufed.experiment import run as run_experiment
+    from nufed.export import TensorBoard
+
     settings = [*([source] if source and resume else ()), *(overrides or ())]
     if seeds:
         settings.append(f"seeds={list(range(seeds))}")
@@ -169,6 +155,12 @@ def report(
 
     Example: nufed report runs/quickstart-00* --out compared --csv > results.csv
     """
+    from nufed.cli.printed_results import print_results
+    from nufed.config.trust import require_trust
+    from nufed.report import build_report
+    from nufed.report.csv_results import results_csv
+    from nufed.runs import load_run
+
     if as_json and as_csv:
         raise InputError("--json and --csv: give one of them")
     loaded = [load_run(path, trust=trust) for path in runs]
@@ -204,6 +196,16 @@ def bounds(
     as_json: AsJson = False,
 ) -> None:
     """Theoretical guarantees: constants, bounds per ν, allowed step sizes, Theorem 1."""
+    from nufed.analysis.numeric_bounds import bounds_of_numbers
+    from nufed.analysis.run_bounds import bounds_of_run
+    from nufed.cli.printed_results import print_notes
+    from nufed.files import write_sealed
+    from nufed.objective.threads import torch_threads
+    from nufed.report import build_report, save_bounds_charts
+    from nufed.report.bounds_tables import bounds_notes, bounds_tables
+    from nufed.runs import load_run
+    from nufed.runs.directory import BOUNDS
+
     if source.is_dir():
         finished = load_run(source, trust=trust)
         status = console(stderr=True).status("estimating constants, about half a minute")
@@ -235,6 +237,13 @@ def advise_on(
     as_json: AsJson = False,
 ) -> None:
     """Advise on number and size of fine-tuning steps and amount of data, from held-out agents."""
+    from nufed.analysis.advise import advise
+    from nufed.cli.printed_results import print_notes
+    from nufed.report import save_advice_chart
+    from nufed.report.advice_tables import advice_notes, advice_tables
+    from nufed.runs import load_run
+    from nufed.runs.json_files import write_json
+
     finished = load_run(run, trust=trust)
     with console(stderr=True).status("trying") as status:
 
@@ -254,6 +263,8 @@ def advise_on(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Check Python, torch, processes, memory, disk and data, with advice."""
+    from nufed.cli.doctor import examine
+
     findings = examine()
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings]))
@@ -281,6 +292,8 @@ def list_all(
     as_json: AsJson = False,
 ) -> None:
     """List all names that a configuration accepts, or the settings of an algorithm."""
+    from nufed.cli.listing import listing, listing_of
+
     contents = listing() if what is None else listing_of(what)
     if as_json:
         print(json.dumps(contents))

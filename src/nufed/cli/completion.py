@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from nufed.algorithms import ALGORITHMS
-from nufed.algorithms.attacks import ATTACKS
-from nufed.cli.listing import choices_of, listing, value_fields
-from nufed.config import presets
-from nufed.config.build import LOSSES
-from nufed.config.describe import every_setting
-from nufed.data import PARTITIONS, SHIFTS, SOURCES
-from nufed.evaluate import METRICS
-from nufed.models import MODELS
-
-NAMES: dict[str, Iterable[str]] = {  # of keys whose values are names
-    "data.source": SOURCES,
-    "data.partition": ("auto", *PARTITIONS),
-    "data.shift": ("none", *SHIFTS),
-    "model.name": MODELS,
-    "loss": ("auto", *LOSSES),
-    "metric": ("auto", *METRICS),
-    "faults.attack": ATTACKS,
-}
 RUN_FILE = "run.json"
 
 
 def complete_source(incomplete: str) -> list[str]:
     """Presets, and configuration files."""
-    return [*_starting(presets(), incomplete), *_paths(incomplete, "*.toml")]
+    folder = files("nufed") / "config" / "presets"  # its package imports torch
+    presets = sorted(preset.name.removesuffix(".toml") for preset in folder.iterdir())
+    return [*_starting(presets, incomplete), *_paths(incomplete, "*.toml")]
 
 
 def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -57,12 +41,17 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def complete_listed(incomplete: str) -> list[str]:
     """Algorithms, and kinds of names."""
+    from nufed.algorithms import ALGORITHMS
+    from nufed.cli.listing import listing
+
     kinds = [kind for kind in listing() if " " not in kind]
     return _starting([*ALGORITHMS, *kinds], incomplete)
 
 
 def complete_data_set(incomplete: str) -> list[str]:
     """Data sets by name."""
+    from nufed.data import SOURCES
+
     return _starting([name for name in SOURCES if name != "file"], incomplete)
 
 
@@ -91,8 +80,13 @@ def complete_method(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def values_of(key: str) -> list[str]:
     """The values of a configuration key that have names; of numbers the default."""
-    if key in NAMES:
-        return list(NAMES[key])
+    from nufed.algorithms import ALGORITHMS
+    from nufed.cli.listing import value_fields
+    from nufed.config.describe import every_setting
+
+    names = _names()
+    if key in names:
+        return list(names[key])
     fields = value_fields()
     if key in fields:
         return _field_values(fields[key])
@@ -109,7 +103,28 @@ def values_of(key: str) -> list[str]:
     return list(found)
 
 
+def _names() -> dict[str, Iterable[str]]:
+    """The values of keys that are names."""
+    from nufed.algorithms.attacks import ATTACKS
+    from nufed.config.build import LOSSES
+    from nufed.data import PARTITIONS, SHIFTS, SOURCES
+    from nufed.evaluate import METRICS
+    from nufed.models import MODELS
+
+    return {
+        "data.source": SOURCES,
+        "data.partition": ("auto", *PARTITIONS),
+        "data.shift": ("none", *SHIFTS),
+        "model.name": MODELS,
+        "loss": ("auto", *LOSSES),
+        "metric": ("auto", *METRICS),
+        "faults.attack": ATTACKS,
+    }
+
+
 def _field_values(field: Any) -> list[str]:
+    from nufed.cli.listing import choices_of
+
     if field.annotation is bool:
         return ["true", "false"]
     default = field.get_default()
@@ -118,6 +133,8 @@ def _field_values(field: Any) -> list[str]:
 
 
 def _keys() -> list[str]:
+    from nufed.cli.listing import listing
+
     return list(listing()["configuration keys"])
 
 

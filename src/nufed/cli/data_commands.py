@@ -5,24 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nufed.cli.completion import complete_data_set, complete_override, complete_source
 from nufed.cli.examples import add_examples
-from nufed.cli.progress import show_download
 from nufed.cli.terminal import console, say
-from nufed.config import load_config
-from nufed.config.build import build_samples, build_shift, build_split
-from nufed.data import SOURCES
-from nufed.data.fetch import fetch
-from nufed.data.store import STORED, Stored, data_directory
 from nufed.errors import InputError, visible
-from nufed.registry import suggest
-from nufed.report import save_counts_chart
-from nufed.runs.directory import class_counts
-from nufed.runs.records import LISTED
+
+if TYPE_CHECKING:
+    from nufed.data.store import Stored
 
 data_app = typer.Typer(
     help="Get data sets, and inspect how they are split among agents.", no_args_is_help=True
@@ -48,6 +41,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable res
 @data_app.command("list")
 def data_list(as_json: AsJson = False) -> None:
     """Show which data sets are present, where nufed looks for them, and how to get the others."""
+    from nufed.data import SOURCES
+    from nufed.data.store import STORED, data_directory
+
     origin = "NUFED_DATA" if os.environ.get("NUFED_DATA") else "the cache directory"
     contents = {name: _state(STORED.get(name)) for name in SOURCES if name != OWN_FILE}
     if as_json:
@@ -76,6 +72,12 @@ def data_get(
     ] = None,
 ) -> None:
     """Download a data set, verify it, and store it in the data directory."""
+    from nufed.cli.progress import show_download
+    from nufed.data import SOURCES
+    from nufed.data.fetch import fetch
+    from nufed.data.store import STORED
+    from nufed.registry import suggest
+
     if name == OWN_FILE:
         raise InputError(f"{name} is your own file: name it with data.args.path")
     if name not in SOURCES:
@@ -103,6 +105,12 @@ def data_show(
     as_json: AsJson = False,
 ) -> None:
     """Show the number of samples per agent and class."""
+    from nufed.config import load_config
+    from nufed.config.build import build_samples, build_shift, build_split
+    from nufed.report import save_counts_chart
+    from nufed.runs.directory import class_counts
+    from nufed.runs.records import LISTED
+
     config = load_config(source, overrides or ())
     samples = build_samples(config.data)
     split = build_split(config.data, samples, seed)
@@ -135,6 +143,8 @@ def _state(stored: Stored | None) -> dict[str, str]:
 
     Only checks that files exist; their content is verified when they are read.
     """
+    from nufed.data.store import data_directory
+
     if stored is None:
         return {"state": "present", "where": "shipped with nufed", "command": ""}
     place = data_directory() / os.path.commonpath(stored.files)

@@ -10,11 +10,17 @@ import typer
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.terminal import say
 from nufed.errors import InputError
-from nufed.export import TARGETS, Chosen, export_model
-from nufed.export import export as export_run
-from nufed.runs import load_run
 
-TO = "; ".join(f"{name}: {target.about}" for name, target in TARGETS.items())
+TARGETS = {  # of nufed.export, with a line for the help text
+    "tensorboard": "event files, into RUN/tensorboard",
+    "mlflow": "a local tracking store, ./mlruns",
+    "wandb": "offline W&B runs, into ./wandb",
+    "csv": "every final score, and the curves by round, as CSV files",
+    "parquet": "the same as Parquet files",
+    "onnx": "a model with its preprocessing, also of a bundle or adapted model",
+    "state_dict": "a model's parameters as safetensors, and its classes as JSON",
+}
+TO = "; ".join(f"{name}: {about}" for name, about in TARGETS.items())
 
 
 def export(
@@ -35,6 +41,10 @@ def export(
 
     Examples: nufed export runs/quickstart-001 --to parquet; nufed export mine.safetensors --to onnx
     """
+    from nufed.export import Chosen, export_model
+    from nufed.export import export as export_run
+    from nufed.runs import load_run
+
     if run.is_file():
         if method is not None or seed is not None:
             raise InputError(f"{run} is one model: leave out --method and --seed")

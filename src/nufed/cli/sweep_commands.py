@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,16 +14,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.data_commands import AsJson
-from nufed.cli.progress import show_warnings, time_left
 from nufed.cli.terminal import console, print_line, print_table, say, styled, table
-from nufed.config.sweep_grid import MAX_RUNS
 from nufed.errors import InputError, visible
-from nufed.experiment import Event, resume_sweep
-from nufed.experiment import sweep as run_sweep
-from nufed.experiment.run_parts import BASELINE_PART
-from nufed.experiment.sweeping import SweepStart
-from nufed.report.sweep_tables import sweep_groups, sweep_headline, sweep_table
-from nufed.runs.sweep_record import Sweep
+
+if TYPE_CHECKING:
+    from nufed.experiment import Event
+    from nufed.experiment.sweeping import SweepStart
+    from nufed.runs.sweep_record import Sweep
 
 
 def sweep(
@@ -42,7 +39,7 @@ def sweep(
     ] = None,
     max_runs: Annotated[
         int, typer.Option("--max-runs", min=1, help="Largest number of runs to accept.")
-    ] = MAX_RUNS,
+    ] = 100,
     resume: Annotated[Path | None, typer.Option(help="Resume this sweep directory.")] = None,
     trust: Trust = False,
     no_figures: Annotated[
@@ -54,6 +51,10 @@ def sweep(
 
     Example: nufed sweep quickstart data.dirichlet=0.01,0.1,1 method.adapt_steps=0..5
     """
+    from nufed.cli.progress import show_warnings
+    from nufed.experiment import resume_sweep
+    from nufed.experiment import sweep as run_sweep
+
     given = [*([source] if source and resume else ()), *(settings or ())]
     if seeds:
         given.append(f"seeds={list(range(seeds))}")
@@ -95,6 +96,8 @@ def register(app: typer.Typer) -> None:
 
 
 def _print_sweep(found: Sweep) -> None:
+    from nufed.report.sweep_tables import sweep_groups, sweep_headline, sweep_table
+
     print_line(sweep_headline(found))
     for group in sweep_groups(found):
         say("")
@@ -126,6 +129,8 @@ class SweepDisplay:
 
     def start(self, begun: SweepStart) -> None:
         """Called before training."""
+        from nufed.experiment.run_parts import BASELINE_PART
+
         where = shlex.quote(str(begun.path))
         self.resume = f"nufed sweep --resume {where}" + " --trust" * begun.names_code
         jobs = [job for job in begun.jobs if job.part.method != BASELINE_PART]
@@ -146,6 +151,8 @@ class SweepDisplay:
 
     def update(self, run: str, event: Event) -> None:
         """Called after every round (round 0: a part starts)."""
+        from nufed.cli.progress import time_left
+
         part = (run, event.method, event.seed)
         if part not in self._parts or not event.round:
             return

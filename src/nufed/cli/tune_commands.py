@@ -8,21 +8,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from nufed.analysis.tuning_findings import doubts, edges, ranking_notes
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.data_commands import AsJson, Overrides
 from nufed.cli.terminal import console, say, styled, table
 from nufed.errors import InputError, visible
-from nufed.experiment.tuning import TuneEvent, Tuning, tune
-from nufed.report.tables import Table
-from nufed.report.tune_tables import choices_table, sensitivity_table, tune_headline
-from nufed.runs.json_files import finite
+
+if TYPE_CHECKING:
+    from nufed.experiment.tuning import TuneEvent, Tuning
+    from nufed.report.tables import Table
 
 PLAIN_EVERY = 0.1  # share of the work between lines where there is no terminal
 
@@ -56,6 +55,8 @@ def tune_command(
 
     Example: nufed tune sinusoid --budget 50, then nufed run runs/sinusoid-tune-001/tuned.toml
     """
+    from nufed.runs.json_files import finite
+
     settings = list(overrides or ())
     if resume is not None and source is not None and "=" in source:
         settings, source = [source, *settings], None
@@ -77,6 +78,8 @@ def tune_command(
 
 def tune_and_show(source: str | None, overrides: list[str], **how: Any) -> Tuning:
     """Search with a progress bar; Ctrl-C ends it gracefully and says how to resume."""
+    from nufed.experiment.tuning import tune
+
     with _display(console(stderr=True)) as display:
         try:
             return tune(
@@ -100,6 +103,9 @@ def tune_and_show(source: str | None, overrides: list[str], **how: Any) -> Tunin
 
 def print_tuning(found: Tuning) -> None:
     """The choices, and what else the search tells."""
+    from nufed.analysis.tuning_findings import doubts, edges, ranking_notes
+    from nufed.report.tune_tables import choices_table, sensitivity_table, tune_headline
+
     record, terminal = found.record, console()
     terminal.print(styled(tune_headline(record)))
     terminal.print()

@@ -11,8 +11,6 @@ import typer
 
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.terminal import say
-from nufed.runs import RunDirectory
-from nufed.runs.training_state import training_state
 
 
 def watch(
@@ -27,6 +25,9 @@ def watch(
 
     Example: nufed watch runs/quickstart-001
     """
+    from nufed.runs import RunDirectory
+    from nufed.runs.training_state import training_state
+
     training_state(RunDirectory(run).existing(), trust=trust)  # an error is said at once
     from nufed.report.watch_server import WatchedPage, WatchServer  # altair is slow to import
 

@@ -23,13 +23,11 @@ class Target:
     """A format or tool that runs are exported to.
 
     Args:
-        about: one line for the help text.
         write: writes a run to a path and returns what was written, one line each, as printed.
         default: the path to write to where none is given, from the run.
         chooses: whether ``method`` and ``seed`` may be chosen; else they are refused.
     """
 
-    about: str
     write: Callable[[Run, Path, Chosen], list[str]]
     default: Callable[[Run], Path]
     chooses: bool = False

@@ -22,29 +22,23 @@ from nufed.registry import suggest
 from nufed.runs import Run
 
 TARGETS: Mapping[str, Target] = {
-    "tensorboard": Target(
-        "event files, into RUN/tensorboard", write_tensorboard, lambda run: run.path / TENSORBOARD
-    ),
-    "mlflow": Target("a local tracking store, ./mlruns", write_mlflow, lambda run: Path(MLFLOW)),
-    "wandb": Target("offline W&B runs, into ./wandb", write_wandb, lambda run: Path()),
+    "tensorboard": Target(write_tensorboard, lambda run: run.path / TENSORBOARD),
+    "mlflow": Target(write_mlflow, lambda run: Path(MLFLOW)),
+    "wandb": Target(write_wandb, lambda run: Path()),
     "csv": Target(
-        "every final score, and the curves by round, as CSV files",
         lambda run, out, chosen: write_csv(run, out),
         lambda run: Path(f"{run.path.name}.csv"),
     ),
     "parquet": Target(
-        "the same as Parquet files",
         lambda run, out, chosen: write_parquet(run, out),
         lambda run: Path(f"{run.path.name}.parquet"),
     ),
     "onnx": Target(
-        "a model with its preprocessing, also of a bundle or adapted model",
         lambda run, out, chosen: export_of_run(run, "onnx", out, chosen),
         lambda run: Path(f"{run.path.name}.onnx"),
         chooses=True,
     ),
     "state_dict": Target(
-        "a model's parameters as safetensors, and its classes as JSON",
         lambda run, out, chosen: export_of_run(run, "state_dict", out, chosen),
         lambda run: Path(f"{run.path.name}.safetensors"),
         chooses=True,
