@@ -205,10 +205,10 @@ def test_a_directory_in_use_or_without_a_run_is_refused(tmp_path):
     nufed.resume(path, on_progress=second)
 
 
-def settings(path, workers):
+def settings(path, **changed):
     """The configuration as a file, with more rounds, to allow time for a kill."""
     methods = {name: CONFIG["methods"][name] for name in ("fo", "scaffold")}
-    tables = {**CONFIG, "rounds": 80, "seeds": [0], "workers": workers, "methods": methods}
+    tables = {**CONFIG, "rounds": 80, "seeds": [0], "methods": methods, **changed}
     lines = [f"{k} = {json.dumps(v)}" for k, v in tables.items() if not isinstance(v, dict)]
     for name in ("data", "method"):
         lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in tables[name].items())]
@@ -219,17 +219,25 @@ def settings(path, workers):
     return path
 
 
+def evaluated_twice(part):
+    metrics = part / "metrics.jsonl"
+    return metrics.exists() and len(metrics.read_text().splitlines()) > 1
+
+
 @pytest.mark.usefixtures("no_report")
 def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
-    file = settings(tmp_path / "run.toml", workers=2)
+    file = settings(tmp_path / "run.toml", workers=2, checkpoint_every=80)
     call = [*NUFED, "run", file, "--out", "run"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(call, text=True, cwd=tmp_path, **pipes) as process:
-        wait_for((tmp_path / "run" / "methods").exists, 60)
+        wait_for(lambda: any(map(evaluated_twice, tmp_path.glob("run/methods/*/seed-0"))), 60)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "resume with: nufed run --resume run" in said, said
-    assert list(tmp_path.glob("run/methods/*/seed-*/checkpoint-*.safetensors"))
+    saved = list(tmp_path.glob("run/methods/*/seed-*/checkpoint-*.safetensors"))
+    assert saved  # by the interruption: the next one is due with the last round
     nufed.resume(tmp_path / "run")
+    for checkpoint in saved:
+        checkpoint.unlink()
     nufed.run(str(file), out=tmp_path / "whole")
     assert file_hashes(tmp_path / "run") == file_hashes(tmp_path / "whole")

@@ -110,16 +110,15 @@ def run_method(
             if recorder.is_evaluated(progress):
                 entries, final = evaluate_round(setup, engine, name, progress, recorder)
             save = is_due(config.checkpoint_every, progress.round) or recorder.is_kept(progress)
-            recorded = recorder.record(
-                progress, entries, checkpoint=save or stop() or final is not None
-            )
+            last = stop() or final is not None  # asked once: the round it ends at is saved
+            recorded = recorder.record(progress, entries, checkpoint=save or last)
             if final:
                 _write_personal(setup, engine, name, final, files.folder)
                 curves = with_fits(setup, engine, name, final)
                 recorder.finish(curves, progress, final.shown)
             event = event.after(recorded, steps) if recorded else event
             listener(replace(event, last=final is not None))
-            if stop() or final:
+            if last:
                 break
         directory.write_timing(method=name, seed=seed, seconds=time.perf_counter() - began)
 

@@ -156,8 +156,8 @@ def _train(
         )
         del start
         for progress in training:
-            last = recorder.is_last(progress)
-            due = last or stop() or is_due(config.checkpoint_every, progress.round)
+            last, stopped = recorder.is_last(progress), stop()
+            due = last or stopped or is_due(config.checkpoint_every, progress.round)
             recorder.record(progress, {}, checkpoint=due)
             if last:
                 received = to_send(algorithm, progress.server)
@@ -165,7 +165,7 @@ def _train(
                 listener(Event(seed, name, progress.round, found.score))
                 return found
             listener(Event(seed, name, progress.round, None))
-            if stop():
+            if stopped:
                 break
     return None
 
