@@ -153,9 +153,11 @@ class GramEngine(EvaluatesScales):
         if len(places) > len(used):  # rows of samples that another agent of the chunk used
             mine = np.isin(places, used)
             places, rows = places[mine], rows[torch.from_numpy(mine)]
-        touched = self._touched[: len(places)]
-        index = torch.from_numpy(np.searchsorted(used, places))
-        torch.index_select(inputs, 0, index, out=touched)
+        touched = inputs[: len(places)]
+        if not np.array_equal(used[: len(places)], places):
+            order = np.argsort(used)
+            index = torch.from_numpy(order[np.searchsorted(used, places, sorter=order)])
+            touched = torch.index_select(inputs, 0, index, out=self._touched[: len(places)])
         return self._layer.vector(model, scale, rows, touched, others)
 
     def _training_space(self, model: Tensor, chunk: list[int], used: list[Rows]) -> _Space:
@@ -245,8 +247,9 @@ class _Space(NamedTuple):
 class IndexedBatches(OfAStack):
     """The batches of several agents as indices into their training parts (a BatchSource).
 
-    ``used`` holds each agent's distinct indices, sorted. With ``among_used``, batches hold indices
-    into that list instead.
+    ``used`` holds each agent's distinct indices: sorted those that a result can depend on linearly,
+    then those of fine-tuning alone, so that the former are one block of samples. With
+    ``among_used``, batches hold indices into that list, which is sorted, instead.
     """
 
     used: list[Rows]
@@ -263,11 +266,16 @@ class IndexedBatches(OfAStack):
         agent = torch.tensor([[source.agent] for source in sources])
         if not draws:  # evaluation without fine-tuning
             return cls([np.empty(0, dtype=np.int64) for _ in sources], {}, samples, agent)
+        tunes = np.repeat([d.purpose == "adapt" for d in draws], [d.number for d in draws])
         picked = [[p for draw in draws for p in source.pick(*draw)] for source in sources]
         used, places, targets = [], [], []
         for source, own in zip(sources, picked, strict=True):
             stacked = np.stack([p.places for p in own])
-            used.append(np.unique(stacked))
+            if among_used or tunes.all():
+                used.append(np.unique(stacked))
+            else:
+                first = np.unique(stacked[~tunes])
+                used.append(np.concatenate([first, np.setdiff1d(stacked[tunes], first)]))
             places.append(np.searchsorted(used[-1], stacked) if among_used else stacked)
             rows = source.federation.split.train[source.agent][stacked]
             targets.append(source.federation.samples.targets[rows])
