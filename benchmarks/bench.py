@@ -35,6 +35,7 @@ from jobs import (
 )
 from measure import interleaved, median, memory_bytes, ratio
 from method_rows import methods_job, write_table
+from one_core import one_core_job
 from states import states_job
 
 from nufed import Objective
@@ -328,6 +329,7 @@ def main():
 
 JOBS = {
     "paper": paper_job,
+    "one_core": lambda sizes, cores: one_core_job(sizes),
     "methods": lambda sizes, cores: methods_job(sizes),
     "digits": digits_job,
     "cnn": cnn_job,

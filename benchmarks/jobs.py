@@ -43,6 +43,7 @@ class Sizes:
     tau: tuple[int, ...] = (1, 2, 4, 8)
     workers: tuple[int, ...] = (1, 2, 3, 4)
     large: tuple[int, ...] = (7000, 3850)  # hidden layers of the large model: 48.5 million
+    run_rounds: tuple[int, int] = (20, 80)  # of two runs, whose difference is the cost of rounds
     measured: int = 5  # maximum number of contenders whose memory is measured
 
 
@@ -69,6 +70,7 @@ QUICK = Sizes(
     tau=(1, 2),
     workers=(1, 2),
     large=(40, 30),
+    run_rounds=(1, 2),
     measured=1,
 )  # a smoke test of every job
 
