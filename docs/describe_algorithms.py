@@ -1,7 +1,8 @@
-"""Writes what docs say about algorithms from their docstrings, fields and tests.
+"""Writes what docs and `nufed list` say about algorithms from their docstrings, fields and tests.
 
-The tables at the end of docs/algorithms.md, and a page for each method in docs/algorithms/. Run it
-from anywhere: `python docs/describe_algorithms.py`.
+The tables at the end of docs/algorithms.md, a page for each method in docs/algorithms/, and the
+table of names in src/nufed/cli/catalogue.json. Run it from anywhere:
+`python docs/describe_algorithms.py`.
 """
 
 import ast
@@ -11,7 +12,8 @@ import sys
 from pathlib import Path
 
 from nufed.algorithms import ALGORITHMS, Algorithm, LocalTraining
-from nufed.cli.listing import listing_of
+from nufed.cli.catalogue import write_catalogue
+from nufed.cli.listing import about
 from nufed.config.describe import described
 
 DOCS = Path(__file__).parent
@@ -26,9 +28,9 @@ def tables() -> str:
     """What stands below the heading of docs/algorithms.md."""
     lines = ["| algorithm | what it is | a newcomer | agents keep |", "|---|---|---|---|"]
     for name in ALGORITHMS:
-        title, about = title_of(name)
+        title, facts = title_of(name)
         link = f"[`{name}`](algorithms/{name}.md)"
-        lines.append(f"| {link} | {title} | {about['a newcomer']} | {about['agents keep']} |")
+        lines.append(f"| {link} | {title} | {facts['a newcomer']} | {facts['agents keep']} |")
     lines += [
         "",
         "Settings of all algorithms with local steps; each page lists those of its own. *Tuned*: "
@@ -47,8 +49,8 @@ def rows_of(cls: type[Algorithm], without: type[Algorithm] | None = None) -> lis
 
 def title_of(name: str) -> tuple[str, dict[str, str]]:
     """The first line of an algorithm's docstring, and what `nufed list` says about it."""
-    (title, about), *_ = listing_of(name).items()
-    return title.removeprefix(f"{name}: "), about
+    (title, facts), *_ = about(name).items()
+    return title.removeprefix(f"{name}: "), facts
 
 
 def pages() -> dict[str, str]:
@@ -59,14 +61,14 @@ def pages() -> dict[str, str]:
 def page_of(name: str) -> str:
     """Definition, what is kept where, settings, proofs and known mistakes of one method."""
     cls = ALGORITHMS[name]
-    title, about = title_of(name)
+    title, facts = title_of(name)
     source = Path(inspect.getfile(cls)).relative_to(ROOT)
     definition, _, mistakes = plain(sys.modules[cls.__module__].__doc__).partition(
         "Known mistakes elsewhere:"
     )
     lines = [f"# {name}", "", title, "", f"Code: [{source.name}](../../{source}).", ""]
     lines += ["## Definition", definition.strip(), "", "## At a glance", "| | |", "|---|---|"]
-    lines += [f"| {key} | {value} |" for key, value in about.items()]
+    lines += [f"| {key} | {value} |" for key, value in facts.items()]
     lines += [
         "",
         "## Settings",
@@ -139,3 +141,4 @@ if __name__ == "__main__":
         old.unlink()
     for name, text in pages().items():
         (PAGES / f"{name}.md").write_text(text, "utf-8")
+    write_catalogue()

@@ -46,7 +46,7 @@ class Registry(Mapping[str, T]):
     def __getitem__(self, name: str) -> T:
         if name in self._built_in:
             return self._built_in[name]
-        entry = installed(self.group)[name]
+        entry = installed()[self.group][name]
         try:
             found = entry.load()
         except Exception as error:  # importing the package may raise anything
@@ -58,7 +58,7 @@ class Registry(Mapping[str, T]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self._built_in
-        yield from (name for name in installed(self.group) if name not in self._built_in)
+        yield from (name for name in installed().get(self.group, {}) if name not in self._built_in)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -106,9 +106,11 @@ class Registry(Mapping[str, T]):
 
 
 @cache  # scanning all packages takes tens of milliseconds
-def installed(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group by name."""
-    return {entry.name: entry for entry in sorted(entry_points(group=group))}
+def installed() -> dict[str, dict[str, EntryPoint]]:
+    """The entry points of nufed's groups, by group and name."""
+    every = entry_points()
+    groups = sorted(group for group in every.groups if group.startswith("nufed."))
+    return {g: {entry.name: entry for entry in sorted(every.select(group=g))} for g in groups}
 
 
 def is_code(name: object) -> bool:

@@ -1,4 +1,4 @@
-"""Help texts, completion and ``import nufed`` import neither torch nor what needs it."""
+"""Help texts, ``nufed list``, completion and ``import nufed`` do not import torch or numpy."""
 
 import subprocess
 import sys
@@ -50,12 +50,17 @@ run("--version")
 assert "report" in complete("nufed", "rep")
 assert complete("nufed", "run", "quick") == ["quickstart"]
 assert "--resume" in complete("nufed", "run", "--r")
+assert "method.adapt_steps=" in complete("nufed", "run", "quickstart", "method.")
+assert complete("nufed", "run", "quickstart", "methods.x.curvature", "=", "f") == ["first_order"]
+assert complete("nufed", "list", "dit") == ["ditto"]
+assert complete("nufed", "data", "get", "cifar10") == ["cifar10", "cifar100"]
+assert "handwritten digits" in run("list") and "proximal" in run("list", "ditto", "--json")
 complete("nufed", "report", "r"), complete("nufed", "adapt", "r")
 print([name for name in {HEAVY!r} if name in sys.modules])
 """
 
 
-def test_help_and_completion_import_nothing_heavy(tmp_path):
+def test_help_list_and_completion_import_nothing_heavy(tmp_path):
     found = subprocess.run(
         [sys.executable, "-c", START], capture_output=True, text=True, cwd=tmp_path, timeout=300
     )

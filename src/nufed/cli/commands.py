@@ -22,6 +22,7 @@ from nufed.cli import (
     watch_command,
 )
 from nufed.cli.bundle_commands import Trust
+from nufed.cli.catalogue import catalogue, listing_of
 from nufed.cli.completion import (
     complete_bounds,
     complete_listed,
@@ -292,9 +293,7 @@ def list_all(
     as_json: AsJson = False,
 ) -> None:
     """List all names that a configuration accepts, or the settings of an algorithm."""
-    from nufed.cli.listing import listing, listing_of
-
-    contents = listing() if what is None else listing_of(what)
+    contents = catalogue().names if what is None else listing_of(what)
     if as_json:
         print(json.dumps(contents))
         return

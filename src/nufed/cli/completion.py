@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import typer
+
+from nufed.cli.catalogue import catalogue
 
 RUN_FILE = "run.json"
 
@@ -27,12 +28,12 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
     last = [str(word) for word in ctx.params.get("overrides") or ()][-2:]
     if last and last[-1] == "=":
         return _starting(values_of(last[0]), incomplete)
-    if last and last[-1] in _keys() and "=" not in incomplete:
+    if last and last[-1] in catalogue().values and "=" not in incomplete:
         return _starting(values_of(last[-1]), incomplete)
     key, equals, start = incomplete.partition("=")
     if equals:
         return [f"{key}={value}" for value in _starting(values_of(key), start)]
-    keys = _starting(_keys(), incomplete)
+    keys = _starting(catalogue().values, incomplete)
     if len(keys) > 1:
         return [f"{key}=" for key in keys]
     # several candidates: the shell completes to "key=" without a space behind it
@@ -41,18 +42,15 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def complete_listed(incomplete: str) -> list[str]:
     """Algorithms, and kinds of names."""
-    from nufed.algorithms import ALGORITHMS
-    from nufed.cli.listing import listing
-
-    kinds = [kind for kind in listing() if " " not in kind]
-    return _starting([*ALGORITHMS, *kinds], incomplete)
+    names = catalogue().names
+    return _starting(
+        [*names["algorithms"], *(kind for kind in names if " " not in kind)], incomplete
+    )
 
 
 def complete_data_set(incomplete: str) -> list[str]:
     """Data sets by name."""
-    from nufed.data import SOURCES
-
-    return _starting([name for name in SOURCES if name != "file"], incomplete)
+    return _starting([name for name in catalogue().names["datasets"] if name != "file"], incomplete)
 
 
 def complete_run(incomplete: str) -> list[str]:
@@ -80,62 +78,8 @@ def complete_method(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def values_of(key: str) -> list[str]:
     """The values of a configuration key that have names; of numbers the default."""
-    from nufed.algorithms import ALGORITHMS
-    from nufed.cli.listing import value_fields
-    from nufed.config.describe import every_setting
-
-    names = _names()
-    if key in names:
-        return list(names[key])
-    fields = value_fields()
-    if key in fields:
-        return _field_values(fields[key])
     table, _, name = key.rpartition(".")
-    if table != "method" and not table.startswith("methods."):
-        return []
-    if name == "algorithm":
-        return list(ALGORITHMS)
-    found: dict[str, None] = {}
-    for cls in ALGORITHMS.working().values():
-        for field, _ in every_setting(cls):
-            if field.name == name:
-                found |= dict.fromkeys(field.values())
-    return list(found)
-
-
-def _names() -> dict[str, Iterable[str]]:
-    """The values of keys that are names."""
-    from nufed.algorithms.attacks import ATTACKS
-    from nufed.config.build import LOSSES
-    from nufed.data import PARTITIONS, SHIFTS, SOURCES
-    from nufed.evaluate import METRICS
-    from nufed.models import MODELS
-
-    return {
-        "data.source": SOURCES,
-        "data.partition": ("auto", *PARTITIONS),
-        "data.shift": ("none", *SHIFTS),
-        "model.name": MODELS,
-        "loss": ("auto", *LOSSES),
-        "metric": ("auto", *METRICS),
-        "faults.attack": ATTACKS,
-    }
-
-
-def _field_values(field: Any) -> list[str]:
-    from nufed.cli.listing import choices_of
-
-    if field.annotation is bool:
-        return ["true", "false"]
-    default = field.get_default()
-    plain = isinstance(default, int | float | str)
-    return [str(value) for value in choices_of(field.annotation)] or [str(default)] * plain
-
-
-def _keys() -> list[str]:
-    from nufed.cli.listing import listing
-
-    return list(listing()["configuration keys"])
+    return catalogue().values.get(f"method.{name}" if table.startswith("methods.") else key, [])
 
 
 def _starting(names: Iterable[str], incomplete: str) -> list[str]:

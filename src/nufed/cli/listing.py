@@ -1,10 +1,10 @@
-"""``nufed list``: all names that a configuration accepts, and the settings of algorithms."""
+"""What :mod:`nufed.cli.catalogue` holds, from the registries, schema and algorithms themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import UnionType
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 from pydantic.fields import FieldInfo
@@ -13,19 +13,20 @@ from torch import nn
 from nufed.algorithms import ALGORITHMS, Algorithm
 from nufed.algorithms.aggregation import AGGREGATIONS
 from nufed.algorithms.attacks import ATTACKS
+from nufed.cli.catalogue import Listing
 from nufed.config import presets
-from nufed.config.describe import described, known_settings
+from nufed.config.build import LOSSES
+from nufed.config.describe import described, every_setting, known_settings
 from nufed.config.load import known_fields
 from nufed.data import PARTITIONS, SHIFTS, SOURCES
-from nufed.errors import InputError, shown
+from nufed.errors import InputError
+from nufed.evaluate import METRICS
 from nufed.meta.meta_gradient import CURVATURES
 from nufed.models import MODELS
 from nufed.objective import Objective
-from nufed.registry import import_named, is_code, suggest
+from nufed.registry import import_named, is_code
 from nufed.server import to_send
 from nufed.simulation import ENGINES
-
-Listing: TypeAlias = dict[str, dict[str, str]]
 
 
 def listing() -> Listing:
@@ -50,24 +51,11 @@ def listing() -> Listing:
     }
 
 
-def listing_of(what: str) -> Listing:
-    """One kind of :func:`listing`, or one algorithm with its settings."""
-    if what in ALGORITHMS or is_code(what):
-        if is_code(what):
-            import_named("algorithm", what)
-        return _about(what, ALGORITHMS.find("algorithm", what))
-    everything = listing()
-    kinds = {name.removesuffix("s"): name for name in everything}
-    kind = kinds.get(what.removesuffix("s"))
-    if kind is None:
-        raise InputError(
-            f"{shown(what)} is neither an algorithm ({', '.join(ALGORITHMS)}) nor a kind "
-            f"({', '.join(everything)})" + suggest(what, [*ALGORITHMS, *everything])
-        )
-    return {kind: everything[kind]}
-
-
-def _about(name: str, cls: type[Algorithm]) -> Listing:
+def about(name: str) -> Listing:
+    """One algorithm with its settings; a ``package.module:Class`` is imported."""
+    if is_code(name):
+        import_named("algorithm", name)
+    cls = ALGORITHMS.find("algorithm", name)
     title = f"{name}: {_first_line(cls)}"
     return {
         title: {
@@ -93,6 +81,39 @@ def _kept(cls: type[Algorithm]) -> str:
     except Exception:  # settings without defaults, or an unsuitable model
         return "a state"
     return ", ".join(state) or "nothing between rounds"
+
+
+def values() -> dict[str, list[str]]:
+    """The values of every configuration key that have names; of numbers the default."""
+    found = {key: _field_values(field) for key, field in value_fields().items()}
+    found |= {f"method.{name}": [] for name in known_settings()}
+    for cls in ALGORITHMS.working().values():
+        for setting, _ in every_setting(cls):
+            known = found[f"method.{setting.name}"]
+            known += [value for value in setting.values() if value not in known]
+    return found | {key: list(names) for key, names in _names().items()}
+
+
+def _names() -> dict[str, Iterable[str]]:
+    """The values of keys that are names."""
+    return {
+        "data.source": SOURCES,
+        "data.partition": ("auto", *PARTITIONS),
+        "data.shift": ("none", *SHIFTS),
+        "model.name": MODELS,
+        "loss": ("auto", *LOSSES),
+        "metric": ("auto", *METRICS),
+        "method.algorithm": ALGORITHMS,
+        "faults.attack": ATTACKS,
+    }
+
+
+def _field_values(field: FieldInfo) -> list[str]:
+    if field.annotation is bool:
+        return ["true", "false"]
+    default = field.get_default()
+    plain = isinstance(default, int | float | str)
+    return [str(value) for value in choices_of(field.annotation)] or [str(default)] * plain
 
 
 def value_fields() -> dict[str, FieldInfo]:
