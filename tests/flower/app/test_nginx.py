@@ -66,7 +66,7 @@ def federation(tmp_path_factory):
         for number in range(2):
             public = make_site_key(folder / f"site-{number}")
             register_site(folder, number, f"site-{number}", public)
-        Admission(commands, folder / "sites.toml", say=print).apply()
+        Admission(direct, commands.home, folder / "sites.toml", say=print).apply()
         for number in range(2):
             site = SiteOptions(number, folder / f"site-{number}", folder=folder)
             site.approvals.add(read_app(app))

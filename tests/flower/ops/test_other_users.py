@@ -59,7 +59,7 @@ def federation(tmp_path_factory):
         for site in members:
             register_site(place / "keys", site.number, site.name, make_site_key(site.key))
             site.approvals.add(read_app(app))
-        Admission(commands, place / "keys" / "sites.toml", say=print).apply()
+        Admission(link, commands.home, place / "keys" / "sites.toml", say=print).apply()
         sites = [
             commands.start(*site_command(site, link), log=place / f"{site.name}.log")
             for site in members

@@ -10,9 +10,10 @@ import pytest
 from nufed.errors import InputError, RunError
 from nufed.flower.app.signatures import fingerprint, read_public, sign, verify
 from nufed.flower.app.site_registry import read_sites
-from nufed.flower.ops import admission
+from nufed.flower.ops import control_api
 from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.keys import make_site_key
+from nufed.flower.ops.link import Link
 from nufed.flower.ops.registration import add_key, register_site, revoke_old_key, revoke_site
 from nufed.runs.audit_log import audit
 
@@ -155,24 +156,24 @@ class FakeSuperLink:
 
     def __init__(self, home, monkeypatch):
         self.home, self.keys, self.fails, self._ids = home, {}, False, count(100)
-        monkeypatch.setattr(admission, "register", self.register)
-        monkeypatch.setattr(admission, "flwr_json", self.call)
+        for name in ("register", "unregister"):
+            monkeypatch.setattr(control_api, name, getattr(self, name))
 
-    def register(self, commands, file):
+    def register(self, client, public):
         if self.fails:
             raise RunError("the server rejected the key")
         node = str(next(self._ids))
-        self.keys[node] = fingerprint(read_public(file))
+        self.keys[node] = fingerprint(public)
         return node
 
-    def call(self, commands, *words):
-        assert words[:2] == ("supernode", "unregister")
-        del self.keys[words[2]]
+    def unregister(self, client, node):
+        del self.keys[node]
 
 
 def test_a_server_applies_every_change_of_the_registry(place, tmp_path_factory, monkeypatch):
     link, said = FakeSuperLink(tmp_path_factory.mktemp("home"), monkeypatch), []
-    applied = Admission(link, place / "sites.toml", said.append)
+    nowhere = Link("127.0.0.1:1", None)
+    applied = Admission(nowhere, link.home, place / "sites.toml", said.append)
     applied.apply()
     assert link.keys == {"100": key(place, "a")}
     assert json.loads((link.home / "nodes.json").read_text()) == link.keys

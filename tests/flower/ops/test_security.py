@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from nufed.errors import RunError
+from nufed.flower.ops.control_api import control_api, register
 from nufed.flower.ops.flower_processes import flower, free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
-from nufed.flower.ops.link import NAME, Link, flwr_json, register
+from nufed.flower.ops.link import NAME, Link, flwr_json
 from nufed.flower.ops.superlink import is_listening, start_superlink, superlink_command
 from nufed.flower.ops.supernode import SiteOptions, site_command
 
@@ -33,8 +34,13 @@ def federation(tmp_path_factory):
             commands.start(*superlink_command(host, at, place / keys), log=place / f"{at}.log")
             assert wait(lambda host=host, at=at: is_listening(host, at), TIMEOUT)
         link.connect(commands)
+
+        def admit(file):
+            with control_api(link) as client:
+                return register(client, (place / file).read_text())
+
         for name in ("right", "taken"):
-            register(commands, place / f"{name}.pub")
+            admit(f"{name}.pub")
         links = {
             "right": link,
             "wrong authority": Link(link.address, place / "other" / "ca.crt"),
@@ -61,7 +67,7 @@ def federation(tmp_path_factory):
             online=online,
             log=place / "link.log",
             right=right,
-            register=lambda key: register(commands, place / key),
+            register=admit,
         )
 
 

@@ -6,7 +6,8 @@
     registration.py      edits the registry of sites: numbers and names, bound to keys
     admission.py         applies the registry to a running SuperLink
     flower_processes.py  starts Flower's commands; terminates them and their descendants
-    link.py              connection to a SuperLink, and calls of its API
+    link.py              connection to a SuperLink, and its commands
+    control_api.py       registers keys at a SuperLink
     superlink.py         a SuperLink, in the foreground
     server_process.py    its process: only the server's own user may start runs
     supernode.py         a site, in the foreground

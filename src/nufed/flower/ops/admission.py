@@ -9,21 +9,21 @@ from pathlib import Path
 from nufed.errors import InputError, RunError
 from nufed.files import write_durably
 from nufed.flower.app.site_registry import NODES, SiteRegistry, read_sites
-from nufed.flower.ops.flower_processes import Flower
-from nufed.flower.ops.link import NAME, flwr_json, register
+from nufed.flower.ops.link import Link
 
 
 class Admission:
-    """The keys registered at the connected SuperLink, by their fingerprints.
+    """The keys registered at a SuperLink, by their fingerprints.
 
     Args:
-        commands: Flower's commands, connected to the SuperLink.
+        link: the SuperLink.
+        home: the folder that its server app reads; which key has which node id is written there.
         file: the registry of sites; a server may start without one.
         say: is told every change.
     """
 
-    def __init__(self, commands: Flower, file: Path, say: Callable[[str], None]) -> None:
-        self._commands, self._file, self._say = commands, file, say
+    def __init__(self, link: Link, home: Path, file: Path, say: Callable[[str], None]) -> None:
+        self._link, self._home, self._file, self._say = link, home, file, say
         self._nodes: dict[str, str] = {}  # fingerprint -> Flower's node id
         self._applied = SiteRegistry()
         self._complaint = ""
@@ -46,16 +46,17 @@ class Admission:
             self._complaint = str(error)
 
     def _apply(self, registry: SiteRegistry) -> None:
+        from nufed.flower.ops.control_api import control_api, register, unregister  # seconds
+
         wanted = {key: (public, site) for key, public, site in registry.entries()}
-        for key in self._nodes.keys() - wanted.keys():
-            flwr_json(self._commands, "supernode", "unregister", self._nodes[key], NAME)
-            del self._nodes[key]
-            self._say(f"unregistered the key {key}")
-        for key, (public, site) in wanted.items():
-            if key not in self._nodes:
-                file = self._commands.home / "site.pub"
-                write_durably(file, public.encode())
-                self._nodes[key] = register(self._commands, file)
-                self._say(f"registered {site.label(key)}")
+        with control_api(self._link) as client:
+            for key in self._nodes.keys() - wanted.keys():
+                unregister(client, self._nodes[key])
+                del self._nodes[key]
+                self._say(f"unregistered the key {key}")
+            for key, (public, site) in wanted.items():
+                if key not in self._nodes:
+                    self._nodes[key] = register(client, public)
+                    self._say(f"registered {site.label(key)}")
         nodes = {node: key for key, node in self._nodes.items()}
-        write_durably(self._commands.home / NODES, json.dumps(nodes, indent=1).encode())
+        write_durably(self._home / NODES, json.dumps(nodes, indent=1).encode())

@@ -77,14 +77,6 @@ def existing_file(path: Path, option: str) -> Path:
     return path.resolve()
 
 
-def register(flower: Flower, key: Path) -> str:
-    """Register a site's public key at the server; returns Flower's node id of the site."""
-    try:
-        return str(flwr_json(flower, "supernode", "register", str(key), NAME)["node-id"])
-    except RunError as error:
-        raise RunError(f"the server rejected the key {key}: {error}") from None
-
-
 def flwr_json(flower: Flower, *command: str) -> dict[str, Any]:
     """The JSON output of a ``flwr`` command; raises with its error message."""
     _, printed = flower.call("flwr", *command, "--format", "json")

@@ -60,7 +60,7 @@ def run_locally(
                 assert site.key and site.name and site.approvals
                 register_site(keys, site.number, site.name, make_site_key(site.key))
                 site.approvals.add(bundle)
-            Admission(commands, keys / SITES, say=lambda text: None).apply()
+            Admission(link, commands.home, keys / SITES, say=lambda text: None).apply()
         nodes = {
             site.name: commands.start(*site_command(site, link), log=beside / f"{site.name}.log")
             for site in members

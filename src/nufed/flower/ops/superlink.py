@@ -58,7 +58,7 @@ def serve(
         for warning in server_expiry(keys) if keys else ():
             say(warning)
         link.connect(commands)
-        admission = Admission(commands, keys / SITES, say) if keys else None
+        admission = Admission(link, commands.home, keys / SITES, say) if keys else None
         if admission:
             admission.apply()
         say(f"the server is ready at {host}:{port}; stop it with Ctrl-C")
