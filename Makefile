@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run federation test test-slow test-federation test-deployment test-offline soak bench attacks external paper format clean
+.PHONY: run federation test test-slow test-cluster test-federation test-deployment test-offline soak bench attacks external paper format clean
 
 run: $(READY)            ## train four methods on sine waves and print the path of the report
 	$(BIN)/nufed run sinusoid
@@ -27,6 +27,10 @@ test-slow: test-federation ## slow tests too, with more hypothesis examples, and
 
 # with the loopback interface as the only network (Linux)
 OFFLINE := unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' --
+
+test-cluster: $(READY)   ## runs on three nodes of Ray on this machine, with kills: installs Ray, some minutes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	$(OFFLINE) $(BIN)/pytest -q -m "slow or not slow" tests/simulation/test_ray_nodes.py tests/simulation/test_ray_cluster.py
 
 test-federation: $(READY) ## real federations with crashes, intruders, late and corrupt sites: about an hour
 	$(OFFLINE) $(BIN)/pytest -q -m "slow or not slow" tests/flower

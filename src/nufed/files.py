@@ -111,17 +111,24 @@ def _pieces(content: bytes | Pieces) -> Pieces:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a directory's lock, which the system releases when the process ends."""
-    lock = FileLock(folder / "lock", timeout=0)
+def locked(folder: Path, name: str = "lock", wait: float = 0) -> Iterator[None]:
+    """Hold a lock file of a directory, which the system releases when the process ends.
+
+    Args:
+        folder: the directory.
+        name: of the file; by default the lock of the whole directory.
+        wait: seconds to wait for another process that holds it.
+    """
+    lock, path = FileLock(folder / name, timeout=wait), folder / name
     try:
         lock.acquire()
     except Timeout:
+        used = folder if name == "lock" else path
         raise RunError(
-            f"{folder} is in use by another run: wait until it ends, or give another --out"
+            f"{used} is in use by another run: wait until it ends, or give another --out"
         ) from None
     except OSError as error:
-        raise cannot_write(folder / "lock", error) from error
+        raise cannot_write(path, error) from error
     try:
         yield
     finally:

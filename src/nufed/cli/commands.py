@@ -16,7 +16,9 @@ from nufed.cli import (
     audit_command,
     bundle_commands,
     export_commands,
+    part_option,
     site_key_commands,
+    submit_command,
     sweep_commands,
     tune_commands,
     watch_command,
@@ -56,6 +58,7 @@ export_commands.register(app)
 sweep_commands.register(app)
 watch_command.register(app)
 tune_commands.register(app)
+submit_command.register(app)
 
 
 @app.command()
@@ -81,6 +84,8 @@ def run(
         bool, typer.Option("--tuned", help="Search the settings of every method first.")
     ] = False,
     budget: tune_commands.Budget = None,
+    part: part_option.Part = None,
+    ray: part_option.Ray = None,
     trust: Trust = False,
     no_figures: NoFigures = False,
     tensorboard: Annotated[
@@ -90,8 +95,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train and evaluate every method of a configuration, and write a report."""
-    from nufed.bundle.from_run import can_be_bundled
-    from nufed.cli.printed_results import print_results
+    from nufed.cli.printed_results import print_files, print_results
     from nufed.cli.progress import show_progress
     from nufed.experiment import resume as resume_experiment
     from nufed.experiment import run as run_experiment
@@ -104,11 +108,13 @@ def run(
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
     if budget is not None and not tuned:
         raise InputError("--budget is that of a search: add --tuned")
+    share = part_option.share_of(part, out, resume, tuned)
     if tuned:
         search = None if resume else source
         source, settings = tune_commands.tune_first(search, settings, budget, not no_figures), []
     with show_progress(console(stderr=True)) as display:
         follow: dict[str, Any] = {
+            "ray": ray,
             "observers": [display, *([TensorBoard()] if tensorboard else ())],
             "figures": not no_figures,
             "on_stop": lambda: _say("stopping after this round; press Ctrl-C again to stop now", 0),
@@ -118,20 +124,19 @@ def run(
                 finished = resume_experiment(resume, settings, trust=trust, **follow)
             else:
                 assert source is not None
-                finished = run_experiment(source, settings, out=out, **follow)
+                finished = run_experiment(source, settings, out=out, part=share, **follow)
         except KeyboardInterrupt:
             how = f"; resume with: {display.resume}" if display.resume else ""
+            how = "; start the same part again to resume it" if share else how
             raise typer.Exit(_say(f"stopped{how}", 130)) from None
     if as_json:
         print(json.dumps({"directory": str(finished.path), **finished.to_json()}))
         return
-    print_results([finished])
-    if can_be_bundled(finished):
-        say(f"models to adapt: {finished.path / 'bundles'} (see `nufed adapt --help`)")
-        for name in finished.methods:
-            if not (finished.path / "bundles" / f"{name}.nufed").exists():
-                say(f"no bundle of {name}: `nufed bundle {finished.path} --method {name}` says why")
-    say(f"report: {finished.path / 'report.html'}")
+    if share is not None:
+        part_option.print_part(finished)
+    else:
+        print_results([finished])
+        print_files(finished)
     if finished.failures:
         raise typer.Exit(1)
 

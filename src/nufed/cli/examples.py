@@ -10,6 +10,11 @@ EXAMPLES = {
         "nufed run quickstart rounds=50 method.adapt_steps=5 data.dirichlet=0.1 --seeds 3",
         "nufed run quickstart data.source=file data.args.path=mine.csv data.samples_per_agent=20",
         "nufed run --resume runs/quickstart-001",
+        "nufed run mine.toml --out runs/mine --part 3/16",
+    ),
+    "submit": (
+        "nufed submit mine.toml --out runs/mine --parts 16 --time 240 --memory 4 --partition cpu",
+        "nufed submit quickstart --out runs/try --parts 2 --local",
     ),
     "report": (
         "nufed report runs/quickstart-001",

@@ -212,8 +212,8 @@ def simulate(app: App, data: AllData = None, out: Out = None, resume: Resume = N
     """Run the app in Flower's Ray-based simulation on this machine."""
     if find_spec("ray") is None:
         raise InputError(
-            'Flower\'s simulation needs Ray: install it with pip install "nufed[ray]", or use '
-            "`nufed federate local`, which does not need it"
+            'Flower\'s simulation needs Ray: install it with pip install "nufed[flower,ray]", or '
+            "use `nufed federate local`, which does not need it"
         )
     from nufed.flower.app.ray_simulation import simulate_app
     from nufed.flower.ops.submit import report_of, run_directory

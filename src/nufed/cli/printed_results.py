@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.table import Table as Printed
 
-from nufed.cli.terminal import console, natural_width, print_line, print_table, table, wide
+from nufed.bundle.from_run import can_be_bundled
+from nufed.cli.terminal import console, natural_width, print_line, print_table, say, table, wide
 from nufed.report.headline import finding, measured
 from nufed.report.settings_tables import problem_text
 from nufed.report.tables import Table, all_groups, results_table, run_name
@@ -35,6 +36,16 @@ def print_results(runs: Sequence[Run]) -> None:
     if rejected:
         many = f"{len(rejected)} updates were left out"
         print_line((many, "yellow"), f", first: {rejected[0]}")
+
+
+def print_files(run: Run) -> None:
+    """Where a finished run's bundles and its report are."""
+    if can_be_bundled(run):
+        say(f"models to adapt: {run.path / 'bundles'} (see `nufed adapt --help`)")
+        for name in run.methods:
+            if not (run.path / "bundles" / f"{name}.nufed").exists():
+                say(f"no bundle of {name}: `nufed bundle {run.path} --method {name}` says why")
+    say(f"report: {run.path / 'report.html'}")
 
 
 def print_notes(tables: Iterable[tuple[str, Table]], notes: Iterable[str]) -> None:

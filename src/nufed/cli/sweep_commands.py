@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.data_commands import AsJson
+from nufed.cli.part_option import Ray
 from nufed.cli.terminal import console, print_line, print_table, say, styled, table
 from nufed.errors import InputError, visible
 
@@ -41,6 +42,7 @@ def sweep(
         int, typer.Option("--max-runs", min=1, help="Largest number of runs to accept.")
     ] = 100,
     resume: Annotated[Path | None, typer.Option(help="Resume this sweep directory.")] = None,
+    ray: Ray = None,
     trust: Trust = False,
     no_figures: Annotated[
         bool, typer.Option("--no-figures", help="Write only HTML pages, no SVG and PNG files.")
@@ -68,6 +70,7 @@ def sweep(
         "on_stop": lambda: say(
             "stopping after this round; press Ctrl-C again to stop now", error=True
         ),
+        "ray": ray,
         "figures": not no_figures,
     }
     with show_warnings(terminal):

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from nufed.cli.bundle_commands import Trust
 from nufed.cli.data_commands import AsJson, Overrides
+from nufed.cli.part_option import Ray
 from nufed.cli.terminal import console, say, styled, table
 from nufed.errors import InputError, visible
 
@@ -45,6 +46,7 @@ def tune_command(
         Path | None,
         typer.Option(help="A run with `nufed bounds` results: ranges of step sizes end at 2/L."),
     ] = None,
+    ray: Ray = None,
     trust: Trust = False,
     no_figures: Annotated[
         bool, typer.Option("--no-figures", help="Write only the HTML page, no SVG and PNG files.")
@@ -68,6 +70,7 @@ def tune_command(
         resume=resume,
         bounds=bounds,
         trust=trust,
+        ray=ray,
         figures=not no_figures,
     )
     if as_json:

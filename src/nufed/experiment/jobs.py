@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
+from nufed.experiment.node_jobs import run_on_nodes
 from nufed.experiment.observers import Event, Listener
-from nufed.experiment.run_parts import BASELINE_PART, RunPart, run_baselines, run_method
+from nufed.experiment.run_parts import (
+    BASELINE_PART,
+    RunPart,
+    part_files,
+    run_baselines,
+    run_method,
+)
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.runs import RunDirectory
@@ -27,6 +35,26 @@ class Job:
         return str(self.part)
 
     @property
+    def root(self) -> Path:
+        """The directory below which the part writes."""
+        return self.directory.path
+
+    @property
+    def folders(self) -> list[Path]:
+        """The directories in ``root`` that the part reads and writes."""
+        files = part_files(self.setup, self.part, self.directory).values()
+        return [own.folder.relative_to(self.root) for own in files]
+
+    def moved(self, root: Path) -> Job:
+        """The same part below another directory."""
+        return replace(self, directory=RunDirectory(root))
+
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        files = part_files(self.setup, self.part, self.directory).values()
+        return all(own.is_done(self.setup.config.rounds) for own in files)
+
+    @property
     def run(self) -> Callable[[Listener, int, Stop], None]:
         """Runs the part, given a listener, a number of processes and a stop flag."""
         run_part = run_baselines if self.part.method == BASELINE_PART else run_method
@@ -40,9 +68,16 @@ def run_jobs(jobs: Sequence[Job], workers: int, listener: JobListener, stop: Sto
     """Run all jobs: several at the same time if there are several workers, else one by one.
 
     The number of workers changes no bit. After a signal that ``stop`` handles, running jobs save a
-    checkpoint and the others are not started.
+    checkpoint and the others are not started. On a cluster, jobs go to its nodes; one alone,
+    or fewer than half of its slots, run one by one, and the agents of each are spread.
     """
-    if workers > 1 and len(jobs) > 1:
+    cluster = jobs[0].setup.cluster if jobs else None
+    if cluster is not None:
+        left = [job for job in jobs if not job.is_done()]
+        if len(left) > 1 and 2 * len(left) >= cluster.slots:
+            run_on_nodes(left, cluster, listener, stop)
+            jobs = [job for job in jobs if not any(job is other for other in left)]
+    elif workers > 1 and len(jobs) > 1:
         _run_in_parallel(jobs, workers, listener, stop)
         return
     for job in jobs:

@@ -24,7 +24,7 @@ from nufed.runs.personal_models import personal_after, write_personal
 from nufed.runs.recorder import Recorder, is_due
 from nufed.runs.validation_scores import ValidationScores
 from nufed.server import to_send
-from nufed.simulation import Engine, EngineName, WorkerEngine, train
+from nufed.simulation import Engine, EngineName, RayEngine, WorkerEngine, train
 
 BASELINE_PART = "null baselines"
 
@@ -55,6 +55,14 @@ def parts_of(setup: Setup) -> list[RunPart]:
     return [RunPart(seed, name, work) for seed in config.seeds for name, work in works.items()]
 
 
+def part_files(setup: Setup, part: RunPart, directory: RunDirectory) -> dict[str, PartFiles]:
+    """The files of a part by the name of the method, or of each null baseline."""
+    kind, names = "methods", [part.method]
+    if part.method == BASELINE_PART:
+        kind, names = "baselines", setup.baselines()
+    return {name: _files(setup, directory, kind, name, part.seed) for name in names}
+
+
 def run_method(
     setup: Setup,
     part: RunPart,
@@ -69,7 +77,7 @@ def run_method(
     """
     config, name, seed = setup.config, part.method, part.seed
     event, steps = Event(seed, name, 0), config.steps_of(name)[0]
-    files = _files(setup, directory, "methods", name, seed)
+    files = part_files(setup, part, directory)[name]
     if files.is_done(config.rounds):
         listener(Event(seed, name, config.rounds, starts=True))
         return
@@ -134,7 +142,7 @@ def run_baselines(
     """Evaluate the unfinished null baselines with one seed, and write their results."""
     rounds, seed = setup.config.rounds, part.seed
     listener(Event(seed, part.method, 0, starts=True))
-    files = {name: _files(setup, directory, "baselines", name, seed) for name in setup.baselines()}
+    files = part_files(setup, part, directory)
     missing = [name for name, own in files.items() if not own.is_done(rounds)]
     if missing:
         with _engines(setup, seed, workers) as get_engine, stop.immediately():
@@ -149,9 +157,11 @@ def _engines(setup: Setup, seed: int, workers: int) -> Iterator[Callable[[Engine
 
         def get_engine(name: EngineName) -> Engine:
             engine = setup.engines[seed].get(name)
+            rebuild = partial(_engine_of, setup, seed, name)
+            if setup.cluster is not None:
+                return stack.enter_context(RayEngine(setup.cluster, engine, rebuild))
             if workers == 1:
                 return engine
-            rebuild = partial(_engine_of, setup, seed, name)
             return stack.enter_context(WorkerEngine(engine, workers, rebuild))
 
         yield get_engine

@@ -14,11 +14,12 @@ from nufed.config.problem import Given, Problem
 from nufed.data import Partition
 from nufed.errors import InputError
 from nufed.evaluate import Metric
+from nufed.experiment.array_parts import Share, check_share, end_sharing, shared_run
 from nufed.experiment.jobs import Job, run_jobs
 from nufed.experiment.notebook_bar import with_notebook_bar
 from nufed.experiment.observers import Listener, Observer, Observers
 from nufed.experiment.run_directories import begin_run, check_simulated, reopen_run
-from nufed.experiment.run_parts import parts_of
+from nufed.experiment.run_parts import RunPart, parts_of
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
 from nufed.files import locked
@@ -26,7 +27,7 @@ from nufed.objective import Loss
 from nufed.objective.threads import torch_threads
 from nufed.report.finish import finish
 from nufed.report.shown_run import ShownRun
-from nufed.runs import RunDirectory
+from nufed.runs import RunDirectory, load_run
 from nufed.runs.provenance import Provenance
 
 
@@ -41,6 +42,8 @@ def run(
     methods: Mapping[str, Algorithm] | None = None,
     partition: Partition | None = None,
     out: str | Path | None = None,
+    part: Share | None = None,
+    ray: str | None = None,
     figures: bool = True,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
@@ -62,6 +65,11 @@ def run(
         partition: your own function ``(samples, agents, samples_per_agent, rng, **partition_args)``
             instead of ``[data] partition`` (docs/algorithms.md).
         out: the run directory to create; by default the next free ``runs/NAME-001``.
+        part: ``(k, n)`` trains only every n-th method and seed, beginning with the k-th, in the
+            directory ``out`` that n processes share; :func:`resume` then trains what is missing and
+            writes the report (docs/scale.md). The returned run has the parts that are done.
+        ray: ``"auto"`` or the address of a cluster of Ray, which trains instead of this machine
+            (docs/scale.md).
         figures: whether to also write the report's charts as SVG and PNG files.
         on_start, on_progress, on_stop: called with the directory, after every round (by default a
             notebook shows a progress bar), and on Ctrl-C or SIGTERM: current rounds are then
@@ -79,14 +87,20 @@ def run(
         raise InputError(
             "[sweep] is for several runs: start them with `nufed sweep`, or remove the table"
         )
+    if part is not None and out is None:
+        raise InputError("a part of a run needs the directory that all parts share: give --out DIR")
     with torch_threads(checked.threads):
         given = Given(model, data, loss, metric, methods, partition)
-        setup = Setup.make(Problem.make(checked, given))
+        setup = Setup.make(Problem.make(checked, given)).on_ray(ray)
+        told = Observers(with_notebook_bar(observers, on_progress), on_start, on_progress)
+        if part is not None:
+            assert out is not None
+            with shared_run(setup, Path(out), check_share(part)) as own:
+                return _train(own.setup, own.directory, own.parts, told, on_stop)
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
         with locked(directory.path):
             begin_run(setup, directory)
-            told = Observers(with_notebook_bar(observers, on_progress), on_start, on_progress)
-            return _train(setup, directory, figures, told, on_stop)
+            return _train(setup, directory, parts_of(setup), told, on_stop, figures)
 
 
 def resume(
@@ -100,6 +114,7 @@ def resume(
     methods: Mapping[str, Algorithm] | None = None,
     partition: Partition | None = None,
     trust: bool = False,
+    ray: str | None = None,
     figures: bool = True,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
@@ -115,34 +130,39 @@ def resume(
             :func:`run`.
         trust: allow importing the functions that the directory's configuration names, if any:
             whoever wrote the directory can have changed it.
-        figures, on_start, on_progress, on_stop, observers: as for :func:`run`.
+        ray, figures, on_start, on_progress, on_stop, observers: as for :func:`run`.
     """
     directory = RunDirectory(Path(path))
     with locked(directory.existing()):
+        end_sharing(directory)
         given = Given(model, data, loss, metric, methods, partition)
-        setup = reopen_run(directory, overrides, given, trust=trust)
+        setup = reopen_run(directory, overrides, given, trust=trust).on_ray(ray)
         with torch_threads(setup.config.threads):
             Provenance(directory).write_resumed(setup.config)
             told = Observers(with_notebook_bar(observers, on_progress), on_start, on_progress)
-            return _train(setup, directory, figures, told, on_stop)
+            return _train(setup, directory, parts_of(setup), told, on_stop, figures)
 
 
 def _train(
     setup: Setup,
     directory: RunDirectory,
-    figures: bool,
+    parts: Sequence[RunPart],
     observers: Observers,
     on_stop: Callable[[], None] | None,
+    figures: bool | None = None,
 ) -> ShownRun:
-    """Run all unfinished parts, then read the run back and write its report."""
+    """Run those of the parts that are unfinished, then read the run back and write its report;
+    without ``figures`` no report."""
     observers.start(setup.config, directory.path)
     stop, finished = Stop(on_stop or (lambda: None)), None
-    jobs = [Job(setup, directory, part) for part in parts_of(setup)]
+    jobs = [Job(setup, directory, part) for part in parts]
     try:
-        with stop.on_signals():
+        with setup.closing(), stop.on_signals():
             run_jobs(jobs, setup.workers, lambda job, event: observers.tell(event), stop)
         if stop():
             raise KeyboardInterrupt
+        if figures is None:
+            return ShownRun.of(load_run(directory.path, partial=True))
         finished = finish(directory, setup.objectives, setup.problem.algorithms, figures=figures)
         return finished
     finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from nufed.simulation import (
     EngineName,
     Engines,
     Faults,
+    RayCluster,
     start_method,
     unsendable,
     usable_cores,
@@ -42,6 +44,7 @@ class Setup:
     engine_names: dict[str, EngineName]
     evaluated: dict[int, list[int]]
     workers: int
+    cluster: RayCluster | None = None  # instead of processes on this machine
 
     @property
     def rules(self) -> Rules:
@@ -95,6 +98,25 @@ class Setup:
                 "data.validation, for example to 0.2, or remove the key"
             )
         return replace(made, workers=_startable_workers(made))
+
+    def on_ray(self, address: str | None) -> Setup:
+        """The same on a cluster of Ray, whose nodes get it as spawned processes do."""
+        if address is None:
+            return self
+        config = self.config
+        if config.device != "cpu":
+            raise InputError(f"--ray {address}: device = {config.device!r}, and must be 'cpu'")
+        cluster = RayCluster(address, config.threads)
+        return replace(self, cluster=cluster, workers=cluster.slots)
+
+    @contextmanager
+    def closing(self) -> Iterator[Setup]:
+        """Leaves the cluster at the end, if there is one."""
+        try:
+            yield self
+        finally:
+            if self.cluster is not None:
+                self.cluster.close()
 
     @classmethod
     def _assembled(

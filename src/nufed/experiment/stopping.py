@@ -28,6 +28,10 @@ class Stop:
     def __call__(self) -> bool:
         return bool(self._requested[0])
 
+    def request(self) -> None:
+        """Set the flag without a signal."""
+        self._requested[0] = 1
+
     @contextmanager
     def on_signals(self) -> Iterator[None]:
         """Handle signals inside this context; only the main thread can."""

@@ -57,8 +57,9 @@ class SweepStart:
 
 @dataclass(frozen=True)
 class _Follow:
-    """Whom to tell about progress, and whether to draw figures."""
+    """Where to train, whom to tell about progress, and whether to draw figures."""
 
+    ray: str | None
     figures: bool
     on_start: Callable[[SweepStart], None] | None
     on_progress: Callable[[str, Event], None] | None
@@ -78,6 +79,7 @@ def sweep(
     partition: Partition | None = None,
     out: str | Path | None = None,
     max_runs: int = MAX_RUNS,
+    ray: str | None = None,
     figures: bool = True,
     on_start: Callable[[SweepStart], None] | None = None,
     on_progress: Callable[[str, Event], None] | None = None,
@@ -93,6 +95,7 @@ def sweep(
         model, data, loss, metric, methods, partition: as for :func:`nufed.run`, in all runs.
         out: the directory to create; by default the next free ``runs/NAME-sweep-001``.
         max_runs: the largest number of runs to accept.
+        ray: as for :func:`nufed.run`; the parts of all runs go to the nodes.
         figures: whether to also write the charts of the sweep's page as SVG and PNG files.
         on_start: called with a :class:`SweepStart` before training.
         on_progress: called with the run's name and its :class:`nufed.experiment.Event`.
@@ -124,7 +127,8 @@ def sweep(
                 prepare_new(path, point, setup, stack)
                 for point, setup in zip(grid.points, setups, strict=True)
             ]
-            return _train(path, grid, prepared, _Follow(figures, on_start, on_progress, on_stop))
+            follow = _Follow(ray, figures, on_start, on_progress, on_stop)
+            return _train(path, grid, prepared, follow)
 
 
 def resume_sweep(
@@ -138,6 +142,7 @@ def resume_sweep(
     methods: Mapping[str, Algorithm] | None = None,
     partition: Partition | None = None,
     trust: bool = False,
+    ray: str | None = None,
     figures: bool = True,
     on_start: Callable[[SweepStart], None] | None = None,
     on_progress: Callable[[str, Event], None] | None = None,
@@ -154,7 +159,7 @@ def resume_sweep(
             :func:`sweep`.
         trust: allow importing the code that the directory names, if any: whoever wrote the
             directory can have changed it.
-        figures, on_start, on_progress, on_stop: as for :func:`sweep`.
+        ray, figures, on_start, on_progress, on_stop: as for :func:`sweep`.
     """
     path = Path(path)
     grid = read_manifest(path)
@@ -176,11 +181,18 @@ def resume_sweep(
                 Provenance(run.directory).write_resumed(run.setup.config)
         if workers is not None:
             prepared = [replace(r, setup=replace(r.setup, workers=workers)) for r in prepared]
-        return _train(path, grid, prepared, _Follow(figures, on_start, on_progress, on_stop))
+        follow = _Follow(ray, figures, on_start, on_progress, on_stop)
+        return _train(path, grid, prepared, follow)
 
 
 def _train(path: Path, grid: Grid, prepared: Sequence[PreparedRun], follow: _Follow) -> Sweep:
     """Run all unfinished parts; then write the runs' reports, the results and the page."""
+    spread = prepared[0].setup.on_ray(follow.ray)
+    if spread.cluster is not None:
+        where, slots = spread.cluster, spread.workers
+        prepared = [
+            replace(run, setup=replace(run.setup, cluster=where, workers=slots)) for run in prepared
+        ]
     jobs = [job for run in prepared for job in run.jobs()]
     if follow.on_start:
         code = any(named_code(point.config) for point in grid.points)
@@ -188,7 +200,7 @@ def _train(path: Path, grid: Grid, prepared: Sequence[PreparedRun], follow: _Fol
     tell = follow.on_progress or (lambda run, event: None)
     stop = Stop(follow.on_stop or (lambda: None))
     workers = min(run.setup.workers for run in prepared)
-    with stop.on_signals():
+    with spread.closing(), stop.on_signals():
         run_jobs(jobs, workers, lambda job, event: tell(job.directory.path.name, event), stop)
     if stop():
         raise KeyboardInterrupt

@@ -32,6 +32,7 @@
     federation.json, log.txt        of a federation: the run's identifier at its sites; a log (or
                                     log.jsonl), status.json and traffic.jsonl
     audit.jsonl                     its hash-chained audit log
+    locks/                          of parts that processes of a job array train (`--part`)
     tensorboard/                    event files, with `nufed run --tensorboard`
     figures/, report.html           drawn from the files above
 """
@@ -51,6 +52,7 @@ from nufed.data import Samples, Split
 from nufed.errors import RunError
 from nufed.evaluate import AgentScores
 from nufed.files import (
+    TEMPORARY,
     cannot_write,
     is_full,
     make_private,
@@ -93,6 +95,16 @@ class RunDirectory:
                 raise _cannot_make(path, error) from error
             else:
                 return cls(path)
+
+    @classmethod
+    def shared(cls, out: Path) -> RunDirectory:
+        """The directory of a run that several processes start together, created if missing."""
+        directory = cls(_make(out))
+        # listed first: whoever writes a further entry has written run.json before
+        others = {path.name for path in out.iterdir() if not path.name.endswith(TEMPORARY)}
+        if others - {"config.toml", "lock", "splits"} and not (out / "run.json").exists():
+            raise RunError(f"{out} is not empty and holds no run: give another --out")
+        return directory
 
     def part(self, kind: str, name: str, seed: int) -> Path:
         """The directory of one method or baseline and seed; ``kind`` is methods or baselines."""

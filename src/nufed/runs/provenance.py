@@ -167,10 +167,10 @@ class Provenance:
         return changed or ({} if orders[0] == orders[1] else {"the order of methods": orders})
 
     def _was_changed(self, changed: Mapping[str, tuple[Any, Any]], more: str = "") -> RunError:
-        words = "; ".join(f"{k} was {shown(a)} and is {shown(b)}" for k, (a, b) in changed.items())
         return RunError(
-            f"{self.path / 'config.toml'} was changed ({words}): a run keeps the settings that it "
-            f"started with, recorded in run.json; change it back, {more or 'or start a new run'}"
+            f"{self.path / 'config.toml'} was changed ({_in_words(changed)}): a run keeps the "
+            "settings that it started with, recorded in run.json; change it back, "
+            f"{more or 'or start a new run'}"
         )
 
     def write_resumed(self, config: Config) -> None:
@@ -208,6 +208,27 @@ class Provenance:
         if changed:
             raise self._was_changed(changed)
 
+    def check_same(self, config: Config, data_sha256: str, splits: Mapping[int, str]) -> None:
+        """Refuse a directory that holds another run than the one that is given.
+
+        Args:
+            config: the configuration; only ``workers`` may differ.
+            data_sha256: of the samples.
+            splits: the SHA-256 of every seed's split.
+        """
+        changed = self._changes(config)
+        if not changed and self.about().data_sha256 != data_sha256:
+            changed = {"the data's SHA-256": (self.about().data_sha256, data_sha256)}
+        for seed, digest in splits.items() if not changed else ():
+            recorded = self._directory.read_split(seed).sha256
+            if recorded != digest:
+                changed[f"the SHA-256 of the split of seed {seed}"] = recorded, digest
+        if changed:
+            raise RunError(
+                f"{self.path} holds another run ({_in_words(changed)}): give the same settings and "
+                "data, or another --out"
+            )
+
     def check_split_files(self, splits: Mapping[int, Split]) -> None:
         """Refuse to resume if a split's file differs from the split; write it if missing."""
         for seed, split in splits.items():
@@ -222,6 +243,10 @@ class Provenance:
 
     def _write_config(self, config: Config) -> None:
         write_durably(self.path / "config.toml", config.to_toml().encode())
+
+
+def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return "; ".join(f"{k} was {shown(a)} and is {shown(b)}" for k, (a, b) in changed.items())
 
 
 def _format_without_seal(path: Path) -> Any:

@@ -10,6 +10,8 @@ from nufed.simulation.engine_kinds import ENGINES
 from nufed.simulation.faults import Faults
 from nufed.simulation.gram_engine import GramEngine
 from nufed.simulation.loop import replay, run_round, train
+from nufed.simulation.ray_cluster import RayCluster
+from nufed.simulation.ray_engine import RayEngine
 from nufed.simulation.worker_engine import WorkerEngine
 from nufed.simulation.worker_pool import Workers, start_method, unsendable, usable_cores
 
@@ -23,6 +25,8 @@ __all__ = [
     "Faults",
     "GramEngine",
     "Progress",
+    "RayCluster",
+    "RayEngine",
     "WorkerEngine",
     "Workers",
     "replay",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,20 @@ def shared_bytes(size: int) -> Tensor:
     zeros = torch.zeros(size, dtype=torch.uint8)
     zeros.share_memory_()  # type: ignore[no-untyped-call]
     return zeros
+
+
+class Buffer(Protocol):
+    """Through what workers exchange states with their parent."""
+
+    size: int
+
+    def write(self, state: State, span: range) -> Any:
+        """Make a state readable for the other side; returns what a task or result holds of it."""
+        ...
+
+    def read(self, layout: Any) -> State:
+        """A copy of the state that :meth:`write` was given."""
+        ...
 
 
 class SharedBuffer:

@@ -11,8 +11,8 @@ from nufed.data import Federation, ScoredOn
 from nufed.evaluate import AgentScores, Measure
 from nufed.objective import Objective
 from nufed.simulation.engine import Engine, EvaluatesScales, States
-from nufed.simulation.shared_memory import Layout, SharedBuffer, aligned_bytes
-from nufed.simulation.worker_pool import Notify, Workers
+from nufed.simulation.shared_memory import Buffer, SharedBuffer, aligned_bytes
+from nufed.simulation.worker_pool import Notify, Pool, Workers
 
 LOADED_BYTES = 32 * 2**20  # of states that are evaluated together
 
@@ -29,8 +29,8 @@ class WorkerEngine(EvaluatesScales):
         self, engine: Engine, workers: int, rebuild: Callable[[], Engine] | None = None
     ) -> None:
         self._engine, self._count, self._rebuild = engine, workers, rebuild
-        self._workers: Workers | None = None
-        self._buffer = SharedBuffer(0)
+        self._workers: Pool | None = None
+        self._buffer: Buffer = SharedBuffer(0)
         self._objects: list[object] = []  # algorithms and measures that the processes inherited
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class WorkerEngine(EvaluatesScales):
         if loaded:
             yield loaded
 
-    def _write_state(self, state: State | None, span: range) -> Layout | State | None:
+    def _write_state(self, state: State | None, span: range) -> Any:
         return None if state is None else self._buffer.write(state, span)
 
     def __enter__(self) -> WorkerEngine:
@@ -160,8 +160,13 @@ class WorkerEngine(EvaluatesScales):
             self._workers = Workers(self._count, self._work)
         return (range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
-    def _index(self, thing: object) -> int:
+    def _index(self, thing: object) -> Any:
+        """What tasks hold instead of an algorithm or measure."""
         return next(i for i, known in enumerate(self._objects) if known is thing)
+
+    def _object(self, index: Any) -> Any:
+        """In a worker process: the object of an index."""
+        return self._objects[index]
 
     def _map(self, tasks: list[Any], where: str) -> list[Any]:
         def describe(task: Any, last: Any) -> str:
@@ -180,17 +185,17 @@ class WorkerEngine(EvaluatesScales):
         if kind == "evaluate":
             algorithm, measure, (scales, part, steps), layout, chunk, _ = rest
             return self._engine.evaluate_scales(
-                self._objects[algorithm],
+                self._object(algorithm),
                 self._buffer.read(layout),
                 {a: None if s is None else self._buffer.read(s) for a, s in chunk.items()},
                 steps=steps,
-                measure=self._objects[measure],
+                measure=self._object(measure),
                 scales=scales,
                 part=part,
             )
         algorithm, layout, chunk, context = rest
         results = self._engine.agent_updates(
-            self._objects[algorithm],
+            self._object(algorithm),
             self._buffer.read(layout),
             {agent: self._buffer.read(state) for agent, (state, _, _) in chunk.items()},
             context,

@@ -25,13 +25,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from threading import Thread
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
 from nufed.errors import NufedError, RunError, TrainingError, UpdateError
 
-Notify: TypeAlias = Callable[[Any], None]
+Notify: TypeAlias = Callable[[Any], Any]
+Send: TypeAlias = Callable[[tuple[str, Any]], Any]
 LOG = logging.getLogger("nufed")
 
 
@@ -67,6 +68,21 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+class Pool(Protocol):
+    """Workers that perform tasks: processes here (:class:`Workers`) or actors on other machines."""
+
+    def map(
+        self,
+        tasks: Sequence[Any],
+        describe: Callable[[Any, Any], str],
+        on_notify: Notify = ...,
+        stop: Callable[[list[Any]], bool] | None = None,
+    ) -> list[Any]: ...
+
+    @property
+    def close(self) -> Callable[[], object]: ...
 
 
 class Workers:
@@ -141,19 +157,15 @@ class Workers:
                 except (EOFError, OSError):  # also in the middle of a message
                     what = describe(tasks[number], last.get(number))
                     raise self._death(ready, what) from None
-                if kind == "notification":
-                    last[number] = content
-                    on_notify(content)
-                elif kind == "warning":
-                    warnings.warn(content, stacklevel=2)
-                elif kind == "log":
-                    LOG.handle(logging.makeLogRecord(content))
-                elif kind == "error":
-                    raise content
-                else:
+                if kind == "result":
                     results[number] = content
                     idle.append(ready)
                     del busy[ready]
+                elif kind == "notification":
+                    last[number] = content
+                    on_notify(content)
+                else:
+                    receive(kind, content)
         return results
 
     def _death(self, link: Connection, what: str) -> TrainingError:
@@ -164,6 +176,36 @@ class Workers:
             name = signal.Signals(-code).name
             how = f"was killed by {name} (the system does that when memory runs out)"
         return TrainingError(f"a worker process {how} while working on {what}")
+
+
+def receive(kind: str, content: Any) -> None:
+    """In the parent: what a worker sent beside notifications and results."""
+    if kind == "warning":
+        warnings.warn(content, stacklevel=3)
+    elif kind == "log":
+        LOG.handle(logging.makeLogRecord(content))
+    else:
+        raise content
+
+
+def perform(work: Callable[[Any, Notify], Any], task: Any, send: Send) -> tuple[str, Any]:
+    """In a worker: the kind of the outcome, "result" or "error", and its content.
+
+    Notifications, warnings and log records are sent meanwhile. ``send`` may return whether the
+    parent stops, which ``work`` gets from its ``notify``.
+    """
+    LOG.handlers, LOG.propagate = [_Forward(send)], False
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            outcome = "result", work(task, lambda content: send(("notification", content)))
+        except NufedError as error:
+            outcome = "error", _sendable(error)
+        except Exception as error:
+            outcome = "error", TrainingError(f"{type(error).__name__}: {error}")
+    for warning in caught:
+        send(("warning", _sendable(warning.message)))
+    return outcome
 
 
 def _end(owner: int, links: dict[Connection, BaseProcess]) -> None:
@@ -197,21 +239,9 @@ def _serve(
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     for other in others:  # so that a waiting child gets EOF when the parent dies
         other.close()
-    LOG.handlers, LOG.propagate = [_Forward(link)], False
     try:
         while True:
-            task = link.recv()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                try:
-                    kind, content = "result", work(task, lambda n: link.send(("notification", n)))
-                except NufedError as error:
-                    kind, content = "error", _sendable(error)
-                except Exception as error:
-                    kind, content = "error", TrainingError(f"{type(error).__name__}: {error}")
-            for warning in caught:
-                link.send(("warning", _sendable(warning.message)))
-            link.send((kind, content))
+            link.send(perform(work, link.recv(), link.send))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
@@ -219,14 +249,14 @@ def _serve(
 class _Forward(logging.Handler):
     """Forwards log records to the parent, which has the user's handlers."""
 
-    def __init__(self, link: Connection) -> None:
+    def __init__(self, send: Send) -> None:
         super().__init__()
-        self._link = link
+        self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
         # as text: the arguments of the message may not be serialisable
         about = {"name": record.name, "levelno": record.levelno, "levelname": record.levelname}
-        self._link.send(("log", {**about, "msg": record.getMessage()}))
+        self._send(("log", {**about, "msg": record.getMessage()}))
 
 
 def _end_with_parent() -> None:

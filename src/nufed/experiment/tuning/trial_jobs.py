@@ -46,6 +46,20 @@ class TrialJob(Job):
     agents: ScoredAgents
 
     @property
+    def root(self) -> Path:
+        return self.folder
+
+    @property
+    def folders(self) -> list[Path]:
+        return [Path()]
+
+    def moved(self, root: Path) -> TrialJob:
+        return dataclasses.replace(self, folder=root)
+
+    def is_done(self) -> bool:
+        return rung_path(self.folder, self.rounds).exists()
+
+    @property
     def run(self) -> Callable[[Listener, int, Stop], None]:
         return partial(run_trial, self)
 

@@ -84,6 +84,7 @@ def tune(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     trust: bool = False,
+    ray: str | None = None,
     figures: bool = True,
     on_start: Callable[[Path], None] | None = None,
     on_progress: TuneListener | None = None,
@@ -105,6 +106,7 @@ def tune(
         resume: the directory of a stopped or killed search, which is continued to the same bits;
             ``config`` may be left out.
         trust: allow importing the code that the directories ``resume`` and ``bounds`` name, if any.
+        ray: as for :func:`nufed.run`; trials go to the nodes.
         figures: whether to also write the page's charts as SVG and PNG files.
         on_start, on_progress, on_stop: called with the directory, after every round, and on Ctrl-C
             or SIGTERM: checkpoints are then saved before KeyboardInterrupt is raised.
@@ -133,7 +135,8 @@ def tune(
                 write_sealed(directory.path / SEARCH, plan.model_dump())
             if on_start:
                 on_start(directory.path)
-            record = _search(setup, plan, directory.path, predict, on_progress, on_stop)
+            with setup.on_ray(ray).closing() as spread:
+                record = _search(spread, plan, directory.path, predict, on_progress, on_stop)
             return _finish(checked, record, directory.path, figures)
 
 
