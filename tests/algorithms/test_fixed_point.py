@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nufed.algorithms import fixed_point
 from nufed.algorithms.aggregation import Mean
 from nufed.algorithms.fixed_point import FixedPointGrid, FixedPointSum, fixed_point_mean
-from nufed.server.checks import screen
+from nufed.server.incoming import screen
 from support import update
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

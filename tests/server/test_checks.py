@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nufed.server.checks import screen
+from nufed.server.incoming import screen
 from support import update
 
 EXPECTED = {"model": torch.zeros(3)}

@@ -5,7 +5,7 @@ from nufed.algorithms import GMeta
 from nufed.algorithms.protocol import AgentUpdate
 from nufed.errors import TrainingError
 from nufed.server import choose_cohort, close_round
-from nufed.server.checks import screen
+from nufed.server.incoming import screen
 from support import context, update
 
 EXPECTED = {"model": torch.zeros(3)}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from nufed.algorithms.summed_updates import SummedUpdates
 from nufed.registry import Registry
 from nufed.settings import check_settings, setting
 
+SORTED = 2**22  # numbers that are sorted at once
 Averaging: TypeAlias = Literal["uniform", "samples"]
 
 
@@ -36,7 +37,9 @@ class Mean:
     """The mean (line 11 of Algorithm 1), uniform or by samples.
 
     A single agent can move it far (breakdown point 0). Cost: one pass over the vectors. The uniform
-    mean is a fixed-point sum, whose bits do not depend on order (:mod:`.fixed_point`).
+    mean is a fixed-point sum, whose bits do not depend on order (:mod:`.fixed_point`): updates are
+    added as they arrive, and the server's memory does not grow with their number. Weights by
+    samples need all updates.
 
     >>> updates = [AgentUpdate(i, 0, n, {"model": torch.tensor([x])})
     ...            for i, n, x in [(0, 1, 0.0), (1, 3, 4.0)]]
@@ -62,8 +65,11 @@ class ClippedMean:
     """The mean of the changes, each clipped to the median of their norms.
 
     Attackers below half of the cohort move it by at most their share of that norm in a round
-    (breakdown point 1/2 for the norm, 0 for the direction). Cost: three passes.
+    (breakdown point 1/2 for the norm, 0 for the direction). Cost: three passes, and memory for all
+    updates, twice in float64 beside.
     """
+
+    copies: ClassVar[int] = 5  # memory in all updates of a round, in float32
 
     def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
         changes = _stack(updates, name) - before.double()
@@ -78,13 +84,15 @@ class Median:
     """The coordinate-wise median (the mean of the middle two of an even number).
 
     Breakdown point 1/2. On heterogeneous agents it is far from their mean: a coordinate that only
-    a minority changes keeps its value. Cost: n log n comparisons per coordinate.
+    a minority changes keeps its value. Cost: n log n comparisons per coordinate, and memory for
+    all updates.
     """
 
     def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
-        ranked = _stack(updates, name).sort(dim=0).values
-        n = len(ranked)
-        return ((ranked[(n - 1) // 2] + ranked[n // 2]) / 2).to(before.dtype)
+        n = len(updates)
+        return _by_coordinate(
+            lambda ranked: (ranked[(n - 1) // 2] + ranked[n // 2]) / 2, updates, name, before
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class TrimmedMean:
     """The coordinate-wise mean without the ⌊trim·n⌋ largest and as many smallest values.
 
     Breakdown point ``trim``. Like the median, it discards the changes of a minority. Cost: n log n
-    comparisons per coordinate.
+    comparisons per coordinate, and memory for all updates.
     """
 
     trim: float = setting(0.2, "share trimmed at each end", least=0, below=0.5)
@@ -101,9 +109,10 @@ class TrimmedMean:
         check_settings(self)
 
     def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
-        ranked = _stack(updates, name).sort(dim=0).values
-        cut = int(Decimal(repr(self.trim)) * len(ranked))  # 0.29 of 100 is 29, not 28.999…
-        return ranked[cut : len(ranked) - cut].mean(dim=0).to(before.dtype)
+        cut = int(Decimal(repr(self.trim)) * len(updates))  # 0.29 of 100 is 29, not 28.999…
+        return _by_coordinate(
+            lambda ranked: ranked[cut : len(ranked) - cut].mean(dim=0), updates, name, before
+        )
 
 
 def _refuse(found: Any) -> str | None:
@@ -124,6 +133,22 @@ AGGREGATIONS: Registry[type] = Registry(
 def _stack(updates: Sequence[AgentUpdate], name: str) -> Tensor:
     """The vectors as rows, in float64."""
     return torch.stack([update.vectors[name].double() for update in updates])
+
+
+def _by_coordinate(
+    reduce: Callable[[Tensor], Tensor],
+    updates: Sequence[AgentUpdate],
+    name: str,
+    before: Tensor,
+) -> Tensor:
+    """``reduce`` of each coordinate's sorted values (as rows, in float64), in small pieces."""
+    found = torch.empty_like(before)
+    width = max(2**10, SORTED // len(updates))
+    rows = [torch.split(update.vectors[name].flatten(), width) for update in updates]
+    for piece, part in enumerate(torch.split(found.view(-1), width)):
+        values = torch.stack([own[piece].double() for own in rows])
+        part.copy_(reduce(values.sort(dim=0).values))
+    return found
 
 
 def _weighted_mean(updates: Sequence[AgentUpdate], name: str) -> Tensor:

@@ -75,13 +75,20 @@ class FixedPointSum:
     Args:
         before: the server's vector.
         grid: that of a longer vector of which these are parts; None: that of ``before``.
+        buffer: of :func:`integer_dtype`, at least as long, which several sums may share.
     """
 
-    def __init__(self, before: Tensor, grid: FixedPointGrid | None = None) -> None:
+    def __init__(
+        self,
+        before: Tensor,
+        grid: FixedPointGrid | None = None,
+        buffer: Tensor | None = None,
+    ) -> None:
         self._dtype, self._grid = before.dtype, grid or FixedPointGrid.of(before)
         self._total = torch.zeros_like(before, dtype=torch.float64)
-        precision = torch.promote_types(before.dtype, torch.float32)
-        self._integers = torch.empty_like(before, dtype=precision)  # reused: allocation is slow
+        if buffer is None:  # reused: allocation is slow
+            buffer = torch.empty(before.numel(), dtype=integer_dtype(before))
+        self._integers = buffer[: before.numel()].view(before.shape)
         self._room = EXACT  # what may still be added to it exactly
         self._limbs: tuple[Tensor, Tensor] | None = None
         self._wide_additions = 0
@@ -137,6 +144,11 @@ def fixed_point_mean(vectors: Iterable[Tensor], before: Tensor) -> Tensor:
             total.add(pieces[i])
         part.copy_(total.mean())
     return mean
+
+
+def integer_dtype(before: Tensor) -> torch.dtype:
+    """The dtype in which the integers of vectors of this dtype are held."""
+    return torch.promote_types(before.dtype, torch.float32)
 
 
 def peak(vector: Tensor) -> float:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from nufed.data.store import STORED, data_directory
+from nufed.server.memory_needs import GIB, available_memory
 from nufed.simulation import start_method, usable_cores
 
 State: TypeAlias = Literal["ok", "note", "problem"]
@@ -66,14 +67,11 @@ def _processes() -> Finding:
 
 
 def _memory() -> Iterator[Finding]:
-    """Available memory, where /proc/meminfo exists."""
-    try:
-        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
-        (free,) = [
-            int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable")
-        ]
-    except (OSError, ValueError):
+    """Available memory, where the system says it."""
+    available = available_memory()
+    if available is None:
         return
+    free = available / GIB
     found = f"{free:.1f} GiB free"
     if free >= MIN_MEMORY:
         yield Finding("memory", "ok", found)

@@ -188,7 +188,8 @@ class Config(_Table):
     )
     max_update_norm: Annotated[float, Field(gt=0)] | Literal["off"] | None = Field(
         default=None,
-        description="norm bound of a change, in medians of the cohort's, from three updates on; "
+        description="norm bound of a change, in medians of this round's or the last's, from three "
+        "updates on; "
         f"default: {FEDERATION_NORM:g} in federations without [privacy] and secure_aggregation",
     )
     eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(

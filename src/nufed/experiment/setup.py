@@ -16,7 +16,8 @@ from nufed.errors import InputError, in_short
 from nufed.evaluate import Measure
 from nufed.objective import Objective
 from nufed.seeding import stream
-from nufed.server import Rules, to_send
+from nufed.server import Rules, cohort_size, to_send
+from nufed.server.memory_needs import warn_of_memory
 from nufed.simulation import (
     DirectEngine,
     EngineName,
@@ -175,12 +176,15 @@ def _try_model(setup: Setup) -> None:
     engine = DirectEngine(objective, federation, seed)
     w = objective.initial()
     context = Context(0, len(federation.split.seen), 1)
+    cohort = cohort_size(context.agents, setup.config.participation)
     for name, algorithm in setup.algorithms.items():
         try:
-            received = to_send(algorithm, algorithm.initial_server(objective, w))
+            server = algorithm.initial_server(objective, w)
+            received = to_send(algorithm, server)
             states = {0: algorithm.agent_init(objective, received)}
             engine.agent_updates(algorithm, received, states, context)
             engine.evaluate(algorithm, received, states, steps=1, measure=measure)
+            warn_of_memory(name, algorithm, server, replace(context, cohort=cohort))
         except InputError:
             raise
         except Exception as error:  # the user's algorithm, model, loss or metric may raise anything

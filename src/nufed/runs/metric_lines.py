@@ -20,6 +20,8 @@ def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
         more["attempts"] = progress.attempts
     if progress.update_norm is not None:
         more["update_norm"] = progress.update_norm
+    if progress.medians:
+        more["median_norms"] = dict(progress.medians)
     return {
         "round": progress.round,
         "cohort": progress.cohort,

@@ -64,7 +64,8 @@ class Recorder:
             return None
         saved.check_fits(like(), self.files.folder)
         self.notes, self._resumed = saved.notes, saved.round
-        return Progress(saved.round, saved.server, self.files.states)
+        medians = next((line.median_norms for line in reversed(self.files.lines())), {})
+        return Progress(saved.round, saved.server, self.files.states, medians=medians)
 
     def is_done(self, progress: Progress) -> bool:
         """Whether a round is complete because training resumed from it.

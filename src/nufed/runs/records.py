@@ -206,7 +206,8 @@ class Curves(Record):
 class MetricsLine(Record):
     """A line of ``metrics.jsonl``: one round.
 
-    ``update_norm`` is the Euclidean norm of the server's change of the model, ``training_loss`` the
+    ``update_norm`` is the Euclidean norm of the server's change of the model, ``median_norms`` the
+    median norm of the agents' changes by vector (with ``max_update_norm``), ``training_loss`` the
     mean loss on the training samples of the round's cohort, at evaluated rounds of a simulation
     (:func:`nufed.evaluate.training_loss`). ``validation_score`` is what early stopping and
     ``keep = "best"`` use (:mod:`nufed.runs.validation_scores`). ``taken`` are the agents whose
@@ -224,6 +225,7 @@ class MetricsLine(Record):
     taken: list[Whole] | None = None
     attempts: Count = 1
     update_norm: Number = None
+    median_norms: dict[str, Annotated[float, Field(ge=0)]] = {}
     training_loss: Number = None
     validation_score: Number = None
     evaluation: dict[Group, Curves] = {}

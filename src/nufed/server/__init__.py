@@ -1,5 +1,6 @@
 """The server's half of a round: cohort, checks, quorum."""
 
+from nufed.server.incoming import Incoming
 from nufed.server.rounds import (
     TOO_LATE,
     Attempts,
@@ -9,6 +10,7 @@ from nufed.server.rounds import (
     choose_cohort,
     close_round,
     cohort_size,
+    open_round,
     to_send,
     update_norm,
 )
@@ -18,6 +20,7 @@ __all__ = [
     "TOO_LATE",
     "AgentStates",
     "Attempts",
+    "Incoming",
     "MemoryStates",
     "Progress",
     "QuorumError",
@@ -26,6 +29,7 @@ __all__ = [
     "choose_cohort",
     "close_round",
     "cohort_size",
+    "open_round",
     "to_send",
     "update_norm",
 ]

@@ -1,25 +1,23 @@
-"""Validates every update before aggregation. Nothing else inspects what an agent sent."""
+"""Validates a single update before aggregation. Only norms are checked elsewhere (.norms)."""
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from nufed.algorithms.fixed_point import FixedPointGrid
 from nufed.algorithms.protocol import AgentUpdate, State
-from nufed.errors import UpdateError
 
+NO_AGENT = "its sender is not a valid agent number"
 NOT_FINITE = "is not finite"
 DIVERGES = "it diverges"
 MOST_SAMPLES = 10**9  # upper bound on the sample count that an agent may report
 MOST_AGENTS = 10**9
-LEAST_FOR_MEDIAN = 3  # updates
 
 
 @dataclass(frozen=True)
@@ -29,72 +27,24 @@ class Unreadable:
     reason: str
 
 
-def screen(
-    updates: Iterable[AgentUpdate],
+def fault_of(
+    update: AgentUpdate,
     expected: State,
     round: int,
-    *,
+    bounds: Mapping[str, float],
     cohort: Collection[int] | None = None,
-    max_norm: float | None = None,
-) -> tuple[list[AgentUpdate], list[UpdateError]]:
-    """The valid updates, sorted by agent, and an error for each rejected one.
+) -> str | None:
+    """Why a single update is invalid, if it is; any field may have any type.
 
     Args:
-        updates: as received.
+        update: as received.
         expected: the server's vectors, by name, that agents send.
         round: the current round.
+        bounds: on the numbers of each vector (:mod:`nufed.algorithms.fixed_point`).
         cohort: the agents of the round; None: any agent.
-        max_norm: upper bound on the norm of a change relative to the median over agents, for each
-            vector separately; None: no bound. Not applied to fewer than three updates: of two
-            norms it can't be said which one is wrong.
     """
-    bounds = {name: FixedPointGrid.of(vector).bound for name, vector in expected.items()}
-    accepted: list[AgentUpdate] = []
-    rejected: list[UpdateError] = []
-    named: list[AgentUpdate] = []
-    for update in updates:
-        if _is_number(update.agent) and 0 <= update.agent < MOST_AGENTS:
-            named.append(update)
-        else:
-            rejected.append(UpdateError(-1, round, "its sender is not a valid agent number"))
-    for update in sorted(named, key=lambda u: u.agent):
-        reason = _fault(update, expected, round, bounds)
-        if reason is None and cohort is not None and update.agent not in cohort:
-            reason = "it is not in this round's cohort"
-        if reason is None and accepted and accepted[-1].agent == update.agent:
-            reason = "a duplicate update of this agent"
-        if reason is None:
-            accepted.append(update)
-        else:
-            rejected.append(UpdateError(update.agent, round, reason))
-    bounded = max_norm is not None and len(accepted) >= LEAST_FOR_MEDIAN
-    for name, before in expected.items():
-        if max_norm is not None and bounded and accepted:
-            accepted, too_large = _within_norm(accepted, name, before, round, max_norm)
-            rejected += too_large
-    return accepted, rejected
-
-
-def _within_norm(
-    updates: list[AgentUpdate], name: str, before: Tensor, round: int, max_norm: float
-) -> tuple[list[AgentUpdate], list[UpdateError]]:
-    norms = torch.stack([(u.vectors[name].double() - before).norm() for u in updates])
-    most = max_norm * float(norms.median())
-    of = "" if name == "model" else f" of {name!r}"
-    accepted, rejected = [], []
-    for update, norm in zip(updates, norms.tolist(), strict=True):
-        if norm <= most:
-            accepted.append(update)
-        else:
-            reason = f"its change{of} has norm {norm:.3g}, above {max_norm:g} times the median"
-            rejected.append(UpdateError(update.agent, round, reason))
-    return accepted, rejected
-
-
-def _fault(
-    update: AgentUpdate, expected: State, round: int, bounds: Mapping[str, float]
-) -> str | None:
-    """Why an update is invalid, if it is; any field may have any type."""
+    if not _is_number(update.agent) or not 0 <= update.agent < MOST_AGENTS:
+        return NO_AGENT
     if not _is_number(update.round) or update.round != round:
         return f"the update is of round {_shown(update.round)}"
     if not _is_number(update.samples) or not 0 < update.samples <= MOST_SAMPLES:
@@ -108,6 +58,8 @@ def _fault(
         reason = _fault_of_vector(update.vectors[name], right, bounds[name])
         if reason is not None:
             return f"{name!r} {reason}"
+    if cohort is not None and update.agent not in cohort:
+        return "it is not in this round's cohort"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +15,8 @@ from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, Sta
 from nufed.algorithms.summed_updates import SummedUpdates
 from nufed.errors import TrainingError, UpdateError, require
 from nufed.seeding import stream
-from nufed.server.checks import DIVERGES, NOT_FINITE, screen
+from nufed.server.checks import DIVERGES, NOT_FINITE
+from nufed.server.incoming import Incoming, sums_suffice
 from nufed.server.states import AgentStates, MemoryStates
 
 LOG = logging.getLogger("nufed")
@@ -31,8 +32,9 @@ class Rules:
         min_updates: quorum, the valid updates that a round needs; with fewer it is retried with
             another cohort.
         attempts: maximum number of attempts at a round before training stops.
-        max_update_norm: upper bound on the norm of a change relative to the median over agents,
-            for each vector separately; None: no bound.
+        max_update_norm: upper bound on the norm of a change relative to the median over agents of
+            this round or the last, for each vector separately (:mod:`nufed.server.norms`); None:
+            no bound.
     """
 
     min_updates: int = 1
@@ -44,11 +46,11 @@ class Rules:
 class Progress:
     """Training state after ``round`` rounds, and a record of the last one.
 
-    ``server`` and ``states`` are all that the next round needs (on Flower sites keep their own
-    states, and ``states`` is empty); the rest is for records. All rounds of a training share one
-    store of ``states``, which holds the latest ones. ``rejected`` covers all ``attempts`` at the
-    round; ``cohort``, ``dropped`` and ``cost`` are of the last attempt, and ``taken`` are the
-    agents whose updates were aggregated.
+    ``server``, ``states`` and ``medians`` are all that the next round needs (on Flower sites keep
+    their own states, and ``states`` is empty); the rest is for records. All rounds of a training
+    share one store of ``states``, which holds the latest ones. ``rejected`` covers all ``attempts``
+    at the round; ``cohort``, ``dropped`` and ``cost`` are of the last attempt, and ``taken`` are
+    the agents whose updates were aggregated.
     """
 
     round: int
@@ -61,6 +63,7 @@ class Progress:
     attempts: int = 1
     cost: Cost = field(default_factory=Cost)
     update_norm: float | None = None  # of the server's change of the model; None before round 1
+    medians: Mapping[str, float] = field(default_factory=dict)  # of norms, for max_update_norm
 
 
 def cohort_size(agents: int, participation: float) -> int:
@@ -181,10 +184,31 @@ class Attempts:
         return replace(after, rejected=rejected, attempts=self._number + 1)
 
 
+def open_round(
+    algorithm: Algorithm,
+    progress: Progress,
+    context: Context,
+    cohort: Collection[int] | None = None,
+    rules: Rules = Rules(),
+) -> Incoming:
+    """Takes the updates of the round after ``progress``, as they arrive.
+
+    They are added to a sum where the algorithm needs only their means; else all are kept.
+    """
+    return Incoming(
+        {name: progress.server[name] for name in algorithm.sent_in(context.round)},
+        context.round,
+        cohort=cohort,
+        max_norm=rules.max_update_norm,
+        medians=progress.medians,
+        summed=sums_suffice(algorithm, context, progress.server),
+    )
+
+
 def close_round(
     algorithm: Algorithm,
     server: State,
-    updates: Iterable[AgentUpdate],
+    updates: Iterable[AgentUpdate] | Incoming,
     context: Context,
     *,
     cohort: Collection[int] | None = None,
@@ -199,9 +223,9 @@ def close_round(
     Args:
         algorithm: aggregates the updates.
         server: the server's state before the round.
-        updates: as received.
+        updates: those of :func:`open_round`, or all of them as received.
         context: the round, N and the size of a cohort.
-        cohort: the agents of the round; None: any agent.
+        cohort: the agents of the round, for updates as received; None: any agent.
         failed: agents without an update, and why.
         rules: when the server accepts a round.
         label: names the training in the log.
@@ -209,15 +233,17 @@ def close_round(
     Raises:
         QuorumError: there are too few valid updates.
     """
-    expected = {name: server[name] for name in algorithm.sent_in(context.round)}
-    accepted: Sequence[AgentUpdate] = ()
+    accepted: Sequence[AgentUpdate]
     rejected: list[UpdateError] = []
     if isinstance(updates, SummedUpdates):  # single ones can't be checked
         accepted = updates
     else:
-        accepted, rejected = screen(
-            updates, expected, context.round, cohort=cohort, max_norm=rules.max_update_norm
-        )
+        if not isinstance(updates, Incoming):
+            incoming = open_round(algorithm, Progress(0, server), context, cohort, rules)
+            for update in updates:
+                incoming.add(update)
+            updates = incoming
+        accepted, rejected = updates.close()
     rejected += failed
     for error in rejected:
         LOG.warning("update left out: %s%s", label and f"{label}, ", error)

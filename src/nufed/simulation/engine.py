@@ -50,8 +50,16 @@ class Engine(Protocol):
     @property
     def seed(self) -> int: ...
 
+    @property
+    def parallel(self) -> int:
+        """How many chunks it processes in parallel."""
+        ...
+
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
-        """The agents in groups that are processed together, deterministically."""
+        """The agents in groups that are processed together, deterministically.
+
+        The chunks of some of these groups, in order, are the same groups.
+        """
         ...
 
     def agent_updates(
@@ -92,7 +100,12 @@ class Engine(Protocol):
 
 
 class EvaluatesScales:
-    """:meth:`Engine.evaluate` of engines that have :meth:`Engine.evaluate_scales`."""
+    """:meth:`Engine.evaluate` of engines that have :meth:`Engine.evaluate_scales`; in one process
+    unless they say otherwise."""
+
+    @property
+    def parallel(self) -> int:
+        return 1
 
     def evaluate(
         self: Engine,

@@ -27,6 +27,7 @@ from nufed.server import (
     choose_cohort,
     close_round,
     cohort_size,
+    open_round,
     to_send,
     update_norm,
 )
@@ -34,6 +35,7 @@ from nufed.server.checks import NOT_FINITE
 from nufed.simulation.engine import Engine, work_of
 from nufed.simulation.faults import Faults
 
+PART_BYTES = 2**28  # of updates that are in memory at once, before they are aggregated
 Doubt: TypeAlias = Callable[[int, str], None]
 """Called with a round and the numerical problem found in it."""
 
@@ -155,28 +157,25 @@ def _attempt(
     fates = faults.fates(cohort, seed, k, attempt)
     present = [agent for agent in cohort if agent not in fates.dropped]
     received = to_send(algorithm, progress.server)
-    states = {agent: _state(algorithm, engine, progress, received, agent) for agent in present}
-    results = engine.agent_updates(algorithm, received, states, context) if present else {}
     corrupt = faults.corrupt_agents(federation.split.seen, seed)
     before = {name: progress.server[name] for name in algorithm.sent_in(k)}
-    updates = [
-        AgentUpdate(
-            agent,
-            k,
-            len(federation.split.train[agent]),
-            faults.corrupted(result.vectors, before, seed, k, agent)
-            if agent in corrupt
-            else result.vectors,
-        )
-        for agent, result in results.items()
-        if agent not in fates.late
-    ]
+    incoming = open_round(algorithm, progress, context, cohort, rules)
+    states, cost = dict[int, State](), Cost()
+    for agents in _parts(algorithm, engine, before, present):
+        own = {agent: _state(algorithm, engine, progress, received, agent) for agent in agents}
+        for agent, result in engine.agent_updates(algorithm, received, own, context).items():
+            states[agent] = result.state
+            cost += result.cost
+            if agent not in fates.late:
+                samples, vectors = len(federation.split.train[agent]), result.vectors
+                if agent in corrupt:
+                    vectors = faults.corrupted(vectors, before, seed, k, agent)
+                incoming.add(AgentUpdate(agent, k, samples, vectors))
     server, rejected = close_round(
         algorithm,
         progress.server,
-        updates,
+        incoming,
         context,
-        cohort=cohort,
         failed=[UpdateError(agent, k, TOO_LATE) for agent in fates.late],
         rules=rules,
         label=label,
@@ -184,7 +183,8 @@ def _attempt(
     if not corrupt:  # with corrupt agents the cause is known
         rejected = _explained(rejected, algorithm, engine, progress, context)
     left_out = {update.agent for update in rejected}
-    progress.states.put(k, {a: r.state for a, r in results.items() if a not in left_out})
+    taken = {agent: state for agent, state in states.items() if agent not in left_out}
+    progress.states.put(k, taken)
     return Progress(
         round=k,
         server=server,
@@ -192,10 +192,27 @@ def _attempt(
         cohort=tuple(cohort),
         rejected=tuple(rejected),
         dropped=tuple(fates.dropped),
-        taken=tuple(u.agent for u in updates if u.agent not in left_out),
-        cost=sum((result.cost for result in results.values()), Cost()),
+        taken=tuple(taken),
+        cost=cost,
         update_norm=update_norm(algorithm, progress.server, server),
+        medians=incoming.medians,
     )
+
+
+def _parts(
+    algorithm: Algorithm, engine: Engine, sent: State, agents: Sequence[int]
+) -> Iterator[list[int]]:
+    """The agents in groups of whole chunks, each trained together: as many as have updates of
+    :data:`PART_BYTES`, and at least one chunk for each that the engine trains in parallel."""
+    size = sum(vector.nbytes for vector in sent.values())
+    part, chunks = list[int](), 0
+    for chunk in engine.chunks(algorithm, agents):
+        part, chunks = [*part, *chunk], chunks + 1
+        if chunks >= engine.parallel and len(part) * size >= PART_BYTES:
+            yield part
+            part, chunks = [], 0
+    if part:
+        yield part
 
 
 def _context(engine: Engine, round: int, participation: float) -> Context:

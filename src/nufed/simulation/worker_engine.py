@@ -56,6 +56,10 @@ class WorkerEngine(EvaluatesScales):
     def seed(self) -> int:
         return self._engine.seed
 
+    @property
+    def parallel(self) -> int:
+        return self._count
+
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
         return self._engine.chunks(algorithm, agents)
 

@@ -74,7 +74,7 @@ def test_the_same_norm_bound_rejects_the_same_updates(method):
     plan = plan_of(METHODS[method], agents=5, rounds=4, rules=rules)
     right, _ = simulated(plan, data)
     rounds, _, _ = federate(plan, data)
-    assert all(p.rejected for p in rounds[1:])
+    assert sum(bool(p.rejected) for p in rounds[1:]) >= 3
     for one, other in zip(rounds, right, strict=True):
         assert same(one.server, other.server)
         assert [str(error) for error in one.rejected] == [str(error) for error in other.rejected]

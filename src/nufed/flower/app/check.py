@@ -28,7 +28,7 @@ from nufed.flower.app.secure_sum.words import encode
 from nufed.flower.app.site import PARTITION_ID, Site
 from nufed.objective.threads import torch_threads
 from nufed.server import MemoryStates, to_send
-from nufed.server.checks import screen
+from nufed.server.incoming import screen
 
 MIB = 2**20
 

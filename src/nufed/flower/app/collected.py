@@ -2,57 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flwr.app import RecordDict
 
-from nufed.algorithms.protocol import AgentUpdate, Cost, State
+from nufed.algorithms.protocol import Cost, State
+from nufed.algorithms.summed_updates import SummedUpdates
 from nufed.errors import UpdateError
 from nufed.flower.app.payload import PayloadError, read_update
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.plausibility import implausible
 from nufed.flower.app.privacy_account import Account
+from nufed.server import Incoming
 
 
 @dataclass
 class Collected:
     """What arrived of a round; ``began`` is by agent the round of the state it started from."""
 
-    updates: Sequence[AgentUpdate]
-    dropped: list[int]
+    updates: SummedUpdates | Incoming
+    dropped: list[int] = field(default_factory=list)
     failed: list[UpdateError] = field(default_factory=list)
     began: dict[int, int] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
 
 
-def collect_updates(
-    plan: Plan,
-    server: State,
-    round: int,
-    replies: Mapping[int, RecordDict | str],
-    dropped: list[int],
-    account: Account | None,
-) -> Collected:
-    """The updates in the replies of agents; noisy ones are charged to the privacy account."""
-    expected = {name: server[name] for name in plan.algorithm.sent_in(round)}
-    updates: list[AgentUpdate] = []
-    found = Collected(updates, dropped)
-    for agent, reply in replies.items():
+class Collector:
+    """Reads the replies of a round as they arrive; of each only its update is kept, if any.
+
+    Noisy updates are charged to the privacy account.
+    """
+
+    def __init__(
+        self, plan: Plan, server: State, round: int, incoming: Incoming, account: Account | None
+    ) -> None:
+        self._plan, self._round, self._account = plan, round, account
+        self._expected = {name: server[name] for name in plan.algorithm.sent_in(round)}
+        self._found = Collected(incoming)
+        self._incoming = incoming
+
+    def take(self, agent: int, reply: RecordDict) -> RecordDict:
+        """Pass on the update of an agent's reply; returns what remains of the reply."""
+        found, privacy = self._found, self._plan.privacy
         try:
-            records: Mapping[str, object] = usable(reply)
-            if account:
-                records = account.charge(agent, records)
-            update, spent, began = read_update(records, agent, expected)
-            wrong = plan.privacy and implausible(update.vectors, expected, plan.privacy)
+            records: Mapping[str, object] = reply
+            if self._account:
+                records = self._account.charge(agent, records)
+            update, spent, began = read_update(records, agent, self._expected)
+            wrong = privacy and implausible(update.vectors, self._expected, privacy)
             if wrong:
                 raise PayloadError(wrong)
-            updates.append(update)
+            self._incoming.add(update)
             found.began[agent] = began
             found.cost += spent
         except PayloadError as error:
-            found.failed.append(UpdateError(agent, round, str(error)))
-    return found
+            found.failed.append(UpdateError(agent, self._round, str(error)))
+        return RecordDict()
+
+    def close(self, replies: Mapping[int, RecordDict | str], dropped: list[int]) -> Collected:
+        """What was collected, in the order of agents; ``replies`` has the reasons of the others."""
+        found, missing = self._found, {a: r for a, r in replies.items() if isinstance(r, str)}
+        found.failed += [UpdateError(a, self._round, reason) for a, reason in missing.items()]
+        found.failed.sort(key=lambda error: error.agent)
+        found.began = dict(sorted(found.began.items()))
+        found.dropped = dropped
+        return found
 
 
 def usable(reply: RecordDict | str) -> RecordDict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from nufed.algorithms.protocol import State
 from nufed.files import sha256, tensor_pieces
 from nufed.flower.app.exclusions import Exclusions
-from nufed.flower.app.messaging import Roster, request
+from nufed.flower.app.messaging import Reply, Roster, request
 from nufed.flower.app.monitor import Monitor
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.refusals import Refusals
@@ -49,7 +49,8 @@ class Exchange:
         sent: State | None,
         contents: Mapping[int, RecordDict],
         deadline: float,
-    ) -> dict[int, RecordDict | str]:
+        keep: Callable[[int, RecordDict], RecordDict] = lambda agent, reply: reply,
+    ) -> dict[int, Reply]:
         """The reply of every agent within the deadline, or the reason why there is none.
 
         Args:
@@ -58,6 +59,7 @@ class Exchange:
             sent: the vectors in them; None: there are none.
             contents: their contents, by agent.
             deadline: in seconds.
+            keep: called with an agent and its reply as it arrives; returns what is kept of it.
         """
         what = {"what": kind, "round": round}
         digest = {} if sent is None else {"vectors_sha256": sha256(tensor_pieces(sent))}
@@ -68,11 +70,12 @@ class Exchange:
         self._monitor.asks(phase)
         began = time.monotonic()
 
-        def on_reply(node: int, reply: RecordDict | str) -> None:
+        def on_reply(node: int, reply: Reply) -> Reply:
             agent, seconds = agents[node], time.monotonic() - began
             if phase == "train" and not isinstance(reply, str):
                 self.longest = max(self.longest, seconds)
             self._monitor.exchanged(phase, round, agent, contents[agent], reply, seconds)
+            return reply if isinstance(reply, str) else keep(agent, reply)
 
         messages = {nodes[agent]: content for agent, content in contents.items()}
         found = request(

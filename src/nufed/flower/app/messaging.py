@@ -30,8 +30,12 @@ REFUSED = f"{InputError.__module__}.{InputError.__qualname__}"  # raised at a si
 NOT_SENT = "the request could not be sent to it"
 MAX_REASON = 500  # characters kept of a site's error message
 POLL_INTERVAL = 0.25  # seconds
+MAX_TRANSFERS = 2  # replies that are pulled in the background at once
+STALLED = 30.0  # seconds after which a transfer no longer makes others wait
 QUERY_TTL = 24 * 3600.0  # seconds
-OnReply: TypeAlias = Callable[[int, RecordDict | str], None]
+Reply: TypeAlias = RecordDict | str
+"""A reply, or the reason why there is none."""
+OnReply: TypeAlias = Callable[[int, Reply], Reply]
 TTL_MARGIN = 60.0  # seconds that Flower keeps a message beyond the deadline: clocks differ
 
 
@@ -42,19 +46,18 @@ def request(
     seconds: float,
     authentication: Authentication,
     limit: ReplyLimit,
-    on_reply: OnReply = lambda node, reply: None,
-) -> dict[int, RecordDict | str]:
+    on_reply: OnReply = lambda node, reply: reply,
+) -> dict[int, Reply]:
     """Every node's authenticated reply within the deadline, or the reason why there is none.
 
-    ``on_reply`` is called with a node and its reply, or that reason, as soon as it is known.
+    ``on_reply`` is called with a node and its reply, or that reason, as soon as it is known, and
+    returns what is kept of it.
     """
     requests = Requests(grid, authentication, limit)
     silent = dict.fromkeys(requests.send(kind, contents, seconds + TTL_MARGIN), NOT_SENT)
     replies = requests.replies(seconds, on_reply)
     silent |= dict.fromkeys(contents.keys() - replies.keys() - silent.keys(), TOO_LATE)
-    for node, reason in silent.items():
-        on_reply(node, reason)
-    return {**silent, **replies}
+    return {**{node: on_reply(node, reason) for node, reason in silent.items()}, **replies}
 
 
 class Requests:
@@ -84,26 +87,39 @@ class Requests:
         return contents.keys() - set(sent.values())
 
     def replies(
-        self, seconds: float, on_reply: OnReply = lambda node, reply: None
-    ) -> dict[int, RecordDict | str]:
-        """The replies received so far or within the timeout."""
-        found: dict[int, RecordDict | str] = {}
+        self, seconds: float, on_reply: OnReply = lambda node, reply: reply
+    ) -> dict[int, Reply]:
+        """What ``on_reply`` keeps of the replies received so far or within the timeout."""
+        found: dict[int, Reply] = {}
         end = time.monotonic() + seconds
         while self._pending:
             for message_id, node in list(self._pending.items()):
-                poll = self._polls.pop(message_id, None) or self._poll(message_id)
-                if not poll.done():
-                    self._polls[message_id] = poll
-                elif poll.found is not None:
-                    found[node] = self._accepted(node, message_id, poll.found)
-                    on_reply(node, found[node])
+                reply = self._received(message_id)
+                if reply is not None:
+                    found[node] = on_reply(node, self._accepted(node, message_id, reply))
                     del self._pending[message_id]
+                del reply  # it may be large, and the next one is pulled meanwhile
             if not self._pending or time.monotonic() > end:
                 break
             time.sleep(POLL_INTERVAL)
         return found
 
-    def _accepted(self, node: int, message_id: str, reply: RecordDict | str) -> RecordDict | str:
+    def _received(self, message_id: str) -> Reply | None:
+        """The reply to a message, if it has arrived; a slow poll continues in the background.
+
+        While several are slow, others wait: each holds the reply that it transfers.
+        """
+        poll = self._polls.pop(message_id, None)
+        if poll is None:
+            if sum(other.transfers for other in self._polls.values()) >= MAX_TRANSFERS:
+                return None
+            poll = _Poll(self._grid, message_id, self._limit)
+        if poll.done():
+            return poll.found
+        self._polls[message_id] = poll
+        return None
+
+    def _accepted(self, node: int, message_id: str, reply: Reply) -> Reply:
         try:
             if isinstance(reply, RecordDict):
                 return self._authentication.accept(node, message_id, reply)
@@ -112,9 +128,6 @@ class Requests:
         except (TypeError, ValueError, RecursionError) as error:  # values of unexpected types
             return f"its reply can't be read ({type(error).__name__})"
         return reply
-
-    def _poll(self, message_id: str) -> _Poll:
-        return _Poll(self._grid, message_id, self._limit)
 
     def keep(self, nodes: set[int]) -> None:
         """Stop waiting for all other nodes."""
@@ -128,7 +141,8 @@ class _Poll(Thread):
         super().__init__(daemon=True)
         self._grid, self._message_id, self._limit = grid, message_id, limit
         self._raised: BaseException | None = None
-        self.found: RecordDict | str | None = None
+        self._stalled_at = time.monotonic() + STALLED
+        self.found: Reply | None = None
         self.start()
         self.join(POLL_INTERVAL)
 
@@ -138,6 +152,11 @@ class _Poll(Thread):
         except BaseException as error:
             self._raised = error
 
+    @property
+    def transfers(self) -> bool:
+        """Whether it runs, and not for so long that the site may never send the rest."""
+        return self.is_alive() and time.monotonic() < self._stalled_at
+
     def done(self) -> bool:
         """Whether it has finished; re-raises its exception."""
         done = not self.is_alive()
@@ -146,7 +165,7 @@ class _Poll(Thread):
         return done
 
 
-def _pull(grid: Grid, message_id: str, limit: ReplyLimit) -> RecordDict | str | None:
+def _pull(grid: Grid, message_id: str, limit: ReplyLimit) -> Reply | None:
     """The reply to a message, the reason why it can't be used, or None if there is none yet."""
     try:
         replies = pull_replies(grid, message_id, limit)
@@ -228,7 +247,7 @@ class Roster:
             if claim is None or site is None or site.number != claim[0]:
                 del self._claims[node]
 
-    def _claim(self, node: int, reply: RecordDict | str) -> tuple[int, str] | None:
+    def _claim(self, node: int, reply: Reply) -> tuple[int, str] | None:
         try:
             if isinstance(reply, str):
                 raise PayloadError(reply)

@@ -137,7 +137,7 @@ def _read_id(value: object, what: str) -> str:
 def read_update(
     records: Mapping[str, object], agent: int, expected: State
 ) -> tuple[AgentUpdate, Cost, int]:
-    """An agent's update (yet to pass :func:`nufed.server.checks.screen`), its cost, and the round
+    """An agent's update (not checked yet, :mod:`nufed.server.incoming`), its cost, and the round
     of the state that the agent started from."""
     check_keys(records, ARRAYS, ABOUT)
     claimed, round, samples, gradients, hvps, began = read_about(

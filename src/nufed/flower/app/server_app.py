@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from flwr.app import ConfigRecord, MessageType
+from flwr.app import ConfigRecord, MessageType, RecordDict
 from flwr.serverapp import Grid
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -15,13 +15,13 @@ from nufed.data import ScoredOn
 from nufed.errors import RunError, UpdateError, shown
 from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
 from nufed.flower.app.authentication import Authentication
-from nufed.flower.app.collected import Collected, collect_updates, usable
+from nufed.flower.app.collected import Collected, Collector, usable
 from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.exclusions import Exclusions
 from nufed.flower.app.messaging import LOG, Roster
 from nufed.flower.app.monitor import OFFLINE, Monitor
 from nufed.flower.app.outcome import Outcome
-from nufed.flower.app.payload import BASELINE, KEEP, PayloadError, content
+from nufed.flower.app.payload import ARRAYS, BASELINE, KEEP, PayloadError, content, to_arrays
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy_account import Account
 from nufed.flower.app.refusals import site_label
@@ -31,7 +31,16 @@ from nufed.flower.app.secure_round import Replies, collect_sum, new_attempt
 from nufed.flower.app.secure_sum.sum_terms import SumTerms
 from nufed.flower.app.site_baselines import LOCAL, UNTRAINED, baselines
 from nufed.runs.audit_log import Audit, not_audited
-from nufed.server import Attempts, Progress, QuorumError, close_round, to_send, update_norm
+from nufed.server import (
+    Attempts,
+    Incoming,
+    Progress,
+    QuorumError,
+    close_round,
+    open_round,
+    to_send,
+    update_norm,
+)
 
 
 class Server:
@@ -119,13 +128,12 @@ class Server:
         included = [agent for agent in cohort if not self._exclusions.reason(agent)]
         self._roster.wait_for(included, min(plan.rules.min_updates, len(included)))
         try:
-            found = (self._sum if plan.site_keys else self._updates)(before.server, k, cohort)
+            found = (self._sum if plan.site_keys else self._updates)(before, k, cohort)
             server, rejected = close_round(
                 plan.algorithm,
                 before.server,
                 found.updates,
                 plan.context(k),
-                cohort=cohort,
                 failed=found.failed,
                 rules=plan.rules,
             )
@@ -151,6 +159,7 @@ class Server:
             taken=tuple(taken),
             cost=found.cost,
             update_norm=update_norm(plan.algorithm, before.server, server),
+            medians=found.updates.medians if isinstance(found.updates, Incoming) else {},
         )
 
     def _name_restarted(self, round: int, agents: Iterable[int]) -> None:
@@ -162,13 +171,17 @@ class Server:
             if self._on_doubt:
                 self._on_doubt(round, message)
 
-    def _updates(self, server: State, round: int, cohort: list[int]) -> Collected:
-        """The updates of a round."""
-        replies, dropped = self._request(MessageType.TRAIN, server, round, cohort)
-        return collect_updates(self._plan, server, round, replies, dropped, self.account)
+    def _updates(self, before: Progress, round: int, cohort: list[int]) -> Collected:
+        """The updates of a round, each checked as it arrives."""
+        plan, server = self._plan, before.server
+        incoming = open_round(plan.algorithm, before, plan.context(round), cohort, plan.rules)
+        collector = Collector(plan, server, round, incoming, self.account)
+        kind = MessageType.TRAIN
+        return collector.close(*self._request(kind, server, round, cohort, keep=collector.take))
 
-    def _sum(self, server: State, round: int, cohort: list[int]) -> Collected:
+    def _sum(self, before: Progress, round: int, cohort: list[int]) -> Collected:
         """The means of a round's updates, by secure aggregation."""
+        server = before.server
 
         def send(kind: str, sites: Iterable[int], make: Callable[[int], ConfigRecord]) -> Replies:
             vectors = server if kind.endswith(MASKED) else None
@@ -292,12 +305,14 @@ class Server:
         agents: Iterable[int],
         records: Callable[[int], Mapping[str, ConfigRecord]] = lambda agent: {},
         deadline: float | None = None,
+        keep: Callable[[int, RecordDict], RecordDict] = lambda agent, reply: reply,
         **more: Any,
     ) -> Replies:
         """The replies of these agents, in their order, and the agents whose site is offline.
 
         Instead of a reply, the reason why there is none; excluded agents are sent no request.
-        Without ``server`` no vectors are sent; ``records`` are further ones for each agent.
+        Without ``server`` no vectors are sent; ``records`` are further ones for each agent;
+        ``keep`` returns what is kept of a reply, when it arrives.
         """
         agents = list(agents)
         self._roster.refresh()
@@ -307,10 +322,10 @@ class Server:
         if offline:
             LOG.warning("round %d: the sites of agents %s are offline", round, offline)
         sent = None if server is None else to_send(self._plan.algorithm, server)
+        arrays = {} if sent is None else {ARRAYS: to_arrays(sent)}  # one copy for all sites
         contents = {}
         for agent in (each for each in nodes if each not in offline):
             contents[agent] = content(
-                sent,
                 run=self._run,
                 agent=agent,
                 round=round,
@@ -318,11 +333,11 @@ class Server:
                 released=self.account.released_by(agent) if self.account else 0,
                 **more,
             )
-            contents[agent].update(records(agent))
+            contents[agent].update({**arrays, **records(agent)})
         if self.account and kind in TRAINS:
             self.account.requested(contents)
         seconds = deadline or self._plan.deadline
-        replies = self._exchange.ask(kind, round, sent, contents, seconds) | excluded
+        replies = self._exchange.ask(kind, round, sent, contents, seconds, keep) | excluded
         return {agent: replies[agent] for agent in agents if agent in replies}, offline
 
     def _audit_left_out(self, what: str, round: int, errors: Sequence[UpdateError]) -> None:

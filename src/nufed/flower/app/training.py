@@ -39,6 +39,7 @@ from nufed.runs.provenance import Provenance
 from nufed.runs.recorder import Recorder
 from nufed.runs.records import checked
 from nufed.server import Progress
+from nufed.server.memory_needs import warn_of_memory
 
 FEDERATION = "federation.json"  # the run's id, its configuration's digest, a secret seed
 
@@ -177,6 +178,7 @@ def _train(
     (method,) = config.algorithms()
     last, outcome = False, None
     with Recorder(directory, files, config, method, plan.algorithm, plan.seed) as recorder:
+        warn_of_memory(method, plan.algorithm, plan.start(), plan.context(1))
         # a private run resumes from its last round only, since its model may have been seen
         start = recorder.resume(plan.start, 1 if plan.privacy else None)
         cohort_seed = identity["cohort_seed"] if plan.privacy else None

@@ -1,0 +1,43 @@
+"""The uniform mean of vectors that arrive one by one, in any order and memory of constant size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nufed.algorithms.fixed_point import PIECE, FixedPointGrid, FixedPointSum, integer_dtype
+
+
+class RunningMean:
+    """The mean of vectors that agents send in place of ``before``, with the bits of
+    :func:`~nufed.algorithms.fixed_point.fixed_point_mean`.
+
+    Its sum takes 8 bytes per number. Where it exceeds 2⁵³ units of the grid, and in float64, 16
+    more are taken for these pieces of the vector.
+
+    >>> mean = RunningMean(torch.zeros(2))
+    >>> for vector in (torch.tensor([0.0, 3.0]), torch.tensor([1.0, 4.0])):
+    ...     mean.add(vector)
+    >>> mean.take()
+    tensor([0.5000, 3.5000])
+    """
+
+    def __init__(self, before: Tensor) -> None:
+        grid, parts = FixedPointGrid.of(before), torch.split(before.detach().flatten(), PIECE)
+        longest = max((part.numel() for part in parts), default=0)
+        buffer = torch.empty(longest, dtype=integer_dtype(before), device=before.device)
+        self._shape, self._dtype, self._device = before.shape, before.dtype, before.device
+        self._sums = [FixedPointSum(part, grid, buffer) for part in parts]
+
+    def add(self, vector: Tensor) -> None:
+        """Add one vector."""
+        pieces = torch.split(vector.detach().flatten(), PIECE)
+        for total, piece in zip(self._sums, pieces, strict=True):
+            total.add(piece)
+
+    def take(self) -> Tensor:
+        """The mean; frees the memory of the sum, piece by piece."""
+        mean = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        for part in torch.split(mean.view(-1), PIECE):
+            part.copy_(self._sums.pop(0).mean())
+        return mean

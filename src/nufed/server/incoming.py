@@ -1,0 +1,118 @@
+"""The updates of a round as they arrive: checked one by one, and added to a sum where possible."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from nufed.algorithms.fixed_point import FixedPointGrid
+from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, State
+from nufed.algorithms.running_mean import RunningMean
+from nufed.algorithms.summed_updates import SingleUpdateError, SummedUpdates
+from nufed.errors import UpdateError
+from nufed.server.checks import NO_AGENT, fault_of
+from nufed.server.norms import NormBound
+from nufed.server.spool import Spool
+
+
+def sums_suffice(algorithm: Algorithm, context: Context, server: State) -> bool:
+    """Whether the server's step needs only the means of the updates; tried where it claims so."""
+    if not algorithm.averages_uniformly:
+        return False
+    sent = {name: server[name] for name in algorithm.sent_in(context.round)}
+    try:
+        algorithm.server_update(context, server, SummedUpdates((0,), sent))
+    except SingleUpdateError:
+        return False
+    return True
+
+
+class Incoming:
+    """The updates of one round, in any order.
+
+    Args:
+        expected: the server's vectors, by name, that agents send.
+        round: the current round.
+        cohort: the agents of the round; None: any agent.
+        max_norm: ``max_update_norm`` (:class:`~nufed.server.norms.NormBound`); None: no bound.
+        medians: those of earlier rounds, for ``max_norm``.
+        summed: whether valid updates are added to a sum as they arrive and not kept. Those that
+            ``max_norm`` may yet reject wait in a temporary file until the round is closed.
+    """
+
+    def __init__(
+        self,
+        expected: State,
+        round: int,
+        *,
+        cohort: Collection[int] | None = None,
+        max_norm: float | None = None,
+        medians: Mapping[str, float] | None = None,
+        summed: bool = False,
+    ) -> None:
+        self._expected, self._round, self._cohort = expected, round, cohort
+        self._grid_bounds = {n: FixedPointGrid.of(vector).bound for n, vector in expected.items()}
+        self._norms = NormBound(max_norm, expected, medians or {})
+        self._means = {n: RunningMean(v) for n, v in expected.items()} if summed else None
+        self._valid: set[int] = set()
+        self._kept: list[AgentUpdate] = []  # all valid ones, unless summed
+        self._waiting = Spool()
+        self._rejected: list[UpdateError] = []
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """The median norms of changes, by vector, for the next round; empty without a bound."""
+        return self._norms.medians
+
+    def add(self, update: AgentUpdate) -> None:
+        """Check an update; add it to the sum, or keep it."""
+        reason = fault_of(update, self._expected, self._round, self._grid_bounds, self._cohort)
+        if reason is None and update.agent in self._valid:
+            reason = "a duplicate update of this agent"
+        if reason is not None:
+            agent = -1 if reason == NO_AGENT else update.agent
+            self._rejected.append(UpdateError(agent, self._round, reason))
+            return
+        self._valid.add(update.agent)
+        accepted = self._norms.accepts(update)
+        if self._means is None:
+            self._kept.append(update)
+        elif accepted:
+            _sum(update.vectors, self._means)
+        else:
+            self._waiting.put(update.agent, update.vectors)
+
+    def close(self) -> tuple[Sequence[AgentUpdate], list[UpdateError]]:
+        """The accepted updates, sorted by agent or summed, and an error for each rejected one."""
+        too_large = self._norms.rejected()
+        rejected = sorted(self._rejected, key=lambda error: error.agent)
+        rejected += [UpdateError(a, self._round, too_large[a]) for a in sorted(too_large)]
+        accepted = tuple(sorted(self._valid - too_large.keys()))
+        if self._means is None:
+            kept = sorted(self._kept, key=lambda update: update.agent)
+            return [update for update in kept if update.agent not in too_large], rejected
+        for agent in accepted:
+            if agent in self._waiting:
+                _sum(self._waiting.get(agent), self._means)
+        self._waiting.close()
+        means = {name: mean.take() for name, mean in self._means.items()} if accepted else {}
+        return SummedUpdates(accepted, means), rejected
+
+
+def _sum(vectors: State, means: Mapping[str, RunningMean]) -> None:
+    for name, mean in means.items():
+        mean.add(vectors[name])
+
+
+def screen(
+    updates: Iterable[AgentUpdate],
+    expected: State,
+    round: int,
+    *,
+    cohort: Collection[int] | None = None,
+    max_norm: float | None = None,
+) -> tuple[Sequence[AgentUpdate], list[UpdateError]]:
+    """The valid updates, sorted by agent, and an error for each rejected one."""
+    incoming = Incoming(expected, round, cohort=cohort, max_norm=max_norm)
+    for update in updates:
+        incoming.add(update)
+    return incoming.close()
