@@ -41,7 +41,7 @@ def in_own_process(**options: object) -> dict[str, float]:
 def measure(updates: int, numbers: int, rule: str, max_update_norm: float) -> dict[str, float]:
     torch.set_num_threads(1)
     if numbers > 10:
-        measure(3, 10, rule, max_update_norm)  # what is loaded once
+        measure(100, 10, rule, max_update_norm)  # what is loaded once
     algorithm = GMeta(aggregation=AGGREGATIONS[rule]())
     w = torch.randn(numbers, generator=torch.Generator().manual_seed(0))
     context, rules = Context(1, updates, updates), Rules(max_update_norm=max_update_norm or None)

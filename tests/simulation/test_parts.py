@@ -18,7 +18,7 @@ def make(kind, objective, data):
     if kind == "batched":
         return BatchedEngine(objective, data, 3, most=2)
     if kind == "gram":
-        return GramEngine(objective, data, 3, first_layer(objective.module, (5,)), most=2)
+        return GramEngine(objective, data, 3, first_layer(objective, (5,)), most=2)
     direct = DirectEngine(objective, data, 3)
     return WorkerEngine(direct, 2) if kind == "workers" else direct
 

@@ -252,6 +252,11 @@ class Algorithm(ABC):
         return False
 
     @property
+    def update_copies(self) -> int:
+        """Memory of an aggregation that needs all updates of a round, in copies of them."""
+        return getattr(getattr(self, "aggregation", None), "copies", 1)
+
+    @property
     def only_fine_tunes(self) -> bool:
         """Whether personal models are the global model after plain gradient steps."""
         own = type(self)

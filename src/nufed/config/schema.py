@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from nufed.algorithms.attacks import ATTACKS
 from nufed.algorithms.protocol import Algorithm
+from nufed.config.compression_table import CompressionConfig
 from nufed.config.methods import MethodConfig, make_methods, write_out
 from nufed.config.names import AT_SITES as AT_SITES
 from nufed.config.names import OWN as OWN
@@ -258,6 +259,9 @@ class Config(_Table):
     # not written if all defaults, so that files and fingerprints of other runs do not change
     federation: FederationConfig = Field(
         default=FederationConfig(), exclude_if=lambda value: value == FederationConfig()
+    )
+    compression: CompressionConfig = Field(
+        default=CompressionConfig(), exclude_if=lambda value: value == CompressionConfig()
     )
     privacy: PrivacyConfig = Field(
         default=PrivacyConfig(), exclude_if=lambda value: value == PrivacyConfig()

@@ -50,7 +50,11 @@ class Setup:
     @property
     def rules(self) -> Rules:
         config = self.config
-        return Rules(config.min_updates, max_update_norm=config.norm_bound())
+        return Rules(
+            config.min_updates,
+            max_update_norm=config.norm_bound(),
+            codec=config.compression.make(),
+        )
 
     @property
     def faults(self) -> Faults:

@@ -13,6 +13,9 @@ from nufed.server import Progress
 def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
     """A round's cohort, rejected updates and cost, as a line of metrics.jsonl."""
     agents, sent = len(progress.cohort), algorithm.sent_in(progress.round)
+    update_bytes = progress.update_bytes
+    if update_bytes is None:
+        update_bytes = _bytes(progress.server, sent)
     more: dict[str, Any] = {"dropped": progress.dropped} if progress.dropped else {}
     if progress.dropped or progress.rejected:
         more["taken"] = progress.taken
@@ -29,7 +32,7 @@ def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
         "gradients": progress.cost.gradients,
         "hvps": progress.cost.hvps,
         "bytes_down": agents * _bytes(progress.server, algorithm.receives),
-        "bytes_up": (agents - len(progress.dropped)) * _bytes(progress.server, sent),
+        "bytes_up": (agents - len(progress.dropped)) * update_bytes,
         **more,
     }
 

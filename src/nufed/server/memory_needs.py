@@ -17,7 +17,7 @@ def kept_bytes(algorithm: Algorithm, server: State, context: Context) -> int:
     if sums_suffice(algorithm, context, server):
         return 0
     size = sum(server[name].nbytes for name in algorithm.sends if name in server)
-    return int(context.cohort * size * getattr(_rule(algorithm), "copies", 1))
+    return context.cohort * size * algorithm.update_copies
 
 
 def warn_of_memory(
@@ -27,12 +27,11 @@ def warn_of_memory(
     needed = kept_bytes(algorithm, server, context)
     free = available_memory() if available is None else available
     if free is not None and needed > free:
-        rule = type(_rule(algorithm) or algorithm).__name__
         LOG.warning(
-            "%s: %s keeps all %d updates of a round, %.3g GiB, and %.3g GiB of memory are "
+            "%s: the server keeps all %d updates of a round, %.3g GiB, and %.3g GiB of memory are "
             "available: lower participation, or use the uniform mean, which adds updates as they "
             "arrive",
-            *(name, rule, context.cohort, needed / GIB, free / GIB),
+            *(name, context.cohort, needed / GIB, free / GIB),
         )
 
 
@@ -41,7 +40,3 @@ def available_memory() -> int | None:
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable")), None)
-
-
-def _rule(algorithm: Algorithm) -> object:
-    return getattr(algorithm, "aggregation", None)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from nufed.algorithms.compression import Codec
 from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, State
 from nufed.algorithms.summed_updates import SummedUpdates
 from nufed.errors import TrainingError, UpdateError, require
@@ -35,11 +36,13 @@ class Rules:
         max_update_norm: upper bound on the norm of a change relative to the median over agents of
             this round or the last, for each vector separately (:mod:`nufed.server.norms`); None:
             no bound.
+        codec: compresses what agents send; None: nothing is compressed.
     """
 
     min_updates: int = 1
     attempts: int = 3
     max_update_norm: float | None = None
+    codec: Codec | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Progress:
     cost: Cost = field(default_factory=Cost)
     update_norm: float | None = None  # of the server's change of the model; None before round 1
     medians: Mapping[str, float] = field(default_factory=dict)  # of norms, for max_update_norm
+    update_bytes: int | None = None  # of a compressed update; None: not compressed
 
 
 def cohort_size(agents: int, participation: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+from nufed.algorithms.compression import without_residuals
 from nufed.algorithms.protocol import State
 
 
@@ -38,7 +39,8 @@ class StatesOf(Mapping[int, State | None]):
 
     def __getitem__(self, agent: int) -> State | None:
         self._agents[agent]  # raises KeyError for any other agent
-        return self._store.get(agent)
+        found = self._store.get(agent)
+        return found if not found else without_residuals(found)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._agents)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from nufed.algorithms.compression import Codec, compress, update_bytes, without_residuals
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentUpdate,
@@ -108,6 +109,7 @@ def replay(
     w: Tensor,
     taken: Iterable[Sequence[int]],
     participation: float,
+    codec: Codec | None = None,
 ) -> Iterator[Progress]:
     """Train with the recorded participants of every round (``taken`` in metrics.jsonl).
 
@@ -119,7 +121,7 @@ def replay(
     for agents in taken:
         context = _context(engine, progress.round + 1, participation)
         progress = _attempt(
-            algorithm, engine, progress, context, Rules(), Faults(), "", list(agents), 0
+            algorithm, engine, progress, context, Rules(codec=codec), Faults(), "", list(agents), 0
         )
         yield progress
 
@@ -164,10 +166,13 @@ def _attempt(
     for agents in _parts(algorithm, engine, before, present):
         own = {agent: _state(algorithm, engine, progress, received, agent) for agent in agents}
         for agent, result in engine.agent_updates(algorithm, received, own, context).items():
-            states[agent] = result.state
+            states[agent], vectors = result.state, result.vectors
             cost += result.cost
+            if rules.codec:
+                sent = compress(rules.codec, vectors, before, progress.states.get(agent) or {})
+                states[agent], vectors = {**result.state, **sent.residuals}, sent.vectors
             if agent not in fates.late:
-                samples, vectors = len(federation.split.train[agent]), result.vectors
+                samples = len(federation.split.train[agent])
                 if agent in corrupt:
                     vectors = faults.corrupted(vectors, before, seed, k, agent)
                 incoming.add(AgentUpdate(agent, k, samples, vectors))
@@ -196,6 +201,7 @@ def _attempt(
         cost=cost,
         update_norm=update_norm(algorithm, progress.server, server),
         medians=incoming.medians,
+        update_bytes=update_bytes(rules.codec, before) if rules.codec else None,
     )
 
 
@@ -229,7 +235,7 @@ def _state(
     algorithm: Algorithm, engine: Engine, progress: Progress, received: State, agent: int
 ) -> State:
     """An agent's stored state, or its initial one."""
-    found = progress.states.get(agent)
+    found = without_residuals(progress.states.get(agent))
     return algorithm.agent_init(engine.objective, received) if found is None else found
 
 

@@ -17,6 +17,7 @@ from flower.app.in_memory import (
 from flower.app.test_apps import TEXT, app_of
 from nufed.algorithms import GMeta, Scaffold
 from nufed.algorithms.aggregation import Mean, Median
+from nufed.algorithms.compression import Int8
 from nufed.algorithms.scalefl import ScaleFL
 from nufed.errors import InputError, TrainingError
 from nufed.flower.app import site_app
@@ -278,6 +279,7 @@ def test_a_repeated_private_round_sends_the_same_noise_under_other_masks(keys, t
         ({"algorithm": GMeta(aggregation=Mean("samples"), **SETTINGS)}, "the uniform mean"),
         ({"algorithm": ScaleFL(**SETTINGS)}, "other than the uniform mean"),
         ({"rules": Rules(max_update_norm=5.0)}, "max_update_norm"),
+        ({"rules": Rules(codec=Int8())}, "compression"),
         ({"participation": 0.5}, "cohorts of 2, below 3 sites"),
         ({"agents": 5}, "4 keys in federation.site_keys for 5 sites"),
     ],

@@ -191,7 +191,11 @@ def _rules(config: Config) -> Rules:
     with secure aggregation single updates are not known."""
     unbounded = config.privacy.clip is not None or config.federation.secure_aggregation
     default = None if unbounded else FEDERATION_NORM
-    return Rules(config.min_updates, max_update_norm=config.norm_bound(default))
+    return Rules(
+        config.min_updates,
+        max_update_norm=config.norm_bound(default),
+        codec=config.compression.make(),
+    )
 
 
 def _privacy(config: PrivacyConfig) -> Privacy | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from flwr.app import RecordDict
+from pydantic import Field, TypeAdapter, ValidationError
 
 from nufed.algorithms.protocol import Cost, State
 from nufed.algorithms.summed_updates import SummedUpdates
-from nufed.errors import UpdateError
+from nufed.errors import RunError, UpdateError, shown
 from nufed.flower.app.payload import PayloadError, read_update
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.plausibility import implausible
@@ -49,7 +51,9 @@ class Collector:
             records: Mapping[str, object] = reply
             if self._account:
                 records = self._account.charge(agent, records)
-            update, spent, began = read_update(records, agent, self._expected)
+            update, spent, began = read_update(
+                records, agent, self._expected, self._plan.rules.codec
+            )
             wrong = privacy and implausible(update.vectors, self._expected, privacy)
             if wrong:
                 raise PayloadError(wrong)
@@ -75,3 +79,13 @@ def usable(reply: RecordDict | str) -> RecordDict:
     if isinstance(reply, str):
         raise PayloadError(reply)
     return reply
+
+
+def read_taken(record: object) -> dict[int, int]:
+    """Each agent's last accepted round, from the notes of a checkpoint."""
+    try:
+        return TypeAdapter(dict[int, Annotated[int, Field(strict=True, ge=0)]]).validate_python(
+            record
+        )
+    except ValidationError:
+        raise RunError(f"the checkpoint's notes are invalid: taken = {shown(record)}") from None

@@ -17,6 +17,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
+from nufed.algorithms.compression import Codec, CodeError, codes_like, decompress
 from nufed.algorithms.protocol import AgentUpdate, Cost, State
 from nufed.errors import InputError, shown
 from nufed.flower.app.versions import VERSION, works_with
@@ -27,6 +28,9 @@ BASELINE = "baseline"  # the action of a message that asks for the scores of a n
 KEEP = "keep"  # the action of a message on which a site writes its personal model
 STORED_AS = "numpy.ndarray"
 DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
+# of compressed vectors
+CODE_DTYPES = {torch.int8: "int8", torch.int16: "int16", torch.int32: "int32"}
+ARRAY_DTYPES = DTYPES | CODE_DTYPES
 MAX_GRADIENTS = 10**15  # gradients that a site may report
 MAX_NAME_LENGTH = 100
 SAME = "install releases of one minor series at both, as 0.1.0 and 0.1.3"
@@ -48,7 +52,7 @@ def content(vectors: State | None = None, **about: int | str | list[float]) -> R
 def to_arrays(vectors: State) -> ArrayRecord:
     """Vectors as Flower arrays."""
     for name, vector in vectors.items():
-        if vector.dtype not in DTYPES:
+        if vector.dtype not in ARRAY_DTYPES:
             raise InputError(
                 f"{name!r} has dtype {vector.dtype}, which can't be sent: use a model of dtype "
                 f"{', '.join(DTYPES.values())}"
@@ -62,10 +66,10 @@ def read_array(array: object, like: Tensor) -> Tensor | Unreadable:
         return Unreadable("is not an array")
     if array.stype != STORED_AS:
         return Unreadable(f"is stored as {shown(array.stype)}; must be {STORED_AS!r}")
-    for what, wanted in (("dtype", DTYPES[like.dtype]), ("shape", tuple(like.shape))):
+    for what, wanted in (("dtype", ARRAY_DTYPES[like.dtype]), ("shape", tuple(like.shape))):
         if getattr(array, what) != wanted:
             return Unreadable(f"has {what} {shown(getattr(array, what))} instead of {wanted}")
-    dtype = np.dtype(DTYPES[like.dtype])
+    dtype = np.dtype(ARRAY_DTYPES[like.dtype])
     header = npy_header(dtype, tuple(like.shape))
     if len(array.data) != len(header) + like.numel() * dtype.itemsize:
         return Unreadable(f"has {len(array.data)} bytes, which does not fit its shape")
@@ -135,7 +139,7 @@ def _read_id(value: object, what: str) -> str:
 
 
 def read_update(
-    records: Mapping[str, object], agent: int, expected: State
+    records: Mapping[str, object], agent: int, expected: State, codec: Codec | None = None
 ) -> tuple[AgentUpdate, Cost, int]:
     """An agent's update (not checked yet, :mod:`nufed.server.incoming`), its cost, and the round
     of the state that the agent started from."""
@@ -144,14 +148,27 @@ def read_update(
         records, "agent", "round", "samples", "gradients", "hvps", "began"
     )
     check_agent(claimed, agent)
-    arrays = get_record(records, ARRAYS, ArrayRecord)
-    vectors = {
-        name: read_array(array, expected[name]) if name in expected else Unreadable("is unexpected")
-        for name, array in arrays.items()
-    }
+    vectors: Mapping[str, Tensor | Unreadable]
+    if codec is not None:
+        vectors = _read_codes(records, expected, codec)
+    else:
+        arrays = get_record(records, ARRAYS, ArrayRecord)
+        vectors = {
+            n: read_array(a, expected[n]) if n in expected else Unreadable("is unexpected")
+            for n, a in arrays.items()
+        }
     cost = Cost(*(read_int(value, "gradients", MAX_GRADIENTS) for value in (gradients, hvps)))
     update = AgentUpdate(agent, round, samples, cast(State, vectors))
     return update, cost, read_int(began, "began", 10**9)
+
+
+def _read_codes(records: Mapping[str, object], expected: State, codec: Codec) -> State:
+    """The vectors of a compressed update."""
+    try:
+        codes = read_vectors(records, codes_like(codec, expected))
+        return decompress(codec, codes, expected)
+    except CodeError as error:
+        raise PayloadError(str(error)) from error
 
 
 def read_identity(records: Mapping[str, object], agents: int) -> tuple[int, str]:

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nufed.algorithms.compression import initial_residuals, update_bytes
 from nufed.algorithms.protocol import Algorithm, Context, State
 from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
 from nufed.errors import InputError, require
@@ -102,6 +103,7 @@ class Plan:
         for wrong, what in (
             (not self.algorithm.averages_uniformly, "an aggregation other than the uniform mean"),
             (self.rules.max_update_norm is not None, "max_update_norm"),
+            (self.rules.codec, "[compression], whose errors are no part of the noise"),
             (self.keeps_state, "an algorithm with agent states"),
             (unknown, "an algorithm that sends vectors it does not receive"),
         ):
@@ -116,6 +118,7 @@ class Plan:
         for wrong, what in (
             (not self.algorithm.averages_uniformly, "an aggregation other than the uniform mean"),
             (self.rules.max_update_norm is not None, "max_update_norm"),
+            (self.rules.codec, "[compression], whose codes can't be masked and added"),
             (unknown, "an algorithm that sends vectors it does not receive"),
             (self.cohort < MIN_SITES, f"cohorts of {self.cohort}, below {MIN_SITES} sites"),
             (
@@ -144,6 +147,11 @@ class Plan:
         """The context of a round, known to server and sites."""
         return Context(round, len(self.seen), self.cohort if round else 0)
 
+    def update_bytes(self, server: State, round: int) -> int | None:
+        """The bytes of a compressed update in a round; None: it is not compressed."""
+        codec, sent = self.rules.codec, self.algorithm.sent_in(round)
+        return update_bytes(codec, {name: server[name] for name in sent}) if codec else None
+
     @property
     def sends_scores(self) -> bool:
         """Whether sites send their scores."""
@@ -161,7 +169,13 @@ class Plan:
     @cached_property
     def keeps_state(self) -> bool:
         """Whether sites keep a state between rounds."""
-        return bool(self.algorithm.agent_init(self.objective, self.received_like()))
+        return bool(self.initial_state(self.received_like()))
+
+    def initial_state(self, received: State) -> State:
+        """A site's state before its first round; with error feedback also its residuals."""
+        sent = {name: received[name] for name in self.algorithm.sends if name in received}
+        own = self.algorithm.agent_init(self.objective, received)
+        return {**own, **initial_residuals(self.rules.codec, sent)}
 
     def received_like(self) -> State:
         """Vectors with the names and shapes of those that a site receives."""

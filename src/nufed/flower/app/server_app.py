@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from flwr.app import ConfigRecord, MessageType, RecordDict
 from flwr.serverapp import Grid
-from pydantic import Field, TypeAdapter, ValidationError
 
 from nufed.algorithms.protocol import State
 from nufed.data import ScoredOn
-from nufed.errors import RunError, UpdateError, shown
+from nufed.errors import UpdateError
 from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
 from nufed.flower.app.authentication import Authentication
-from nufed.flower.app.collected import Collected, Collector, usable
+from nufed.flower.app.collected import Collected, Collector, read_taken, usable
 from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.exclusions import Exclusions
 from nufed.flower.app.messaging import LOG, Roster
@@ -86,7 +85,7 @@ class Server:
             Account(plan.privacy, len(plan.seen), plan.cohort, ledger) if plan.privacy else None
         )
         # the last round in which an agent's update was accepted
-        self._taken = _read_taken((notes or {}).get("taken", {}))
+        self._taken = read_taken((notes or {}).get("taken", {}))
 
     @property
     def names(self) -> dict[int, str]:
@@ -160,6 +159,7 @@ class Server:
             cost=found.cost,
             update_norm=update_norm(plan.algorithm, before.server, server),
             medians=found.updates.medians if isinstance(found.updates, Incoming) else {},
+            update_bytes=plan.update_bytes(before.server, k),
         )
 
     def _name_restarted(self, round: int, agents: Iterable[int]) -> None:
@@ -344,13 +344,3 @@ class Server:
         if errors:
             reasons = {str(error.agent): error.reason for error in errors}
             self._audit("left out", what=what, round=round, sites=reasons)
-
-
-def _read_taken(record: object) -> dict[int, int]:
-    """Each agent's last accepted round, from the notes of a checkpoint."""
-    try:
-        return TypeAdapter(dict[int, Annotated[int, Field(strict=True, ge=0)]]).validate_python(
-            record
-        )
-    except ValidationError:
-        raise RunError(f"the checkpoint's notes are invalid: taken = {shown(record)}") from None

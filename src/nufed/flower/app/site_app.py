@@ -13,6 +13,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors.torch import save
 
+from nufed.algorithms.compression import compress, without_residuals
 from nufed.algorithms.protocol import AgentContext, AgentResult, State
 from nufed.errors import InputError, TrainingError, shown, visible
 from nufed.evaluate import evaluate_agent, majority_class
@@ -119,12 +120,16 @@ def _train(site: Site, request: RecordDict) -> RecordDict:
         raise InputError("this federation has secure aggregation: no update is sent unmasked")
     if site.plan.privacy is not None:
         return _train_privately(site, task, site.plan.privacy)
-    result = _agent_update(site, task)
-    if result.state:
+    result, codec = _agent_update(site, task), site.plan.rules.codec
+    vectors, state = result.vectors, result.state
+    if codec is not None:
+        sent = compress(codec, vectors, task.received, task.state)
+        vectors, state = sent.codes, {**state, **sent.residuals}
+    if state:
         record = load_record(task.file, task.state)
-        save_record(task.file, record.with_update(task.began, task.state, task.round, result.state))
+        save_record(task.file, record.with_update(task.began, task.state, task.round, state))
     return content(
-        result.vectors,
+        vectors,
         agent=agent,
         round=task.round,
         samples=len(site.federation.split.train[agent]),
@@ -163,7 +168,8 @@ def _agent_update(site: Site, task: Task) -> AgentResult:
     plan = site.plan
     batches = site.federation.batches(site.agent, plan.seed, "train", task.round)
     context = AgentContext.of(plan.context(task.round), plan.objective, batches, batches.samples)
-    return plan.algorithm.agent_update(context, task.received, task.state)
+    state = without_residuals(task.state) or {}
+    return plan.algorithm.agent_update(context, task.received, state)
 
 
 def _train_privately(site: Site, task: Task, privacy: Privacy) -> RecordDict:
@@ -280,7 +286,7 @@ class Task:
     @property
     def kept(self) -> State | None:
         """The state of an agent that took part in training; None for a newcomer."""
-        return self.state if self.state and self.began else None
+        return without_residuals(self.state) if self.began else None
 
     @property
     def digest(self) -> str:
@@ -305,7 +311,7 @@ def _read_task(site: Site, request: RecordDict, *more: str) -> Task:
     taken = read_int(taken, "taken", 10**9)
     run = read_run(run)
     file = site.folder / run / f"agent-{site.agent}"
-    initial = site.plan.algorithm.agent_init(site.plan.objective, received)
+    initial = site.plan.initial_state(received)
     kept = load_record(file, initial).state(taken) if initial and taken else None
     if initial and taken and kept is None:
         LOG.warning(
