@@ -2,8 +2,9 @@
 
     python benchmarks/compression.py [--rounds 60] [--seeds 3]
 
-trains FedAvg (ν = 0) and gMeta (ν = 1) over 50 agents with each codec, and prints the mean accuracy of personal models
-over seen agents, its standard deviation over seeds, and the bytes that an agent sends in a round.
+trains FedAvg (ν = 0) and gMeta (ν = 1) over 50 agents with each codec, and prints the mean accuracy
+of personal models after one step over seen agents, its standard deviation over seeds, and the bytes
+that an agent sends in a round.
 """
 
 from __future__ import annotations

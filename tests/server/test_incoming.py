@@ -101,5 +101,5 @@ def test_the_servers_memory_does_not_grow_with_the_cohort(monkeypatch):
 
     size = {"updates": 12, "numbers": 2_000_000}
     mean = large_cohort.in_own_process(**size, max_update_norm=100.0)
-    assert mean["peak_in_models"] < 3.5
+    assert mean["peak_in_models"] < 4  # 3, and buffers of a few MB
     assert large_cohort.in_own_process(**size, rule="median")["peak_in_models"] > 12
