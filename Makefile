@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run federation test test-slow test-cluster test-federation test-deployment test-offline soak bench attacks external paper format clean
+.PHONY: run federation test test-slow test-cluster test-federation test-deployment test-offline soak bench peers attacks external paper format clean
 
 run: $(READY)            ## train four methods on sine waves and print the path of the report
 	$(BIN)/nufed run sinusoid
@@ -47,6 +47,18 @@ soak: $(READY)           ## a federation of 20 sites under random kills, for two
 bench: $(READY)          ## benchmarks of rounds against a plain loop and a lower bound
 	$(BIN)/python benchmarks/bench.py
 
+PEERS := .venv-peers
+peers:                   ## nufed beside JAX, Flower with Ray and pfl-research, in an environment of their own
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	for peer in $$(grep -v '^#' benchmarks/peers/requirements.txt); do \
+	  $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$peer \
+	    || echo "$$peer can't be installed: its contestants are skipped"; \
+	done
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  -r benchmarks/peers/requirements-no-deps.txt || echo "pfl-research can't be installed: it is skipped"
+	$(PEERS)/bin/python benchmarks/peers/compare.py
+
 attacks: $(READY)        ## every attack against every aggregation rule: about half an hour
 	$(BIN)/python benchmarks/attacks.py
 
@@ -64,7 +76,7 @@ format: $(READY)         ## format, and apply automatic fixes
 	$(BIN)/ruff check --fix .
 
 clean:                   ## remove the environment and caches; runs are kept
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

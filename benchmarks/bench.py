@@ -20,6 +20,7 @@ from pathlib import Path
 import memory
 import torch
 from chart import draw
+from convolution_rows import convolutions_job
 from floor import Floor
 from jobs import (
     METHODS,
@@ -331,6 +332,7 @@ JOBS = {
     "paper": paper_job,
     "one_core": lambda sizes, cores: one_core_job(sizes),
     "methods": lambda sizes, cores: methods_job(sizes),
+    "convolutions": lambda sizes, cores: convolutions_job(sizes),
     "digits": digits_job,
     "cnn": cnn_job,
     "memory": memory_job,

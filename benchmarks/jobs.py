@@ -31,6 +31,8 @@ class Sizes:
     cohort: int = 10
     cnn_samples: int = 200
     cnn_side: int = 32
+    conv_cohort: int = 2  # agents a round of the rows of convolutional nets
+    conv_repeats: int = 3
     quickstart: tuple[str, ...] = ()  # overrides
     pool: int = 20_000  # samples that a large number of agents share
     scale: tuple[int, ...] = (10**2, 10**3, 10**4, 10**5, 10**6)
@@ -57,7 +59,9 @@ QUICK = Sizes(
     batch=4,
     cohort=1,
     cnn_samples=10,
-    cnn_side=8,
+    cnn_side=12,
+    conv_cohort=1,
+    conv_repeats=1,
     quickstart=("rounds=1", "data.agents=4", "data.unseen_agents=1"),
     pool=200,
     scale=(10,),

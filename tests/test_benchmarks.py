@@ -3,22 +3,26 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from nufed import Exact, Federation, FirstOrder, HessianFree
 from nufed.algorithms import ALGORITHMS
 from nufed.algorithms.protocol import Cost
 from nufed.data import as_samples, make_split
+from nufed.models import lenet5
 from nufed.seeding import torch_seed
 from nufed.server import Progress
 from nufed.simulation import DirectEngine, run_round, start_method
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
+from floor import ConvolutionFloor  # noqa: E402
 from method_rows import LOOPS, markdown, module_of, objective_of  # noqa: E402
 from plain import DELTA  # noqa: E402
 
@@ -132,12 +136,50 @@ def test_every_job_of_the_benchmark_runs_to_its_end(tmp_path):
     results = json.loads((tmp_path / "bench.json").read_text())
     kept = json.loads((ROOT / "benchmarks/results/bench.json").read_text())
     assert results.keys() == kept.keys()  # the committed results come from the same jobs
-    assert {path.name for path in tmp_path.iterdir()} == {
-        path.name for path in (ROOT / "benchmarks/results").iterdir()
-    }
+    kept_files = {path.name for path in (ROOT / "benchmarks/results").iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == kept_files - {"peers.json"}
     assert results["large"].keys() <= kept["large"].keys()
     assert results["methods"].keys() == kept["methods"].keys() == set(ALGORITHMS)
     assert all(len(results["sweeps"][sweep]) == 2 for sweep in kept["sweeps"])
+
+
+@pytest.mark.skipif(start_method() != "fork", reason="needs Linux")
+def test_peers_are_compared_in_turns_and_skipped_where_not_installed(tmp_path):
+    script, out = ROOT / "benchmarks/peers/compare.py", tmp_path / "peers.json"
+    names = ["nufed", "plain loop", "JAX, scan"]
+    done = subprocess.run(
+        [sys.executable, script, "--quick", "--out", out, "--only", *names],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    jobs = ["FedAvg", "FO nu=1", "FO nu=3", "HF nu=3", "exact nu=3", "evaluation"]
+    for name in names[:2]:
+        assert list(found[name]["times"]) == list(found[name]["first"]) == jobs
+        assert f"| {name} | " in done.stdout
+    if find_spec("jax") is None:
+        assert found["JAX, scan"] == {"skipped": "ModuleNotFoundError: No module named 'jax'"}
+
+
+def test_the_convolution_floor_computes_a_layer_and_its_derivatives():
+    module = lenet5((3, 12, 12), 10).double()
+    x = torch.rand(4, 3, 12, 12, dtype=torch.float64)
+    floor = ConvolutionFloor(module, x, local_steps=2)
+    own = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    assert [tuple(each.w.shape) for each in floor.layers] == [
+        tuple(each.weight.shape) for each in own
+    ]
+    calls = []
+    for place, layer in enumerate(floor.layers):
+        layer.forward = lambda place=place: calls.append((place, "forward"))
+        layer.backward = lambda place=place, **wanted: calls.append((place, *wanted.values()))
+    floor.round(range(3), 1, "exact")
+    # 3 agents x 2 steps: 2 gradients and a product, of which the first layer needs fewer
+    assert calls.count((0, "forward")) == 6 * (2 + 2) and calls.count((0, False, True)) == 6 * 3
+    assert calls.count((1, "forward")) == 6 * (2 + 3) and calls.count((1, True, True)) == 6 * 4
+    assert calls.count((1, True, False)) == 6
 
 
 def test_the_table_of_methods_in_the_docs_is_that_of_the_results():

@@ -155,3 +155,8 @@ def test_the_parameters_of_the_lstm():
 def test_bad_arguments_are_one_clear_sentence(make, sentence):
     with pytest.raises(InputError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize("make", [cnn, cnn_groupnorm, lenet5, resnet8])
+def test_convolutional_models_are_known_to_draw_no_random_numbers(make):
+    assert Objective(make(COLOUR, 10))._draws_nothing()  # so that passes set no random state

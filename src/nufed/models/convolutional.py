@@ -132,6 +132,8 @@ def resnet8(
 class _Residual(nn.Module):
     """Two 3×3 convolutions with GroupNorm beside a shortcut."""
 
+    draws_nothing = True
+
     def __init__(
         self, before: int, after: int, stride: int, groups: int, activate: type[nn.Module]
     ) -> None:

@@ -22,7 +22,7 @@ Slots: TypeAlias = dict[str, tuple[dict[str, Any], str]]
 """Where a module keeps its tensors: of each name the mapping and its key."""
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 DETERMINISTIC = {
-    nn.Sequential, nn.ModuleList, nn.Identity, nn.Flatten, nn.Linear, nn.Embedding,
+    nn.Sequential, nn.ModuleList, nn.Identity, nn.Flatten, nn.Unflatten, nn.Linear, nn.Embedding,
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
     nn.GroupNorm, nn.LayerNorm, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Softplus,
     nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
