@@ -14,6 +14,13 @@ from nufed.errors import NufedError, NumericalWarning
 NUFED = [sys.executable, "-m", "nufed.cli"]  # the command in its own process
 
 
+def can_become(user):
+    """Whether this process may become another user: not in a user namespace of its own."""
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    mapped = any(int(first) <= user < int(first) + int(count) for first, _, count in ranges)
+    return os.geteuid() == 0 and mapped
+
+
 def fork():
     with warnings.catch_warnings():
         warnings.simplefilter(

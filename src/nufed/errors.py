@@ -32,10 +32,10 @@ class InputError(NufedError, ValueError):
 
 
 class UpdateError(NufedError):
-    """One agent's update is rejected."""
+    """One agent's update is rejected; ``who`` names the agent in the message."""
 
-    def __init__(self, agent: int, round: int, reason: str) -> None:
-        super().__init__(f"agent {agent}, round {round}: {reason}")
+    def __init__(self, agent: int, round: int, reason: str, who: str = "") -> None:
+        super().__init__(f"{who or f'agent {agent}'}, round {round}: {reason}")
         self.agent = agent
         self.round = round
         self.reason = reason

@@ -243,7 +243,7 @@ def test_on_flower_it_gives_the_bits_of_the_direct_engine(algorithm, tmp_path):
             state = right[-1].states.get(agent)
             found = site_state(tmp_path / name, server, agent, state or {})
             assert same(found or {}, state or {})
-        outcome = server.evaluate(rounds[-1])
+        outcome = server.scoring.evaluate(rounds[-1])
         assert outcome.scores == scores and not outcome.missing
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from nufed.cli.federate_monitoring import check, status
+from nufed.cli.federate_monitoring import SERVER, check, status
 from nufed.cli.terminal import say
 from nufed.errors import InputError
 
@@ -37,7 +37,6 @@ MetricsPort = Annotated[
     int | None,
     typer.Option(min=1, max=65535, help="Serve metrics for Prometheus on this port of loopback."),
 ]
-SERVER = "127.0.0.1:8000"
 
 federate_app.command()(check)
 federate_app.command()(status)
@@ -127,7 +126,7 @@ def site(
     """Run a site until Ctrl-C; with a key it runs only apps that `approve` approved."""
     from nufed.flower.logs import as_format
     from nufed.flower.ops.link import link_to
-    from nufed.flower.ops.supernode import SiteOptions, run_site
+    from nufed.flower.ops.site_runner import SiteOptions, run_site
 
     form = as_format(log_format)
     with _until_interrupted():

@@ -34,11 +34,17 @@ class LastLeftOut(Record):
 
 
 class SiteStatus(Record):
-    """One site, as the server sees it; times are None for a site that was never connected."""
+    """One site, as the server sees it; times are None for a site that was never connected.
+
+    A connected site that has ``joined`` is asked to train; others have not answered yet, or are
+    ``excluded`` for this reason.
+    """
 
     number: Whole
     name: str
     connected: bool = False
+    joined: bool = False
+    excluded: str | None = None
     last_seen: Time | None = None
     left_out: Whole = 0
     last_left_out: LastLeftOut | None = None
@@ -84,8 +90,8 @@ def read_status(folder: Path) -> StatusRecord:
         return checked(StatusRecord, path.read_bytes(), path)
     except OSError as error:
         raise RunError(
-            f"{path} can't be read ({error.strerror}): give the run directory of a federation, on "
-            "the server's machine"
+            f"{path} can't be read ({error.strerror}): the run has not started yet, or {folder} is "
+            "not the run directory of a federation on the server's machine"
         ) from error
 
 

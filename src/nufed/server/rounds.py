@@ -219,6 +219,7 @@ def close_round(
     failed: Iterable[UpdateError] = (),
     rules: Rules = Rules(),
     label: str = "",
+    who: Callable[[int], str] = "agent {}".format,
 ) -> tuple[State, list[UpdateError]]:
     """The server's next state from the updates of a round, and the rejected updates.
 
@@ -233,6 +234,7 @@ def close_round(
         failed: agents without an update, and why.
         rules: when the server accepts a round.
         label: names the training in the log.
+        who: names an agent in the log and in errors.
 
     Raises:
         QuorumError: there are too few valid updates.
@@ -248,7 +250,7 @@ def close_round(
                 incoming.add(update)
             updates = incoming
         accepted, rejected = updates.close()
-    rejected += failed
+    rejected = [UpdateError(e.agent, e.round, e.reason, who(e.agent)) for e in (*rejected, *failed)]
     for error in rejected:
         LOG.warning("update left out: %s%s", label and f"{label}, ", error)
     if len(accepted) < rules.min_updates:

@@ -116,4 +116,4 @@ def federate(
         prepare(grid)
         server = Server(plan, grid, RUN)
         rounds = list(server.train())
-        return rounds, server.evaluate(rounds[-1], choose), grid
+        return rounds, server.scoring.evaluate(rounds[-1], choose), grid

@@ -3,12 +3,14 @@
 import json
 
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
 
 from flower.app.in_memory import RUN, MemoryGrid, agents_data, federate, plan_of
 from flower.app.test_faults import FEDAVG, is_training
 from flower.app.test_parity import same
 from nufed.errors import TrainingError
+from nufed.flower.app.monitor import Monitor
 from nufed.flower.app.server_app import Server
 from nufed.flower.app.signatures import fingerprint, public_of
 from nufed.flower.app.site_app import client_app
@@ -50,7 +52,7 @@ def add(grid, keys, number, claimed=None):
 def train(plan, grid, keys):
     server = Server(plan, grid, RUN, sites=keys / "sites.toml")
     rounds = list(server.train())
-    return rounds, server.evaluate(rounds[-1])
+    return rounds, server.scoring.evaluate(rounds[-1])
 
 
 def test_a_liar_removes_no_other_site_and_is_named_by_its_key(keys, caplog):
@@ -198,6 +200,35 @@ def test_a_site_that_does_not_sign_is_excluded_and_named_by_the_key_it_was_admit
     assert all(p.dropped == (VICTIM,) for p in rounds[1:])
     reason = "its reply is not signed with a registered key"
     assert f"site 2 ('Ward 2', key {key}) is excluded: {reason}" in caplog.text
+
+
+def test_the_status_shows_a_site_that_has_not_approved_the_app_and_one_that_has_not_answered(
+    keys, monkeypatch
+):
+    silent = 1
+
+    def refuse(agent, message, reply):
+        if message.metadata.message_type == "query" and agent == VICTIM:
+            text = "<class 'nufed.errors.InputError'>:<'has not approved this app (digest ab)'>"
+            return Message(Error(ErrorCode.INVALID_FAB, text), reply_to=message)
+        return None if agent == silent else reply
+
+    plan = plan_of(FEDAVG, rounds=1)
+    grid = grid_of(plan, keys, tamper=refuse)
+    nodes = {str(grid.node_of(number)): key_of(keys, number) for number in (silent, VICTIM)}
+    monkeypatch.setenv("FLWR_HOME", str(keys))
+    (keys / "nodes.json").write_text(json.dumps(nodes))
+    monitor = Monitor(plan)
+    list(Server(plan, grid, RUN, sites=keys / "sites.toml", monitor=monitor).train())
+    sites = monitor.status().sites
+    assert [site.name for site in sites] == [f"Ward {number}" for number in range(AGENTS)]
+    assert all(site.connected and site.last_seen for site in sites)
+    assert [site.joined for site in sites] == [True, False, False, True]
+    assert [site.excluded for site in sites] == [
+        *(None, None),
+        "it has not approved this app (digest ab)",
+        None,
+    ]
 
 
 def test_a_revoked_site_takes_no_part_from_the_next_round_on(keys, caplog):

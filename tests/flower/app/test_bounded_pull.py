@@ -221,7 +221,7 @@ def test_a_site_whose_reply_is_too_large_is_named_and_never_asked_again(tmp_path
     )
     assert rounds[4].rejected[0].reason.startswith("excluded since round 2: its reply is too large")
     assert grid.requested.count(("train", BAD)) == 2
-    assert [error.agent for error in server.evaluate(rounds[-1]).missing] == [BAD]
+    assert [error.agent for error in server.scoring.evaluate(rounds[-1]).missing] == [BAD]
     assert grid.requested.count(("evaluate", BAD)) == 0
     again = sites_of(replace(plan, rounds=5), data, tmp_path)
     resumed = Server(

@@ -87,7 +87,7 @@ FAULTS = {
     "extra vectors": (sent({**raw(), "more": Array(np.zeros(2))}), "it sent ['model', 'more']"),
     "no vectors": (sent({}), "it sent [] instead of ['model']"),
     "another round": (sent(round=1), "the update is of round 1"),
-    "another agent": (sent(agent=0), "it claims to be agent 0"),
+    "another agent": (sent(agent=0), "it claims to be site 0"),
     "absurd samples": (sent(samples=10**12), "its number of samples is 1000000000000"),
     "samples as text": (sent(samples="many"), "its number of samples is a str"),
     "unexpected metadata": (sent(secret=1), "'secret'"),
@@ -331,7 +331,9 @@ def test_a_site_with_an_invalid_number_is_excluded(caplog):
 
 
 def test_without_sites_the_run_fails_and_says_what_to_do():
-    with pytest.raises(TrainingError, match=r"only agents \[\] of 4 are online .* start the sites"):
+    with pytest.raises(
+        TrainingError, match=r"0 of 4 sites take part .*without site 0, .* start the sites"
+    ):
         federate(plan_of(FEDAVG), DATA, prepare=lambda grid: grid.contexts.clear())
 
 
@@ -376,7 +378,7 @@ def test_invalid_scores_are_named_and_left_out(changes, caplog):
     _, outcome, _ = federate(plan_of(FEDAVG, rounds=1), DATA, scored(**changes))
     assert [error.agent for error in outcome.missing] == [BAD]
     assert [s.agent for s in outcome.scores] == [0, 1, 3]
-    assert "scores left out: agent 2" in caplog.text
+    assert "scores left out: site 2" in caplog.text
 
 
 def test_scores_on_no_minority_are_ignored():

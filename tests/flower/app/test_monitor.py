@@ -147,7 +147,7 @@ def test_reasons_have_few_kinds(reason, kind):
 
 
 def test_a_status_that_is_missing_or_damaged_is_named(tmp_path):
-    with pytest.raises(RunError, match="give the run directory of a federation"):
+    with pytest.raises(RunError, match="the run has not started yet, or"):
         read_status(tmp_path)
     (tmp_path / STATUS).write_text('{"round": -1}')
     with pytest.raises(RunError, match=r"status.json is invalid"):

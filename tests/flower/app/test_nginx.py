@@ -22,9 +22,9 @@ from nufed.flower.ops.flower_processes import flower, free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import Link
 from nufed.flower.ops.registration import register_site
+from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.submit import follow
 from nufed.flower.ops.superlink import is_listening, start_superlink
-from nufed.flower.ops.supernode import SiteOptions, site_command
 
 CONFIG = Path(__file__).parents[3] / "examples" / "federation" / "nginx.conf"
 NGINX = shutil.which("nginx", path=os.pathsep.join((os.environ["PATH"], "/usr/sbin")))

@@ -40,8 +40,8 @@ def test_only_what_is_received_and_sent_travels(name, tmp_path):
     site = client_app(lambda: plan, lambda config: data[config["partition-id"]])
     server = Server(plan, MemoryGrid(site, range(4), tmp_path, watch), RUN)
     rounds = list(server.train())
-    server.evaluate(rounds[-1])
-    server.keep_personal_models(rounds[-1], scale=3.0)
+    server.scoring.evaluate(rounds[-1])
+    server.scoring.keep_personal_models(rounds[-1], scale=3.0)
     kinds = ("train", "evaluate", "evaluate.keep")
     down = {**dict.fromkeys(kinds, frozenset(algorithm.receives)), "query": frozenset()}
     up = {**dict.fromkeys(down, frozenset()), "train": set(algorithm.sends)}
@@ -85,7 +85,7 @@ def test_sites_with_privacy_keep_a_personal_model_whether_or_not_they_send_score
     site = client_app(lambda: plan, lambda config: data[config["partition-id"]])
     server = Server(plan, MemoryGrid(site, range(4), tmp_path, watch), RUN)
     *_, last = server.train()
-    server.keep_personal_models(last)
+    server.scoring.keep_personal_models(last)
     for agent, reply in replies:
         assert dict(reply["about"]) == {"agent": agent, "round": 1} and len(reply) == 1
         kept = read_sealed(tmp_path / RUN / "personal" / f"{agent}.safetensors")

@@ -224,7 +224,7 @@ def test_a_claim_of_a_million_updates_is_named_and_not_published(tmp_path, caplo
     list(server.train())
     assert server.account.spent()["server"] == server_epsilon(NOISY.noise, ROUNDS, NOISY.delta)
     assert server.account.summary()["updates"] == {"charged": ROUNDS, "claimed": 10**6}
-    assert f"agent {BAD} claims 1000000 noisy updates but was sent 2 requests" in caplog.text
+    assert f"site {BAD} claims 1000000 noisy updates but was sent 2 requests" in caplog.text
 
 
 def moved(change):
@@ -341,11 +341,11 @@ def test_a_site_sends_no_scores_unless_configured(scores, tmp_path):
     grid = grid_of(plan, tmp_path)
     server = Server(plan, grid, RUN)
     *_, last = server.train()
-    assert len(server.evaluate(last).scores) == AGENTS * scores
+    assert len(server.scoring.evaluate(last).scores) == AGENTS * scores
     assert (("evaluate", 0) in grid.requested) == scores
     curious = Server(replace(plan, privacy=replace(NOISY, scores=True)), grid, RUN)
     list(curious.train(last))
-    missing = {error.reason for error in curious.evaluate(last).missing}
+    missing = {error.reason for error in curious.scoring.evaluate(last).missing}
     refused = "it failed: this site sends no scores: privacy.scores is false"
     assert missing == (set() if scores else {refused})
 

@@ -20,7 +20,7 @@ from nufed.algorithms.aggregation import Mean, Median
 from nufed.algorithms.compression import Int8
 from nufed.algorithms.scalefl import ScaleFL
 from nufed.errors import InputError, TrainingError
-from nufed.flower.app import site_app
+from nufed.flower.app import site_training
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.payload import ARRAYS
 from nufed.flower.app.privacy import Privacy
@@ -103,6 +103,17 @@ def without(gone, phase):
     return tamper
 
 
+def test_a_site_with_a_rotated_key_is_named_with_what_to_do(keys, tmp_path):
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    server, grid = secure_server(plan, keys, tmp_path)
+    grid.contexts[grid.node_of(2)].node_config["key"] = str(keys / "4")
+    *_, after = server.train()
+    ((agent, reason),) = [(error.agent, error.reason) for error in after.rejected]
+    assert agent == 2 and after.taken == (0, 1, 3)
+    assert "this site's key is not federation.site_keys[2]: start the site with that key" in reason
+    assert "have every site approve the app again, and start a new run" in reason
+
+
 @pytest.mark.parametrize("phase", range(5))
 def test_sites_that_drop_out_in_a_phase_are_left_out_and_named(phase, keys, tmp_path):
     plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
@@ -122,7 +133,7 @@ def test_sites_that_drop_out_in_a_phase_are_left_out_and_named(phase, keys, tmp_
 def test_with_too_many_dropouts_the_round_is_retried_and_the_run_stops(keys, tmp_path):
     plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4), rules=Rules(attempts=2))
     server, grid = secure_server(plan, keys, tmp_path, without({1, 2}, 2))
-    with pytest.raises(TrainingError, match="agent 1, round 1: it answered too late"):
+    with pytest.raises(TrainingError, match="site 1, round 1: it answered too late"):
         list(server.train())
     assert [k for k, agent in grid.requested if agent == 0 and "train" in k] == PHASES[:3] * 2
 
@@ -225,14 +236,14 @@ def test_a_site_without_its_registered_key_takes_no_part(keys, tmp_path):
 
 def test_an_update_beyond_the_bound_never_leaves_its_site(keys, tmp_path, monkeypatch):
     """The site refuses its own update; the others' mean is as without it."""
-    honest = site_app._agent_update
+    honest = site_training._agent_update
 
     def diverging(site, task):
         result = honest(site, task)
         factor = 1e7 if site.agent == 2 else 1.0
         return replace(result, vectors={n: v * factor for n, v in result.vectors.items()})
 
-    monkeypatch.setattr(site_app, "_agent_update", diverging)
+    monkeypatch.setattr(site_training, "_agent_update", diverging)
     plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
     *_, after = secure_server(plan, keys, tmp_path)[0].train()
     plain, _, _ = federate(replace(plan, site_keys=None), agents_data(4))

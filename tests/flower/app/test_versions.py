@@ -9,7 +9,7 @@ from nufed.algorithms import fedavg
 from nufed.config import Config
 from nufed.errors import TrainingError
 from nufed.files import read_sealed, sha256
-from nufed.flower.app import messaging, payload, site_app
+from nufed.flower.app import payload, roster, site_app
 from nufed.flower.app.payload import PayloadError, content, read_identity
 from nufed.runs import provenance
 from support import Killed
@@ -22,7 +22,7 @@ def installed(monkeypatch):
     """Sets the versions of the server and of the sites."""
 
     def install(server, sites):
-        for module, version in ((messaging, server), (payload, server), (site_app, sites)):
+        for module, version in ((roster, server), (payload, server), (site_app, sites)):
             monkeypatch.setattr(module, "VERSION", version)
 
     return install

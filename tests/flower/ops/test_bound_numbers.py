@@ -1,5 +1,6 @@
 """Real processes with keys: a registered site that claims another's number harms only itself."""
 
+import json
 from contextlib import ExitStack
 
 import pytest
@@ -42,6 +43,12 @@ def test_a_liar_is_named_and_revoked_and_a_key_rotated(tmp_path):
         def finish(*arguments):
             process = start(*arguments)
             assert process.wait(4 * TIMEOUT) == 0, process.printed()
+            return process.printed()
+
+        def connected():
+            """By name, as the server knows it without a run."""
+            shown = finish("status", "--keys", "keys", "--server", address[1], "--json")
+            return {site["name"]: site["connected"] for site in json.loads(shown)}
 
         server = start("server", "--keys", "keys", "--port", port)
         assert wait(lambda: "the server is ready" in server.printed(), TIMEOUT), server.printed()
@@ -53,8 +60,11 @@ def test_a_liar_is_named_and_revoked_and_a_key_rotated(tmp_path):
         assert f"site 0 ('Ward 0', key {liar}) is excluded: it claims the number 1" in log
         assert rejected_or_dropped(tmp_path / "run") == {LIAR}
 
+        assert connected() == {"Ward 0": True, "Ward 1": True, "Ward 2": True}
         finish("revoke", "Ward 0")
         assert wait(lambda: "rejoining" in liars.printed(), TIMEOUT), liars.printed()
+        assert wait(lambda: "the server refuses this site" in liars.printed(), TIMEOUT)
+        assert connected() == {"Ward 1": True, "Ward 2": True}
         finish("rotate", "Ward 1", "key-new.pub")
         assert wait(lambda: f"registered site 1 ('Ward 1', key {new})" in server.printed(), TIMEOUT)
         start_site("key-new", VICTIM)
@@ -63,6 +73,8 @@ def test_a_liar_is_named_and_revoked_and_a_key_rotated(tmp_path):
         finish("run", "app", "--out", "again", *address)
         assert rejected_or_dropped(tmp_path / "again") == {LIAR}
         assert "rejoining" in old.printed()
+        # not once per try
+        assert liars.printed().count("the server refuses this site") == 1
 
 
 def rejected_or_dropped(out):

@@ -109,14 +109,18 @@ def in_image(root, script):
     return call("unshare", *own, "bash", "-c", steps)
 
 
+def health_check(role):
+    text = (DEPLOYMENT / "docker" / f"compose.{role}.yaml").read_text()
+    return yaml.safe_load(text)["services"][role]["healthcheck"]["test"]
+
+
 def test_the_image_runs_a_federation_as_its_user_on_a_read_only_root(machine):
-    services = yaml.safe_load((DEPLOYMENT / "docker" / "compose.server.yaml").read_text())[
-        "services"
-    ]
-    _, *health = services["server"]["healthcheck"]["test"]
+    _, *health = health_check("server")
     (machine.root / "health.py").write_text(
         f"import subprocess, sys; sys.exit(subprocess.call({health!r}))"
     )
+    _, health = health_check("site")
+    (machine.root / "site-health.sh").write_text(health.replace("$$", "$"))
     printed = in_image(
         machine.root,
         """
@@ -127,11 +131,15 @@ def test_the_image_runs_a_federation_as_its_user_on_a_read_only_root(machine):
         for i in $(seq 120); do grep -q "server is ready" server.log && break; sleep 1; done
         python3 /health.py && echo healthy
         own="--number 0 --data /srv/ward3.npz --folder state"
+        ! sh /site-health.sh 2> /dev/null && echo site not healthy yet
         nufed federate site --insecure $own > site.log 2>&1 &
+        for i in $(seq 120); do sh /site-health.sh 2> /dev/null && break; sleep 1; done
+        sh /site-health.sh && echo site healthy
         nufed federate run /srv/ours --insecure --out run 2>&1 || cat server.log site.log
         """,
     )
-    assert printed.startswith("10001\nnot healthy yet\nhealthy\n"), printed
+    health = "not healthy yet\nhealthy\nsite not healthy yet\nsite healthy\n"
+    assert printed.startswith(f"10001\n{health}"), printed
     assert printed.endswith("report: run/report.html\n"), printed
 
 

@@ -13,9 +13,9 @@ from nufed.files import write_sealed
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import Link, error_message
 from nufed.flower.ops.local import data_of, sites_of
+from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.submit import Tail, failures, report_of
 from nufed.flower.ops.superlink import superlink_command
-from nufed.flower.ops.supernode import SiteOptions, site_command
 
 SECURE, OPEN = Link("fed.example.org:8000", Path("/k/ca.crt")), Link("127.0.0.1:8000", None)
 

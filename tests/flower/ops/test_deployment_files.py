@@ -1,9 +1,11 @@
 """The systemd units, the Dockerfile and the compose files of examples/deployment."""
 
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 from typer.main import get_command
 
 from nufed.cli.federate_commands import federate_app
+from nufed.flower.ops.site_health import Health, health_file
 
 REPOSITORY = Path(__file__).parents[3]
 FILES = REPOSITORY / "examples" / "deployment"
@@ -96,6 +99,28 @@ def test_containers_are_confined(role):
 
 def dockerfile():
     return (FILES / "docker" / "Dockerfile").read_text().splitlines()
+
+
+def test_a_site_is_healthy_as_long_as_it_is_connected(tmp_path):
+    site = services("site")["site"]
+    own = dict(option[2:].split("=") for option in site["command"][1:])
+    file = health_file(Path(own["folder"]), int(own["number"]))
+    kind, check = site["healthcheck"]["test"]
+    assert kind == "CMD-SHELL" and str(file) in check
+
+    def healthy():
+        here = check.replace("$$", "$").replace(str(file), str(tmp_path / "file"))
+        done = subprocess.run(["sh", "-c", here], stderr=subprocess.DEVNULL, timeout=60)
+        return done.returncode == 0
+
+    assert not healthy()
+    health = Health(tmp_path / "file")
+    health.polled()
+    health.update()
+    assert healthy()
+    old = time.time() - 120
+    os.utime(tmp_path / "file", (old, old))
+    assert not healthy()
 
 
 @pytest.mark.parametrize("role", ROLES)

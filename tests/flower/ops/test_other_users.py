@@ -19,9 +19,11 @@ from nufed.flower.ops.approvals import read_app
 from nufed.flower.ops.flower_processes import flower, free_ports
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.registration import register_site
+from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.submit import follow
 from nufed.flower.ops.superlink import start_superlink
-from nufed.flower.ops.supernode import SiteOptions, site_command
+from nufed.runs.federation_status import read_status
+from processes import can_become
 
 NOBODY = 65534
 REQUESTS = [
@@ -38,7 +40,7 @@ NO_ROUTE = REQUESTS[-2:]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
+    pytest.mark.skipif(not can_become(NOBODY), reason="only root can become another user"),
 ]
 
 
@@ -172,7 +174,8 @@ def test_an_app_that_the_sites_have_not_approved_never_runs_there(federation):
     code = f"import os\nopen({str(marker)!r} + str(os.getpid()), 'w').close()\n"
     (other / "app.py").write_text(code + (other / "app.py").read_text())
     out, said, seen = federation.place / "refused", [], {}
-    with pytest.raises(TrainingError, match=r"only agents \[\]"):
+    why = r"0 of 2 sites take part .*site 0 \(site-0\): it has not approved this app \(digest "
+    with pytest.raises(TrainingError, match=why):
         follow(
             federation.commands,
             other,
@@ -184,5 +187,8 @@ def test_an_app_that_the_sites_have_not_approved_never_runs_there(federation):
     ran = {int(path.name.removeprefix("marker")) for path in federation.place.glob("marker*")}
     servers = {pid for pid, words in seen.items() if "flwr-serverapp" in " ".join(words)}
     assert ran and ran <= servers  # the operator's own process only
-    assert "has not approved the app with digest" in (out / "log.txt").read_text()
+    assert "has not approved this app (digest " in (out / "log.txt").read_text()
+    for site in read_status(out).sites:  # as `nufed federate status` shows it
+        assert site.connected and not site.joined
+        assert site.excluded.startswith("it has not approved this app (digest ")
     assert all(site.poll() is None for site in federation.sites)

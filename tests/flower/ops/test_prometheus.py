@@ -40,7 +40,7 @@ def test_a_run_and_its_sites_are_scraped(tmp_path):
     server, site = free_ports(2)
     with (
         serving(server, lambda: run_metrics(read_status(tmp_path / "run"))),
-        serving(site, lambda: site_metrics(read_activity(tmp_path / "sites", 1))),
+        serving(site, lambda: site_metrics(read_activity(tmp_path / "sites", 1), True)),
     ):
         run, own = scrape(server), scrape(site)
         taken = pytest.raises(InputError, match=f"--metrics-port {server}: can't listen there")

@@ -34,8 +34,10 @@ def test_a_secure_federation_has_the_simulators_bits(tmp_path):
         server = start("server", "--keys", "keys", "--port", port)
         assert wait(lambda: "the server is ready" in server.printed(), TIMEOUT), server.printed()
         for i in range(SITES):
-            own = ("--number", i, "--folder", f"site-{i}", "--key", f"key-{i}", "--any-app")
-            start("site", *own, *to)
+            folder = ("--folder", f"site-{i}")
+            approved = start("approve", "app", *folder, "--yes")
+            assert approved.wait(TIMEOUT) == 0, approved.printed()
+            start("site", "--number", i, *folder, "--key", f"key-{i}", *to)
         run = start("run", "app", "--out", "out", *to)
         assert run.wait(2 * TIMEOUT) == 0, run.printed()
     assert rounds_done(tmp_path / "out") == 2

@@ -22,7 +22,7 @@ FAULTY = (
 import time
 from pathlib import Path
 
-import nufed.flower.app.site_app as at_site
+import nufed.flower.app.site_training as at_site
 
 right_load, right_content = load, at_site.content
 
@@ -79,7 +79,9 @@ def test_a_late_a_dead_and_a_faulty_site_do_not_end_the_run(tmp_path):
         until(lambda: told(out, "it answered too late"))
         (tmp_path / "site-1" / "late").unlink()
         kill(federation.sites[2])
-        until(lambda: told(out, "agents [2] are offline") or told(out, "left out: agent 2"))
+        until(
+            lambda: told(out, "offline: site 2 (site-2)") or told(out, "left out: site 2 (site-2)")
+        )
         federation.start_site(2)
         assert process.wait(4 * TIMEOUT) == 0, process.printed()
     rejected = {(r["agent"], r["reason"]) for line in lines(out) for r in line["rejected"]}

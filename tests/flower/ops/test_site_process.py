@@ -15,6 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from nufed.flower.ops.app_bundle import build_bundle
 from nufed.flower.ops.app_process import AppProcess, deflate
 from nufed.flower.ops.approvals import Approvals
+from nufed.flower.ops.site_health import Health
 from nufed.flower.ops.site_process import DIED, Fleet, SiteProcess
 
 PROJECT = """
@@ -124,7 +125,8 @@ def write_small_app(folder, code=APP):
 def federation(tmp_path):
     source = write_small_app(tmp_path / "small")
     server, apps = Server(build_bundle(source)), AppProcess()
-    yield server, SiteProcess(server.fleet(), apps, {"x": 3}, tmp_path / "apps")
+    health = Health(tmp_path / "health")
+    yield server, SiteProcess(server.fleet(), apps, {"x": 3}, tmp_path / "apps", health)
     apps.close()
 
 
@@ -162,6 +164,15 @@ def test_an_app_that_raises_or_dies_is_named_and_the_site_goes_on(federation):
     assert server.reply().content["about"]["said"] == ["fine"]
 
 
+def test_a_site_that_polls_is_shown_as_connected(federation, tmp_path):
+    _, site = federation
+    site._health.update()
+    assert not (tmp_path / "health").exists()
+    assert not site.answer_next()
+    site._health.update()
+    assert (tmp_path / "health").exists()
+
+
 def test_what_the_last_message_held_is_not_pulled_again(federation):
     server, site = federation
     for word in ("same", "same", "other"):
@@ -193,10 +204,11 @@ def test_an_app_runs_only_once_it_is_approved(tmp_path):
     server, apps = Server(bundle), AppProcess()
     approvals = Approvals.of_site(tmp_path / "state")
     approvals.add(build_bundle(write_small_app(tmp_path / "small", APP)))
-    site = SiteProcess(server.fleet(), apps, {"x": 3}, tmp_path / "apps", approvals)
+    health = Health(tmp_path / "health")
+    site = SiteProcess(server.fleet(), apps, {"x": 3}, tmp_path / "apps", health, approvals)
     server.ask("one")
     assert site.answer_next()
-    assert "has not approved the app with digest" in server.reply().error.reason
+    assert "has not approved this app (digest " in server.reply().error.reason
     assert not marker.exists() and not (tmp_path / "apps").exists() and not server.pulled
     approvals.add(bundle)
     server.ask("one")

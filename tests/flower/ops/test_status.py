@@ -8,10 +8,10 @@ import pytest
 
 from flower.app.in_memory import plan_of
 from flower.app.test_faults import FEDAVG
-from nufed.errors import UpdateError
+from nufed.errors import RunError, UpdateError
 from nufed.flower.app.monitor import Monitor
-from nufed.flower.ops.status import STALE, newest_run
-from nufed.runs.federation_status import STATUS, StatusRecord
+from nufed.flower.ops.status import STALE, has_ended, newest_run, summary
+from nufed.runs.federation_status import STATUS, StatusRecord, read_status
 from nufed.server import Progress
 
 
@@ -44,7 +44,7 @@ def test_sites_round_and_reasons_are_shown(nufed, tmp_path, run):
 def test_json_holds_the_same(nufed, tmp_path, run):
     shown = nufed("federate", "status", run, "--json", cwd=tmp_path)
     found = json.loads(shown.stdout)
-    assert found.pop("gone") is False
+    assert found.pop("gone") is False and found.pop("ended") is False
     status = StatusRecord.model_validate(found)
     assert status == StatusRecord.model_validate_json((run / STATUS).read_bytes())
     assert status.sites[1].last_left_out.reason == "it failed: no samples"
@@ -59,6 +59,32 @@ def test_a_server_that_was_killed_is_named(nufed, tmp_path, run):
     assert json.loads(nufed("federate", "status", run, "--json", cwd=tmp_path).stdout)["gone"]
 
 
+def test_sites_that_do_not_take_part_are_shown_with_the_reason(nufed, tmp_path, run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    monitor = Monitor(plan_of(FEDAVG, rounds=5), "ours", run)
+    reason = "it has not approved this app (digest ab)"
+    monitor.sees([0, 1], {2: "Ward 2"}, connected=[2, 3], excluded={3: reason})
+    monitor.begins(Progress(0, {}))
+    shown = " ".join(nufed("federate", "status", run, cwd=tmp_path).stdout.split())
+    assert "4 of 4 sites connected" in shown
+    assert "yes, has not answered yet" in shown and f"yes, excluded: {reason}" in shown
+    found = json.loads(nufed("federate", "status", run, "--json", cwd=tmp_path).stdout)
+    assert [site["joined"] for site in found["sites"]] == [True, True, False, False]
+    assert [site["excluded"] for site in found["sites"]] == [None, None, None, reason]
+
+
+def test_it_says_that_a_run_waits_and_that_it_is_over(tmp_path):
+    monitor = Monitor(plan_of(FEDAVG, rounds=5), "ours", tmp_path)
+    waits, over = "no round has started", "this run is over; its sites are shown as they were"
+    with monitor.running():
+        assert waits in summary(monitor.status())[1]
+        monitor.begins(Progress(0, {}))
+        assert not any(line.startswith((waits, over)) for line in summary(monitor.status()))
+    assert summary(monitor.status())[1].startswith(over) and has_ended(monitor.status())
+    with pytest.raises(RunError, match=r"the run has not started yet, or .*empty is not the run"):
+        read_status(tmp_path / "empty")
+
+
 def test_the_newest_run_is_found_and_none_is_named(nufed, tmp_path, run):
     older = run.with_name("ours-002")
     older.mkdir()
@@ -66,4 +92,4 @@ def test_the_newest_run_is_found_and_none_is_named(nufed, tmp_path, run):
     os.utime(older / STATUS, (0, 0))
     assert newest_run(tmp_path / "runs") == run
     shown = nufed("federate", "status", cwd=older)
-    assert shown.returncode == 2 and "has no run of a federation" in shown.stderr
+    assert shown.returncode == 2 and "no run of a federation has started in" in shown.stderr

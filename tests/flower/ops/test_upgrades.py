@@ -15,11 +15,11 @@ VERSIONS = (
 
 import os
 
-import nufed.flower.app.messaging as messaging
 import nufed.flower.app.payload as payload
+import nufed.flower.app.roster as roster
 import nufed.flower.app.site_app as at_site
 
-messaging.VERSION = payload.VERSION = "0.1.0"
+roster.VERSION = payload.VERSION = "0.1.0"
 at_site.VERSION = os.environ["NUFED_FAKE_VERSION"]
 """
 )
@@ -40,5 +40,5 @@ def test_a_patch_version_takes_part_and_another_series_is_refused_and_named(tmp_
     _, *rounds = json_lines(metrics)
     assert [line["taken"] for line in rounds] == [[0], [0]]
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "it has nufed '0.2.0' and the server '0.1.0'" in log and "0.1.3" not in log
+    assert "it has nufed '0.2.0' and the server '0.1.0'" in log and "nufed '0.1.3'" not in log
     assert "this site has nufed 0.2.0 and the server 0.1.0" in refused

@@ -94,6 +94,16 @@ class Authentication:
         found = self.registry.find(self._keys.get(node, "")) if self.registry else None
         return found[1] if found else None
 
+    def number_of(self, node: int, agents: int) -> int | None:
+        """The number of the site with this node's key, signed or admitted, if it is below."""
+        found = self.registry.find(self.key_of(node)) if self.registry else None
+        return found[1].number if found and found[1].number < agents else None
+
+    def names(self, agents: int) -> dict[int, str]:
+        """The names of the sites registered with numbers below."""
+        sites = self.registry.site if self.registry else ()
+        return {site.number: site.name for site in sites if site.number < agents}
+
     def rank(self, node: int) -> int:
         """The position of the node's key among its site's: the newest is the largest."""
         site = self.site_of(node)

@@ -11,10 +11,11 @@ from flwr.serverapp import Grid
 from nufed.algorithms.protocol import State
 from nufed.files import sha256, tensor_pieces
 from nufed.flower.app.exclusions import Exclusions
-from nufed.flower.app.messaging import Reply, Roster, request
+from nufed.flower.app.messaging import Reply, request
 from nufed.flower.app.monitor import Monitor
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.refusals import Refusals
+from nufed.flower.app.roster import Roster
 from nufed.flower.app.secure_payload import TRAINS
 from nufed.runs.audit_log import Audit
 from nufed.runs.federation_status import Phase
@@ -40,7 +41,9 @@ class Exchange:
         self._monitor, self._audit = monitor, audit
         self._refusals = Refusals(plan)
         self.longest = 0.0
-        roster.on_refresh = lambda: monitor.sees(roster.nodes, roster.names)
+        roster.on_refresh = lambda: monitor.sees(
+            roster.nodes, roster.names, roster.connected, roster.excluded
+        )
 
     def ask(
         self,

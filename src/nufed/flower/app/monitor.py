@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, RLock, Thread
+from types import MappingProxyType
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -66,9 +67,15 @@ class _Site:
     number: int
     name: str
     connected: bool = False
+    joined: bool = False
+    excluded: str | None = None
     last_seen: float | None = None
     left_out: int = 0
     last_left_out: dict[str, Any] | None = None
+
+    @property
+    def presence(self) -> tuple[bool, bool, str | None]:
+        return self.connected, self.joined, self.excluded
 
 
 class Monitor:
@@ -132,16 +139,25 @@ class Monitor:
         self._state, self._began = "training", time.monotonic()
         self._write()
 
-    def sees(self, connected: Iterable[int], names: Mapping[int, str]) -> None:
-        """These agents' sites are connected now."""
-        online, now = set(connected), time.time()
+    def sees(
+        self,
+        joined: Iterable[int],
+        names: Mapping[int, str],
+        connected: Iterable[int] = (),
+        excluded: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """The sites of these agents take part now; others are only connected, or excluded."""
+        joined, now = set(joined), time.time()
+        online = joined | set(connected)
         with self._lock:
-            changed = online != {site.number for site in self._sites if site.connected}
+            before = [site.presence for site in self._sites]
             for site in self._sites:
                 site.name = names.get(site.number, site.name)
-                site.connected = site.number in online
+                site.connected, site.joined = site.number in online, site.number in joined
+                site.excluded = excluded.get(site.number)
                 if site.connected:
                     site.last_seen = now
+            changed = before != [site.presence for site in self._sites]
         if changed or now - self._written > HEARTBEAT:
             self._write()
 

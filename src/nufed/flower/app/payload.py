@@ -202,7 +202,7 @@ def read_int(value: object, name: str, most: int, least: int = 0) -> int:
 
 def check_agent(claimed: object, agent: int) -> None:
     if claimed != agent or isinstance(claimed, bool):
-        raise PayloadError(f"it claims to be agent {shown(claimed)}")
+        raise PayloadError(f"it claims to be site {shown(claimed)}")
 
 
 def check_keys(records: Mapping[str, object], *keys: str) -> None:

@@ -8,7 +8,7 @@ that reports more updates than it was sent requests is named, and charged with t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -37,12 +37,18 @@ class Account:
         agents: number of agents in training.
         cohort: number of agents picked per round.
         record: :meth:`as_json` from the checkpoint that training resumes from; None: a new run.
+        who: names the site of an agent in the log.
     """
 
     def __init__(
-        self, privacy: Privacy, agents: int, cohort: int, record: object | None = None
+        self,
+        privacy: Privacy,
+        agents: int,
+        cohort: int,
+        record: object | None = None,
+        who: Callable[[int], str] = "site {}".format,
     ) -> None:
-        self._privacy, self._agents, self._cohort = privacy, agents, cohort
+        self._privacy, self._agents, self._cohort, self._who = privacy, agents, cohort, who
         self._ledger = Ledger(privacy.noise) if record is None else Ledger.from_json(record)
         self._ledger.spent(privacy)  # refuses a different noise
 
@@ -65,9 +71,9 @@ class Account:
         claimed, charged = self._ledger.released_by(agent), self._ledger.charged_to(agent)
         if claimed > charged:
             LOG.warning(
-                "agent %d claims %d noisy updates but was sent %d requests for one; epsilon counts "
+                "%s claims %d noisy updates but was sent %d requests for one; epsilon counts "
                 "the requests",
-                *(agent, claimed, charged),
+                *(self._who(agent), claimed, charged),
             )
         return {name: record for name, record in reply.items() if name != RELEASE}
 

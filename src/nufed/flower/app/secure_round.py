@@ -72,6 +72,7 @@ class SecureRound:
         send: sends a message (its action, the agents, each agent's record) and returns the replies
             and the agents that are offline.
         charge: takes the record of a noisy update from a reply, for the privacy account.
+        who: names the site of an agent in errors.
 
     ``failed``, ``dropped``, ``cost`` and ``began`` describe the round once :meth:`run` returns.
     """
@@ -80,6 +81,7 @@ class SecureRound:
     before: State
     send: Send
     charge: Charge = _free
+    who: Callable[[int], str] = "site {}".format
     failed: list[UpdateError] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
@@ -136,7 +138,7 @@ class SecureRound:
                     raise PayloadError(reply)
                 found[site] = read(site, reply)
             except PayloadError as error:
-                self.failed.append(UpdateError(site, self.terms.round, str(error)))
+                self.failed.append(UpdateError(site, self.terms.round, str(error), self.who(site)))
         return found
 
     def _read_advert(self, site: int, reply: RecordDict) -> Advert:
@@ -178,15 +180,20 @@ class SecureRound:
 
 
 def collect_sum(
-    plan: Plan, terms: SumTerms, server: State, send: Send, account: Account | None
+    plan: Plan,
+    terms: SumTerms,
+    server: State,
+    send: Send,
+    account: Account | None,
+    who: Callable[[int], str],
 ) -> Collected:
-    """A round's updates as their means.
+    """A round's updates as their means; ``who`` names the site of an agent in errors.
 
     Raises:
         QuorumError: too few sites replied.
     """
     expected = {name: server[name] for name in plan.algorithm.sent_in(terms.round)}
-    attempt = SecureRound(terms, expected, send, account.charge if account else _free)
+    attempt = SecureRound(terms, expected, send, account.charge if account else _free, who)
     try:
         updates = attempt.run()
     except SecureSumError as error:

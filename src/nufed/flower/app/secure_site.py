@@ -78,8 +78,9 @@ def advertise_keys(site: Site, request: RecordDict) -> RecordDict:
     own, advert = advertise(terms, agent, lambda message: sign(key, SECURE_SUM, message))
     if not keys.verify(agent, signed_message(terms, agent, advert), advert.signature):
         raise InputError(
-            f"this site's key is not federation.site_keys[{agent}]: use the key that is "
-            "registered for this number"
+            f"this site's key is not federation.site_keys[{agent}]: start the site with that key; "
+            "or, if its key was rotated, put the line of the new .pub file there, have every site "
+            "approve the app again, and start a new run"
         )
     _save(path, SecureRecord(own))
     return RecordDict({SECURE: secure_record(advert)})

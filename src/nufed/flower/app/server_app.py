@@ -10,25 +10,21 @@ from flwr.app import ConfigRecord, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from nufed.algorithms.protocol import State
-from nufed.data import ScoredOn
 from nufed.errors import UpdateError
-from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
 from nufed.flower.app.authentication import Authentication
-from nufed.flower.app.collected import Collected, Collector, read_taken, usable
+from nufed.flower.app.collected import Collected, Collector, read_taken
 from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.exclusions import Exclusions
-from nufed.flower.app.messaging import LOG, Roster
-from nufed.flower.app.monitor import OFFLINE, Monitor
-from nufed.flower.app.outcome import Outcome
-from nufed.flower.app.payload import ARRAYS, BASELINE, KEEP, PayloadError, content, to_arrays
+from nufed.flower.app.messaging import LOG
+from nufed.flower.app.monitor import Monitor
+from nufed.flower.app.payload import ARRAYS, content, to_arrays
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy_account import Account
-from nufed.flower.app.refusals import site_label
-from nufed.flower.app.score_payload import read_scores
+from nufed.flower.app.roster import Roster
+from nufed.flower.app.scoring import Scoring
 from nufed.flower.app.secure_payload import MASKED, SECURE, TRAINS
 from nufed.flower.app.secure_round import Replies, collect_sum, new_attempt
 from nufed.flower.app.secure_sum.sum_terms import SumTerms
-from nufed.flower.app.site_baselines import LOCAL, UNTRAINED, baselines
 from nufed.runs.audit_log import Audit, not_audited
 from nufed.server import (
     Attempts,
@@ -57,7 +53,7 @@ class Server:
         exclusions: agents that are not sent requests; those found to need it are added.
         monitor: records what the server sees of its sites.
 
-    ``account`` is the privacy account, if the plan has privacy.
+    ``account`` is the privacy account, if the plan has privacy; ``scoring`` asks for scores.
     """
 
     def __init__(
@@ -82,14 +78,19 @@ class Server:
         self._exchange = Exchange(grid, plan, self._roster, self._exclusions, self._monitor, audit)
         ledger = None if notes is None else notes.get("ledger", "missing")
         self.account = (
-            Account(plan.privacy, len(plan.seen), plan.cohort, ledger) if plan.privacy else None
+            Account(plan.privacy, len(plan.seen), plan.cohort, ledger, self._roster.label)
+            if plan.privacy
+            else None
         )
         # the last round in which an agent's update was accepted
         self._taken = read_taken((notes or {}).get("taken", {}))
+        self.scoring = Scoring(
+            plan, self.request, self._roster, self._exchange, self._leave_out_scores
+        )
 
     @property
     def names(self) -> dict[int, str]:
-        """The names of the sites that were connected."""
+        """The names of the sites that are registered or were connected."""
         return dict(self._roster.names)
 
     @property
@@ -135,6 +136,7 @@ class Server:
                 plan.context(k),
                 failed=found.failed,
                 rules=plan.rules,
+                who=self._roster.label,
             )
         except QuorumError as error:
             self._audit_left_out("updates", k, error.rejected)
@@ -165,7 +167,7 @@ class Server:
     def _name_restarted(self, round: int, agents: Iterable[int]) -> None:
         for agent in agents:
             lost = self._plan.algorithm.lost_state
-            who = site_label(agent, self._roster.names)
+            who = self._roster.label(agent)
             message = f"{who} lost its state and restarted from the initial one: {lost}"
             LOG.warning("round %d: %s", round, message)
             if self._on_doubt:
@@ -177,7 +179,7 @@ class Server:
         incoming = open_round(plan.algorithm, before, plan.context(round), cohort, plan.rules)
         collector = Collector(plan, server, round, incoming, self.account)
         kind = MessageType.TRAIN
-        return collector.close(*self._request(kind, server, round, cohort, keep=collector.take))
+        return collector.close(*self.request(kind, server, round, cohort, keep=collector.take))
 
     def _sum(self, before: Progress, round: int, cohort: list[int]) -> Collected:
         """The means of a round's updates, by secure aggregation."""
@@ -185,119 +187,12 @@ class Server:
 
         def send(kind: str, sites: Iterable[int], make: Callable[[int], ConfigRecord]) -> Replies:
             vectors = server if kind.endswith(MASKED) else None
-            return self._request(kind, vectors, round, sites, lambda site: {SECURE: make(site)})
+            return self.request(kind, vectors, round, sites, lambda site: {SECURE: make(site)})
 
         terms = SumTerms(self._run, round, new_attempt(), tuple(cohort))
-        return collect_sum(self._plan, terms, server, send, self.account)
+        return collect_sum(self._plan, terms, server, send, self.account, self._roster.label)
 
-    def evaluate(self, progress: Progress, choose: bool = False) -> Outcome:
-        """Every site's scores after personalising the server's model, each on its own data.
-
-        With ``choose`` also with the fine-tuning step sizes chosen on the validation samples of
-        seen agents. No requests are sent if the plan keeps scores at the sites.
-        """
-        plan = self._plan
-        if not plan.sends_scores:
-            return Outcome(Evaluation([]))
-        missing: list[UpdateError] = []
-        majority: list[AgentScores] = []
-
-        def score(scales: Sequence[float]) -> list[list[AgentScores]]:
-            scores, unscored, nulls = self._scores(
-                progress, range(plan.agents), scales, plan.scored_on, diverged=False
-            )
-            missing.extend(unscored)
-            majority.extend(nulls)
-            return scores
-
-        def validate(scales: Sequence[float]) -> list[list[AgentScores]]:
-            # candidates include step sizes that diverge
-            return self._scores(progress, plan.seen, scales, "validation", diverged=True)[0]
-
-        possible = choose and plan.validation > 0
-        evaluation = evaluate_with_choice(
-            score, validate if possible else None, plan.eval_steps, plan.measure
-        )
-        return Outcome(evaluation, tuple(missing), tuple(majority))
-
-    def baselines(self, progress: Progress, agents: Sequence[int]) -> dict[str, Evaluation]:
-        """The null baselines that these agents' sites compute, without those that any lacks."""
-
-        def ask(name: str, scales: Sequence[float], part: ScoredOn) -> list[list[AgentScores]]:
-            asked = [each for each in agents if part != "validation" or each in self._plan.seen]
-            return self._scores(progress, asked, scales, part, diverged=True, baseline=name)[0]
-
-        return baselines(self._plan, ask, agents)
-
-    def keep_personal_models(self, progress: Progress, scale: float = 1.0) -> None:
-        """Have every site write its personal model, as results show it; sites send nothing back.
-
-        ``scale`` multiplies the step size of fine-tuning.
-        """
-        kind, agents = f"{MessageType.EVALUATE}.{KEEP}", range(self._plan.agents)
-        replies, _ = self._request(kind, progress.server, progress.round, agents, scales=[scale])
-        for agent, reply in replies.items():
-            if isinstance(reply, str):
-                who = site_label(agent, self._roster.names)
-                LOG.warning("%s did not confirm its personal model: %s", who, reply)
-
-    def _scores(
-        self,
-        progress: Progress,
-        agents: Iterable[int],
-        scales: Sequence[float],
-        part: ScoredOn,
-        diverged: bool,
-        baseline: str = "",
-    ) -> tuple[list[list[AgentScores]], list[UpdateError], list[AgentScores]]:
-        """These agents' scores by scale, agents without any and why, and majority-class scores.
-
-        With ``baseline`` they are those of a null baseline. Local training takes as long as all
-        rounds, and so does its deadline.
-        """
-        plan, k = self._plan, progress.round
-        kind, deadline = MessageType.EVALUATE, plan.deadline
-        sent = to_send(plan.algorithm, progress.server)
-        has_global = plan.algorithm.global_model(plan.objective, sent) is not None
-        options: dict[str, Any] = {"scales": list(scales), "part": part}
-        if baseline:
-            kind, has_global = f"{kind}.{BASELINE}", baseline == UNTRAINED
-            options["baseline"] = baseline
-            if baseline == LOCAL:
-                deadline += len(scales) * plan.rounds * self._exchange.longest
-        replies, offline = self._request(
-            kind, progress.server, k, agents, deadline=deadline, **options
-        )
-        missing = [UpdateError(agent, k, OFFLINE) for agent in offline]
-        scores: list[list[AgentScores]] = [[] for _ in scales]
-        majority: list[AgentScores] = []
-        for agent, reply in replies.items():
-            try:
-                own, null = read_scores(
-                    usable(reply),
-                    agent,
-                    k,
-                    name=self._roster.names[agent],
-                    seen=agent in plan.seen,
-                    steps=plan.eval_steps,
-                    scales=len(scales),
-                    by_class=plan.scores_by_class,
-                    has_global=has_global,
-                    diverged=diverged,
-                )
-            except PayloadError as reason:
-                missing.append(UpdateError(agent, k, str(reason)))
-                continue
-            for by_scale, each in zip(scores, own, strict=True):
-                by_scale.append(each)
-            majority += [null] if null else []
-        for error in missing:
-            LOG.warning("scores left out: %s", error)
-        self._audit_left_out("scores", k, missing)
-        self._monitor.leaves_out(missing)
-        return scores, missing, majority
-
-    def _request(
+    def request(
         self,
         kind: str,
         server: State | None,
@@ -320,7 +215,7 @@ class Server:
         nodes = {agent: self._roster.nodes.get(agent) for agent in agents if agent not in excluded}
         offline = [agent for agent, node in nodes.items() if node is None]
         if offline:
-            LOG.warning("round %d: the sites of agents %s are offline", round, offline)
+            LOG.warning("round %d: offline: %s", round, self._roster.labels(offline))
         sent = None if server is None else to_send(self._plan.algorithm, server)
         arrays = {} if sent is None else {ARRAYS: to_arrays(sent)}  # one copy for all sites
         contents = {}
@@ -339,6 +234,10 @@ class Server:
         seconds = deadline or self._plan.deadline
         replies = self._exchange.ask(kind, round, sent, contents, seconds, keep) | excluded
         return {agent: replies[agent] for agent in agents if agent in replies}, offline
+
+    def _leave_out_scores(self, round: int, errors: Sequence[UpdateError]) -> None:
+        self._audit_left_out("scores", round, errors)
+        self._monitor.leaves_out(errors)
 
     def _audit_left_out(self, what: str, round: int, errors: Sequence[UpdateError]) -> None:
         if errors:

@@ -42,7 +42,7 @@ def public_of(key: Path) -> str:
 def verify(public: str, purpose: str, content: bytes, signature: bytes) -> bool:
     """Whether the key with this public line signed ``content`` for this purpose."""
     try:
-        _load(public).verify(signature, _statement(purpose, content), HASH)
+        load_public(public).verify(signature, _statement(purpose, content), HASH)
     except InvalidSignature:
         return False
     return True
@@ -62,7 +62,7 @@ def read_public(path: Path) -> str:
 def checked_public(text: str) -> str:
     """A public key's line without its comment; raises ValueError if it is not one."""
     line = " ".join(text.split()[:2])
-    _load(line)
+    load_public(line)
     return line
 
 
@@ -109,7 +109,8 @@ def _private(key: Path) -> ec.EllipticCurvePrivateKey:
     return private
 
 
-def _load(public: str) -> ec.EllipticCurvePublicKey:
+def load_public(public: str) -> ec.EllipticCurvePublicKey:
+    """The public key in a line; raises ValueError if there is none."""
     try:
         key = load_ssh_public_key(public.encode())
     except UnsupportedAlgorithm as error:

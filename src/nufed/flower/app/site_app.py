@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import TypeAlias
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from safetensors.torch import save
 
-from nufed.algorithms.compression import compress, without_residuals
-from nufed.algorithms.protocol import AgentContext, AgentResult, State
-from nufed.errors import InputError, TrainingError, shown, visible
+from nufed.algorithms.protocol import AgentContext
+from nufed.errors import InputError, TrainingError, visible
 from nufed.evaluate import evaluate_agent, majority_class
-from nufed.files import sha256
 from nufed.flower.app.activity import observed
 from nufed.flower.app.authentication import signed
-from nufed.flower.app.epsilon import server_epsilon
-from nufed.flower.app.payload import (
-    ARRAYS,
-    BASELINE,
-    KEEP,
-    RELEASE,
-    SAME,
-    PayloadError,
-    content,
-    read_about,
-    read_int,
-    read_run,
-    read_vectors,
-    read_version,
-    release_record,
-)
+from nufed.flower.app.payload import BASELINE, KEEP, SAME, PayloadError, content, read_version
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.privacy import Privacy, check_release, protect
 from nufed.flower.app.score_payload import read_part, read_scales, scores_content
 from nufed.flower.app.secure_payload import ADVERTISE, CONFIRM, MASKED, SHARE, UNMASK
-from nufed.flower.app.secure_site import (
-    advertise_keys,
-    confirm_sum,
-    mask_update,
-    share_secrets,
-    unmask_sum,
-)
+from nufed.flower.app.secure_site import advertise_keys, confirm_sum, share_secrets, unmask_sum
 from nufed.flower.app.site import Load, Site
 from nufed.flower.app.site_baselines import baseline_scores
-from nufed.flower.app.site_store import Release, load_record, save_record
+from nufed.flower.app.site_task import read_task
+from nufed.flower.app.site_training import train, train_masked
 from nufed.flower.app.versions import VERSION, works_with
 from nufed.objective.threads import torch_threads
 from nufed.runs.personal_models import personal_after, write_personal
@@ -61,7 +34,7 @@ Handler: TypeAlias = Callable[[Site, RecordDict], RecordDict]
 def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
     """The app that runs at every site.
 
-    A site is configured by its SuperNode's node config: its number (``partition-id``) and
+    A site is configured by its node config: its number (``partition-id``) and
     optionally its display ``name``, the ``folder`` of its state, its private ``key``, which signs
     its replies, and ``epsilon``, its budget against the server over all runs.
 
@@ -95,10 +68,10 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
         return handle
 
     app.query()(handler(_identify))
-    app.train()(handler(_train))
+    app.train()(handler(train))
     app.train(ADVERTISE)(handler(advertise_keys))
     app.train(SHARE)(handler(share_secrets))
-    app.train(MASKED)(handler(_train_masked))
+    app.train(MASKED)(handler(train_masked))
     app.train(CONFIRM)(handler(confirm_sum))
     app.train(UNMASK)(handler(unmask_sum))
     app.evaluate()(handler(_evaluate))
@@ -114,109 +87,8 @@ def _identify(site: Site, request: RecordDict) -> RecordDict:
     return content(agent=site.agent, name=site.name, version=VERSION)
 
 
-def _train(site: Site, request: RecordDict) -> RecordDict:
-    agent, task = site.agent, _read_task(site, request)
-    if site.plan.site_keys is not None:
-        raise InputError("this federation has secure aggregation: no update is sent unmasked")
-    if site.plan.privacy is not None:
-        return _train_privately(site, task, site.plan.privacy)
-    result, codec = _agent_update(site, task), site.plan.rules.codec
-    vectors, state = result.vectors, result.state
-    if codec is not None:
-        sent = compress(codec, vectors, task.received, task.state)
-        vectors, state = sent.codes, {**state, **sent.residuals}
-    if state:
-        record = load_record(task.file, task.state)
-        save_record(task.file, record.with_update(task.began, task.state, task.round, state))
-    return content(
-        vectors,
-        agent=agent,
-        round=task.round,
-        samples=len(site.federation.split.train[agent]),
-        gradients=result.cost.gradients,
-        hvps=result.cost.hvps,
-        began=task.began,
-    )
-
-
-def _train_masked(site: Site, request: RecordDict) -> RecordDict:
-    """Like :func:`_train`, under secure aggregation: the update leaves the site only masked."""
-    task, release = _read_task(site, request), None
-    if site.plan.privacy is not None:
-        release = _release(site, task, site.plan.privacy)
-        result = AgentResult(release.vectors, {}, release.cost)
-    else:
-        result = _agent_update(site, task)
-    masked = mask_update(site, request, task.round, result.vectors, task.received)
-    if result.state:
-        record = load_record(task.file, task.state)
-        save_record(task.file, record.with_update(task.began, task.state, task.round, result.state))
-    reply = content(
-        agent=site.agent,
-        round=task.round,
-        gradients=result.cost.gradients,
-        hvps=result.cost.hvps,
-        began=task.began,
-    )
-    reply[ARRAYS] = masked
-    if release is not None:
-        reply[RELEASE] = release_record(release.store, release.count)
-    return reply
-
-
-def _agent_update(site: Site, task: Task) -> AgentResult:
-    plan = site.plan
-    batches = site.federation.batches(site.agent, plan.seed, "train", task.round)
-    context = AgentContext.of(plan.context(task.round), plan.objective, batches, batches.samples)
-    state = without_residuals(task.state) or {}
-    return plan.algorithm.agent_update(context, task.received, state)
-
-
-def _train_privately(site: Site, task: Task, privacy: Privacy) -> RecordDict:
-    release = _release(site, task, privacy)
-    reply = content(
-        release.vectors,
-        agent=site.agent,
-        round=task.round,
-        samples=1,  # the uniform mean does not use the count
-        gradients=release.cost.gradients,
-        hvps=release.cost.hvps,
-        began=0,
-    )
-    reply[RELEASE] = release_record(release.store, release.count)
-    return reply
-
-
-def _release(site: Site, task: Task, privacy: Privacy) -> Release:
-    """The stored noisy update for an identical request, else a new one, stored before it is sent.
-
-    Fresh noise on a repeated request would let the server average it away.
-    """
-    record = load_record(task.file, {})
-    initial = Release(secrets.token_hex(16), privacy.server_noise, before=task.released)
-    last, digest = record.release or initial, task.digest
-    if last.question == digest:
-        return last
-    sent = max(last.before + last.count, task.released)
-    check_release(privacy, sent)
-    if site.limit is not None:
-        sent += site.releases_in_other_runs(task.file, privacy.server_noise)
-        check_release(replace(privacy, epsilon_server=site.limit), sent)
-    _ = site.samples  # a mismatch with the federation's format may be told
-    try:
-        result = _agent_update(site, task)
-    except InputError:  # its message may reveal the number of samples
-        LOG.exception("this site's data can't be used")
-        raise InputError("its data can't be used; see the site's log") from None
-    release = last.after(digest, protect(result.vectors, task.received, privacy), result.cost)
-    released = release.before + release.count
-    site.notes["epsilon"] = server_epsilon(privacy.server_noise, released, privacy.delta)
-    save_record(task.file, replace(record, release=release))
-    return release
-
-
 def _evaluate(site: Site, request: RecordDict) -> RecordDict:
-    plan, task = site.plan, _read_task(site, request, "scales", "part")
+    plan, task = site.plan, read_task(site, request, "scales", "part")
     if not plan.sends_scores:
         raise TrainingError("this site sends no scores: privacy.scores is false")
     federation = site.federation.scoring(read_part(task.more["part"]))
@@ -242,7 +114,7 @@ def _evaluate(site: Site, request: RecordDict) -> RecordDict:
 
 
 def _baseline(site: Site, request: RecordDict) -> RecordDict:
-    task = _read_task(site, request, "scales", "part", "baseline")
+    task = read_task(site, request, "scales", "part", "baseline")
     if not site.plan.sends_scores:
         raise TrainingError("this site sends no scores: privacy.scores is false")
     part, scales = read_part(task.more["part"]), read_scales(task.more["scales"])
@@ -254,7 +126,7 @@ def _baseline(site: Site, request: RecordDict) -> RecordDict:
 
 def _keep_personal_model(site: Site, request: RecordDict) -> RecordDict:
     """Write this agent's personal model, as results show it, at the site only."""
-    plan, agent, task = site.plan, site.agent, _read_task(site, request, "scales")
+    plan, agent, task = site.plan, site.agent, read_task(site, request, "scales")
     (scale,) = read_scales(task.more["scales"])
     batches = site.federation.batches(agent, plan.seed, "evaluate")
     context = AgentContext.of(plan.context(0), plan.objective, batches, batches.samples)
@@ -264,67 +136,3 @@ def _keep_personal_model(site: Site, request: RecordDict) -> RecordDict:
     path = write_personal(task.file.parent, agent, tensors, about)
     LOG.info("this site's personal model: %s", path)
     return content(agent=agent, round=task.round)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A request of the server, and the state that the site starts from.
-
-    ``began`` is the round of ``state``; 0: the initial state. ``released`` is the number of noisy
-    updates of this agent that the server knows of. ``more`` holds further fields, not checked yet.
-    """
-
-    run: str
-    round: int
-    released: int
-    received: State
-    state: State
-    began: int
-    file: Path
-    more: Mapping[str, object]
-
-    @property
-    def kept(self) -> State | None:
-        """The state of an agent that took part in training; None for a newcomer."""
-        return without_residuals(self.state) if self.began else None
-
-    @property
-    def digest(self) -> str:
-        """Digest that identifies this request."""
-        return sha256(f"{self.run}/{self.round}/".encode() + save(dict(self.received)))
-
-
-def _read_task(site: Site, request: RecordDict, *more: str) -> Task:
-    if site.limit is not None and site.plan.privacy is None:
-        raise InputError(
-            f"this site's limit is epsilon = {site.limit:g}, but the federation's configuration "
-            "has no [privacy], so its privacy loss is unbounded"
-        )
-    run, agent, round, taken, released, *rest = read_about(
-        request, "run", "agent", "round", "taken", "released", *more
-    )
-    if agent != site.agent:
-        raise InputError(
-            f"the request is for agent {shown(agent)}, but this site is agent {site.agent}"
-        )
-    received = read_vectors(request, site.plan.received_like())
-    taken = read_int(taken, "taken", 10**9)
-    run = read_run(run)
-    file = site.folder / run / f"agent-{site.agent}"
-    initial = site.plan.initial_state(received)
-    kept = load_record(file, initial).state(taken) if initial and taken else None
-    if initial and taken and kept is None:
-        LOG.warning(
-            "%s has no state of round %d: this site restarts from the initial state", file, taken
-        )
-    began = taken if kept is not None or not initial else 0
-    return Task(
-        run,
-        read_int(round, "round", 10**9),
-        read_int(released, "released", 10**9),
-        received,
-        kept or initial,
-        began,
-        file,
-        dict(zip(more, rest, strict=True)),
-    )

@@ -209,7 +209,7 @@ def _train(
                     line["epsilon"] = server.account.spent()
                 outcome = None
                 if recorder.is_evaluated(progress):
-                    outcome = server.evaluate(progress, chooses(plan.eval_lr, last))
+                    outcome = server.scoring.evaluate(progress, chooses(plan.eval_lr, last))
                     line |= _evaluation(outcome, plan)
                 recorder.record(progress, line, checkpoint=True, notes=server.notes)
                 monitor.records(progress, line.get("epsilon"))
@@ -276,9 +276,9 @@ def _finish(
     if plan.sends_scores and not any(scores.seen for scores in outcome.scores):
         reasons = "; ".join(str(error) for error in outcome.missing)
         raise TrainingError(f"no site sent usable scores: {reasons}")
-    server.keep_personal_models(progress, outcome.evaluation.scale(plan.personal_steps))
+    server.scoring.keep_personal_models(progress, outcome.evaluation.scale(plan.personal_steps))
     directory.write_sites(plan.agents, plan.seen, outcome.scores, plan.seed, server.names)
-    found = server.baselines(progress, [scores.agent for scores in outcome.scores])
+    found = server.scoring.baselines(progress, [scores.agent for scores in outcome.scores])
     if "majority" in plan.baselines and len(outcome.majority) == len(outcome.scores):
         found["majority"] = Evaluation(list(outcome.majority))
     for name, evaluation in found.items():

@@ -10,15 +10,17 @@
     control_api.py       registers keys at a SuperLink
     superlink.py         a SuperLink, in the foreground
     server_process.py    its process: only the server's own user may start runs
-    supernode.py         a site, in the foreground
+    site_runner.py       a site, in the foreground
     approvals.py         the apps that a site has approved
     app_bundle.py        an app as Flower sends it, and its digest
     site_process.py      its connection to the server
+    refused_connection.py  why the server refuses it, logged once
+    site_health.py       whether it is connected
     app_process.py       forks a process of its app for every message
     submit.py            submits an app, follows its log, reports its outcome
     local.py             server and sites on this machine, with one command
     status.py            the status of a run, as text
-    metrics.py           metrics for Prometheus, on loopback
+    prometheus.py        metrics for Prometheus, on loopback
     new_app.py           a new app directory from the template
 
 `flwr` is run as a command; the processes of server and sites use Flower's library.

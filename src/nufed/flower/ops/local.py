@@ -12,9 +12,9 @@ from nufed.flower.ops.approvals import read_app
 from nufed.flower.ops.flower_processes import flower, free_ports
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.registration import register_site
+from nufed.flower.ops.site_runner import SiteOptions, make_folder, site_command
 from nufed.flower.ops.submit import Monitoring, Say, check_app, follow
 from nufed.flower.ops.superlink import start_superlink
-from nufed.flower.ops.supernode import SiteOptions, make_folder, site_command
 
 
 def run_locally(

@@ -81,8 +81,9 @@ def run_metrics(status: StatusRecord) -> Iterator[Metric]:
         yield _gauges("nufed_epsilon", "Privacy spent (epsilon).", spent, "of")
 
 
-def site_metrics(site: SiteActivity) -> Iterator[Metric]:
+def site_metrics(site: SiteActivity, connected: bool) -> Iterator[Metric]:
     """Of a site, by itself."""
+    yield _gauge("nufed_site_connected", "1 if this site is connected to its server.", connected)
     yield _gauge("nufed_site_round", "The last round that this site worked on.", site.round)
     yield _gauge("nufed_site_updated_seconds", "Time of its last work.", site.updated)
     durations = {kind: (n, site.seconds.get(kind, 0.0)) for kind, n in site.requests.items()}

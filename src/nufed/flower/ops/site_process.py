@@ -4,9 +4,9 @@ It does the work of Flower's SuperNode, over the same API of the server. A Super
 API on loopback to the processes of its apps, which every user of the machine can use, and starts
 such a process for every message; this one listens nowhere and forks (:mod:`.app_process`).
 
-Run by :mod:`nufed.flower.ops.supernode` as ``python -m nufed.flower.ops.site_process JSON``, with
+Run by :mod:`nufed.flower.ops.site_runner` as ``python -m nufed.flower.ops.site_process JSON``, with
 the fields of :class:`Connection`. It exits with 0 once the server has forgotten it or on SIGTERM,
-and with 1 if it can't connect.
+and with 1 if it can't connect; why is logged only if it differs from the last try.
 """
 
 from __future__ import annotations
@@ -42,16 +42,19 @@ from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
 from nufed.errors import InputError
+from nufed.flower.app.site_store import default_folder
 from nufed.flower.logs import log_to_stderr
 from nufed.flower.ops.app_bundle import bundle_digest
 from nufed.flower.ops.app_process import AppProcess, Objects, deflate
 from nufed.flower.ops.approvals import Approvals
+from nufed.flower.ops.refused_connection import RefusedConnection
+from nufed.flower.ops.site_health import Health, health_file
 
 LOG = getLogger("nufed")
 DIED = "the app's process died; see the site's log"
 NOT_APPROVED = (
-    "this site has not approved the app with digest {}: review it, then run nufed federate approve "
-    "APP at the site"
+    "has not approved this app (digest {}): review it, then run nufed federate approve APP at the "
+    "site"
 )
 MIN_PAUSE, MAX_PAUSE = 0.3, 3.0  # seconds between two polls; a SuperNode's is 3
 PAUSE_SHARE = 0.05  # of the time since the last message
@@ -95,10 +98,11 @@ class SiteProcess:
         apps: AppProcess,
         config: dict[str, str | int | float],
         home: Path,
+        health: Health,
         approvals: Approvals | None = None,
     ) -> None:
         self._fleet, self._apps, self._config, self._home = fleet, apps, config, home
-        self._approvals = approvals
+        self._health, self._approvals = health, approvals
         self._run: tuple[int, Path, Context] | None = None  # the last message's
         self._objects: Objects = {}  # the last message's: a model that is sent again is not pulled
 
@@ -117,10 +121,12 @@ class SiteProcess:
         received = None
         with suppress(RunNotRunningException):
             received = self._fleet.receive()
+        self._health.polled()
         if received is None:
             return False
         try:
-            self._answer(*received)
+            with self._health.working():
+                self._answer(*received)
         except RunNotRunningException:
             LOG.info("the run has ended; its message is ignored")
         except Exception:
@@ -132,7 +138,7 @@ class SiteProcess:
         try:
             folder, context = self._app_of(run)
         except InputError as refusal:
-            LOG.warning("%s", refusal)
+            LOG.warning("this site %s", refusal)
             self._fleet.confirm(run, message.metadata.message_id)
             self._reply(*deflate(_failure(message, ErrorCode.INVALID_FAB, refusal)))
             return
@@ -187,17 +193,16 @@ def main() -> None:
     """Connect, and work until the connection ends."""
     connection = Connection(**json.loads(sys.argv[1]))
     log_to_stderr(connection.node_config.get("log-format", "text"))
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _end)
     apps = AppProcess()
     try:
-        _connect(connection, apps)
-    except KeyboardInterrupt:  # also from the connection, if the server no longer knows the key
-        pass
+        with RefusedConnection(Path(os.environ["FLWR_HOME"]) / "refused").logged_once() as refused:
+            _connect(connection, apps, refused.clear)
     finally:
         apps.close()
 
 
-def _connect(connection: Connection, apps: AppProcess) -> None:
+def _connect(connection: Connection, apps: AppProcess, connected: Callable[[], None]) -> None:
     keys, ca = None, None
     if connection.key is not None:
         private = load_ssh_private_key(Path(connection.key).read_bytes(), None)
@@ -208,9 +213,14 @@ def _connect(connection: Connection, apps: AppProcess) -> None:
     home = Path(os.environ["FLWR_HOME"]) / "apps"
     with http_request_response(connection.server, ca is None, ca, keys) as calls:
         fleet = Fleet(*calls)
+        connected()
         LOG.info("connected to %s", connection.server)
         approvals = Approvals(Path(connection.approved)) if connection.approved else None
-        SiteProcess(fleet, apps, connection.node_config, home, approvals).work()
+        config = connection.node_config
+        folder = Path(str(config.get("folder", default_folder())))
+        health = Health(health_file(folder, int(config["partition-id"])))
+        with health.shown():
+            SiteProcess(fleet, apps, config, home, health, approvals).work()
 
 
 def _failure(message: Message, code: int, error: Exception) -> Message:
@@ -218,8 +228,8 @@ def _failure(message: Message, code: int, error: Exception) -> Message:
     return Message(Error(code, f"{type(error)}:<'{error}'>"), reply_to=message)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The status of a federation's run as text, from the file that its server writes."""
+"""The status of a federation's run, from the file that its server writes, and of a server's sites,
+as text."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import time
 from pathlib import Path
 
 from nufed.errors import InputError
+from nufed.flower.ops.connected_sites import ConnectedSite
 from nufed.runs.federation_status import STATUS, SiteStatus, StatusRecord
 
 STALE = 60.0  # seconds after which a server that writes every few seconds is taken to be gone
+ENDS = ("finished", "failed")
 HEADINGS = ("number", "name", "connected", "last seen", "left out", "last left out")
+SERVER_HEADINGS = ("number", "name", "connected", "last seen", "key")
 
 
 def newest_run(folder: Path = Path("runs")) -> Path:
@@ -17,16 +21,22 @@ def newest_run(folder: Path = Path("runs")) -> Path:
     found = sorted(folder.glob(f"*/{STATUS}"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise InputError(
-            f"{folder.absolute()} has no run of a federation: give the run directory, on the "
-            "server's machine"
+            f"no run of a federation has started in {folder.absolute()}: give the run directory, "
+            "on the server's machine, or --keys FOLDER to see the sites of a server without a run"
         )
     return found[-1].parent
 
 
 def is_gone(status: StatusRecord, now: float | None = None) -> bool:
     """Whether the server stopped without an end: it was killed, or its machine is down."""
-    ended = status.state in ("finished", "failed")
-    return not ended and (time.time() if now is None else now) - status.updated > STALE
+    return (
+        status.state not in ENDS and (time.time() if now is None else now) - status.updated > STALE
+    )
+
+
+def has_ended(status: StatusRecord) -> bool:
+    """Whether it finished, failed, or its server is gone."""
+    return status.state in ENDS or is_gone(status)
 
 
 def summary(status: StatusRecord) -> list[str]:
@@ -40,6 +50,10 @@ def summary(status: StatusRecord) -> list[str]:
     if status.last_seconds is not None:
         parts.append(f"the last round took {duration(status.last_seconds)}")
     lines = [f"{', '.join(parts)}; updated {ago(status.updated)}"]
+    if has_ended(status):
+        lines.append("this run is over; its sites are shown as they were at its end")
+    elif status.state == "waiting for sites":
+        lines.append("no round has started: the run waits for its sites")
     connected = sum(site.connected for site in status.sites)
     left_out = ", ".join(f"{number} {kind}" for kind, number in status.left_out.items())
     lines.append(
@@ -58,14 +72,29 @@ def summary(status: StatusRecord) -> list[str]:
 def site_row(site: SiteStatus) -> list[str]:
     """A row under :data:`HEADINGS`."""
     last = site.last_left_out
+    connected = "yes" if site.connected else "no"
+    if site.excluded:
+        connected += f", excluded: {site.excluded}"
+    elif site.connected and not site.joined:
+        connected += ", has not answered yet"
     return [
         str(site.number),
         site.name,
-        "yes" if site.connected else "no",
-        ago(site.last_seen) if site.last_seen is not None else "never",
+        connected,
+        seen(site.last_seen),
         str(site.left_out),
         "–" if last is None else f"round {last.round}: {last.reason}",
     ]
+
+
+def connected_row(site: ConnectedSite) -> list[str]:
+    """A row under :data:`SERVER_HEADINGS`."""
+    yes = "yes" if site.connected else "no"
+    return [str(site.number), site.name, yes, seen(site.last_seen), site.key]
+
+
+def seen(moment: float | None) -> str:
+    return "never" if moment is None else ago(moment)
 
 
 def ago(moment: float) -> str:

@@ -14,7 +14,6 @@ from nufed.flower.ops.flower_processes import Flower, flower
 from nufed.flower.ops.key_checks import link_expiry
 from nufed.flower.ops.link import NAME, Link, flwr_json
 from nufed.flower.ops.prometheus import run_metrics, serving
-from nufed.flower.ops.supernode import quoted
 from nufed.runs.directory import RunDirectory
 from nufed.runs.federation_status import read_status
 from nufed.runs.json_files import check_entries, read_record
@@ -195,3 +194,10 @@ class Tail:
         self._seen += len(whole + end)
         for line in whole.decode("utf-8", "replace").splitlines():
             say(line)
+
+
+def quoted(text: str, what: str) -> str:
+    """A string quoted for Flower's config syntax."""
+    if "'" in text or not text.isprintable():
+        raise InputError(f"{what} {text!r}: must contain neither ' nor line breaks")
+    return f"'{text}'"

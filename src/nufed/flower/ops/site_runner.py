@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from nufed.errors import InputError, RunError
 from nufed.files import make_private
@@ -18,9 +19,10 @@ from nufed.flower.ops.flower_processes import flower, python_module
 from nufed.flower.ops.key_checks import check_private, link_expiry
 from nufed.flower.ops.link import Link, existing_file
 from nufed.flower.ops.prometheus import serving, site_metrics
+from nufed.flower.ops.site_health import is_connected
 from nufed.runs.site_activity import read_activity
 
-RETRY_DELAY = 5  # seconds; the server may register keys in the meantime
+FIRST_DELAY, MAX_DELAY = 5, 300  # seconds between two tries to connect; doubled at each
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def run_site(site: SiteOptions, link: Link, say: Callable[[str], None] = print) 
     """Run a site until interrupted.
 
     A restarted server has no record of its sites, and the site's process then exits without an
-    error: it is restarted too, also while its key is not registered yet.
+    error: it is started again, with exponential backoff while the server refuses it, as before its
+    key is registered and after it is revoked. A site that was never connected is not.
     """
     if (site.key is None) != (link.ca is None):
         raise InputError(
@@ -83,19 +86,34 @@ def run_site(site: SiteOptions, link: Link, say: Callable[[str], None] = print) 
         say(warning)
     if site.approvals and site.approvals.last() is None:
         say("this site has approved no app, so it runs none: nufed federate approve APP")
-    folder = site.folder or default_folder()
+    of = site.folder or default_folder(), site.number
     with (
-        serving(site.metrics_port, lambda: site_metrics(read_activity(folder, site.number))),
+        serving(site.metrics_port, lambda: site_metrics(read_activity(*of), is_connected(*of))),
         flower() as commands,
     ):
-        took_part = False
-        while True:
-            code = commands.start(*site_command(site, link)).wait()
-            took_part = took_part or code == 0
-            if not took_part:
-                raise RunError(f"the site's process exited (exit code {code}); see its output")
-            say(f"the server lost this site's registration; rejoining in {RETRY_DELAY} seconds")
-            time.sleep(RETRY_DELAY)
+        stay_connected(lambda: commands.start(*site_command(site, link)).wait(), say)
+
+
+def stay_connected(
+    connect: Callable[[], int],
+    say: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> NoReturn:
+    """Call ``connect`` again and again; it returns 0 after a connection, else why is logged."""
+    delay, connected = 0, False
+    while True:
+        code = connect()
+        if code == 0:
+            delay, connected = FIRST_DELAY, True
+            say(
+                f"the server disconnected this site: it was restarted, or it revoked the key; "
+                f"rejoining in {delay} seconds, and if refused less and less often, every "
+                f"{MAX_DELAY} seconds in the end"
+            )
+        elif not connected:
+            raise RunError(f"the site's process exited (exit code {code}); see its output")
+        sleep(delay)
+        delay = min(2 * delay, MAX_DELAY)
 
 
 def site_command(site: SiteOptions, link: Link) -> list[str]:
@@ -115,10 +133,3 @@ def make_folder(folder: Path) -> None:
         make_private(folder)
     except OSError as error:
         raise InputError(f"{folder} can't be created ({error.strerror}): give another") from error
-
-
-def quoted(text: str, what: str) -> str:
-    """A string quoted for Flower's config syntax."""
-    if "'" in text or not text.isprintable():
-        raise InputError(f"{what} {text!r}: must contain neither ' nor line breaks")
-    return f"'{text}'"
