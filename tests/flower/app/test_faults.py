@@ -317,7 +317,7 @@ def test_a_failed_identity_query_is_retried():
 def test_two_sites_with_one_number_are_excluded(caplog):
     rounds, outcome, grid = federate(plan_of(FEDAVG), DATA, prepare=lambda grid: grid.add(BAD))
     assert all(p.dropped == (BAD,) for p in rounds[1:])
-    assert caplog.text.count("another node also claims") == 2
+    assert caplog.text.count("is excluded: another node also claims") == 2
     assert ("train", BAD) not in grid.requested
     assert [error.agent for error in outcome.missing] == [BAD]
 

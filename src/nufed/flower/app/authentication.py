@@ -3,7 +3,7 @@
 A site signs the id of the message that it replies to and the digest of its reply. That id is the
 digest of the server's message with its run, its receiver and its time: a signature is valid for one
 reply to one request. So nobody else's reply is taken for a site's: not that of another registered
-site, nor that of another user of the site's machine who can reach its SuperNode.
+site, nor that of another user of the site's machine, who could reach a SuperNode.
 """
 
 from __future__ import annotations
