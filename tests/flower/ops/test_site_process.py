@@ -130,7 +130,7 @@ def federation(tmp_path):
     apps.close()
 
 
-def test_every_message_is_answered_by_a_fork_and_the_context_is_kept(federation):
+def test_every_message_is_answered_by_a_fork_and_the_context_is_kept(federation, capsys):
     server, site = federation
     abouts = []
     for word in ("one", "two"):
@@ -138,6 +138,7 @@ def test_every_message_is_answered_by_a_fork_and_the_context_is_kept(federation)
         assert site.answer_next()
         abouts.append(dict(server.reply().content["about"]))
     assert not site.answer_next()
+    assert capsys.readouterr().out == ""  # what Flower prints is not in the log's format
     assert [about["said"] for about in abouts] == [["one"], ["one", "two"]]
     assert [about["imported"] for about in abouts] == [1, 1]  # a new process each
     assert abouts[0]["pid"] != abouts[1]["pid"] and abouts[0]["draw"] != abouts[1]["draw"]

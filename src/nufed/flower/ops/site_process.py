@@ -17,8 +17,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from io import StringIO
 from logging import getLogger
 from pathlib import Path
 from types import FrameType
@@ -177,7 +178,8 @@ class SiteProcess:
         digest = bundle_digest(fab.content)
         if self._approvals is not None and not self._approvals.has(digest):
             raise InputError(NOT_APPROVED.format(digest))
-        folder = install_from_fab(fab.content, self._home / digest, skip_prompt=True)
+        with redirect_stdout(StringIO()):  # it prints a line, which is none of the log's
+            folder = install_from_fab(fab.content, self._home / digest, skip_prompt=True)
         context = Context(
             run_id=run,
             node_id=self._fleet.node,
