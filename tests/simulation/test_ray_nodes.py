@@ -5,13 +5,13 @@ import subprocess
 from importlib.util import find_spec
 
 import pytest
-from benchmarks.ray_nodes import RAY, nodes
 
 import nufed
 from experiment.test_array_parts import CONFIG
 from flower.app.test_ray_simulation import LOOPBACK, listening
 from nufed.config import load_config
 from processes import NUFED, alive, descendants, wait_for
+from simulation.ray_nodes import RAY, nodes
 from support import file_hashes, without_report
 
 pytestmark = [
@@ -21,6 +21,7 @@ pytestmark = [
 ]
 LONG = {**CONFIG, "rounds": 120, "eval_every": 40, "checkpoint_every": 5}
 ONE = {**LONG, "seeds": [0], "methods": {"ditto": {"algorithm": "ditto"}}, "baselines": []}
+ONE |= {"rounds": 60, "participation": 1.0, "engine": "direct"}  # every agent is a task
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Nodes of Ray on this machine, in a process of its own, for tests and benchmarks.
+"""Nodes of Ray on this machine, in a process of its own.
 
 `python ray_nodes.py NODES MEGABYTES` prints the cluster's address and then obeys lines of its
 standard input: "kill" kills the node that was added last, "add" adds one; it ends with the input.
