@@ -36,7 +36,7 @@ def settings(rounds: int, seeds: int, compression: dict[str, object]) -> dict[st
         "data": {"agents": 50, "dirichlet": 0.1},
         "compression": compression,
         "method": {"meta_lr": 0.1, "adapt_lr": 0.1, "local_steps": 5, "batch_size": 8},
-        "methods": {"fedavg": {"adapt_steps": 0}, "gmeta": {"adapt_steps": 1}},
+        "methods": {"fedavg": {}, "gmeta": {"adapt_steps": 1}},
     }
 
 
