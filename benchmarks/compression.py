@@ -50,7 +50,7 @@ def main() -> None:
             config = settings(options.rounds, options.seeds, compression)
             run = nufed.run(config, out=Path(folder) / "run", figures=False)
             for method, seeds in run.methods.items():
-                last = [seed.metrics[-1] for seed in seeds]
+                last = [seed.metrics[-1] for seed in seeds.values()]
                 scores = [100 * line.evaluation["seen"].score[1] for line in last]
                 spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
                 sent = last[0].bytes_up / len(last[0].cohort)
