@@ -17,7 +17,6 @@ from pathlib import Path
 
 import tomli_w
 from federation import train, write_app
-
 from nufed.flower.ops.supernode import site_command
 
 INTERVAL = 0.2  # seconds between two looks at the processes
