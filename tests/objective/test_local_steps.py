@@ -51,6 +51,28 @@ def test_steps_in_place_with_a_proximal_term(name, part):
     assert torch.allclose(w, right, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("part", ["all", "head", "*.bias"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_steps_in_place_with_a_shift_of_the_gradient(name, part):
+    objective, start, batch = example(name, torch.float32)
+    part, shift, right = objective.part(part), torch.linspace(-1, 1, len(start)), start
+    for _ in range(2):
+        moved = torch.sub(right, objective.grad(right, batch) + shift, alpha=0.1)
+        right = part.put(right, part.take(objective.track(moved, batch, at=right)))
+    w = start.clone()
+    objective.descend(w, [batch, batch], 0.1, part, shift=shift)
+    assert torch.equal(w, right)
+
+
+def test_steps_of_running_statistics_alone_move_nothing_else():
+    objective, start, batch = example("norms", torch.float32)
+    part = objective.part("1.running_*")
+    w = start.clone()
+    objective.descend(w, [batch], 0.1, part)
+    assert torch.equal(w, part.put(start, part.take(objective.track(start, batch))))
+    assert not torch.equal(w, start)
+
+
 def test_random_numbers_come_from_the_seed_of_the_batch():
     """Of a layer, of a loss, and of a layer that says nothing about it."""
 

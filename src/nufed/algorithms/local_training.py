@@ -102,6 +102,7 @@ class LocalTraining(Algorithm):
         batches: Iterator[Batch] | None = None,
         part: Part | None = None,
         pull: Pull | None = None,
+        shift: Tensor | None = None,
         in_place: bool = False,
         overwrite: bool = False,
     ) -> Tensor:
@@ -116,6 +117,7 @@ class LocalTraining(Algorithm):
             part: the coordinates that are trained, all by default; the others stay bit-equal,
                 whatever the optimiser does, and do not count in the norm of a gradient.
             pull: λ and c of a proximal term: ∇f(w) + λ(w − c) is the direction.
+            shift: a vector: ∇f(w) + shift is the direction.
             in_place: whether ``gradient`` keeps none of the vectors that it is given, so that the
                 next step may overwrite them.
             overwrite: whether w itself may be overwritten, too.
@@ -124,10 +126,12 @@ class LocalTraining(Algorithm):
         batches = self.local_batches(context) if batches is None else batches
         if gradient is None and step.plain_rate is not None and _is_vector(w):
             w = w if overwrite else w.clone()
-            objective.base.descend(w, batches, step.plain_rate, part, pull)
+            objective.base.descend(w, batches, step.plain_rate, part, pull, shift)
             return w
         if pull is not None:
             gradient, in_place = partial(_pulled, objective, *pull), True
+        if shift is not None:
+            gradient, in_place = partial(_shifted, objective, shift), True
         if part is not None:
             w = w if overwrite else w.clone()
             return _descend_part(objective.base, w, gradient, batches, step, part)
@@ -155,6 +159,10 @@ def _pulled(
     objective: AnyObjective, weight: float, centre: Tensor, y: Tensor, batch: Batch
 ) -> Tensor:
     return proximal(objective.grad(y, batch), weight, y, centre)
+
+
+def _shifted(objective: AnyObjective, shift: Tensor, y: Tensor, batch: Batch) -> Tensor:
+    return objective.grad(y, batch).add_(shift)
 
 
 def _descend_part(

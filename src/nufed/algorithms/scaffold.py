@@ -64,18 +64,20 @@ class Scaffold(LocalTraining):
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         x, c, c_i = received["model"], received["control"], state["control"]
         steps, eta = self.steps_per_round(context), self.optimizer.rate(self.meta_lr, context.round)
-        plain = self.optimizer.plain and eta != 0
         correction = c - c_i
-        raw = x.new_zeros(()) if plain else torch.zeros_like(x)  # the sum of ∇f_i over steps
+        if self.optimizer.plain and eta != 0:
+            y = self.descend(context, x, shift=correction)
+            new = (x - y).div_(steps * eta).sub_(correction)
+        else:
+            raw = torch.zeros_like(x)  # the sum of ∇f_i over steps
 
-        def corrected(y: Tensor, batch: Batch) -> Tensor:
-            g = context.objective.grad(y, batch)
-            if not plain:
+            def corrected(y: Tensor, batch: Batch) -> Tensor:
+                g = context.objective.grad(y, batch)
                 raw.add_(g)
-            return g.add_(correction)
+                return g.add_(correction)
 
-        y = self.descend(context, x, corrected, in_place=True)
-        new = ((x - y) / (steps * eta)).sub_(correction) if plain else raw / steps
+            y = self.descend(context, x, corrected, in_place=True)
+            new = raw / steps
         # sent as the server's vector plus the agent's change
         sent = {"model": y, "control": (new - c_i).add_(c)}
         return AgentResult(sent, {"control": new}, Cost(steps))

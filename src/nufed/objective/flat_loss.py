@@ -19,7 +19,7 @@ from nufed.objective.batch import AnyBatch, Batch, Loss
 from nufed.objective.flat_module import FlatModule
 from nufed.objective.modules import RunningStats, cast_like, is_zero
 from nufed.objective.parts import Part, part_of
-from nufed.objective.perceptron import perceptron
+from nufed.objective.perceptron import Parameters, perceptron
 from nufed.objective.stack import stacked_losses
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class FlatLoss(FlatModule):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the loss returned {given}: it must return one number as a tensor")
-        return loss.reshape(())
+        return loss.reshape(()) if loss.ndim else loss
 
     def forward(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """f(w, batch) like :meth:`value`, with autograd's graph."""
@@ -156,20 +156,23 @@ class FlatLoss(FlatModule):
         """Whether the gradient on such a batch needs no autograd."""
         return self._chain is not None and self._chain.takes(batch.inputs, batch.targets)
 
+    def _closed_form(self, p: Parameters, batch: Batch, into: Parameters) -> Tensor:
+        """Write the gradient by the tensors of ``into`` there; returns what the head gets."""
+        assert self._chain is not None
+        inputs = cast_like(cast(Tensor, batch.inputs), self._like)
+        return self._chain.single_gradient(p, inputs, cast_like(batch.targets, self._like), into)
+
+    def _length(self, wanted: Sequence[int]) -> int:
+        """The numbers in these tensors."""
+        whole = len(wanted) == len(self._sizes)
+        return self.size if whole else sum(self._sizes[i] for i in wanted)
+
     def _grad(self, w: Tensor, batch: Batch, wanted: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """The gradient by these tensors, one after another, and what the head gets if known."""
         if self._in_closed_form(batch):
-            assert self._chain is not None
-            whole = len(wanted) == len(self._sizes)
-            size = self.size if whole else sum(self._sizes[i] for i in wanted)
-            gradient = w.new_empty(size)
-            features = self._chain.single_gradient(
-                self._unflatten(w.detach()),
-                cast_like(cast(Tensor, batch.inputs), self._like),
-                cast_like(batch.targets, self._like),
-                self._some(gradient, wanted),
-            )
-            return gradient, features
+            gradient = w.new_empty(self._length(wanted))
+            p, into = self._unflatten(w.detach()), self._some(gradient, wanted)
+            return gradient, self._closed_form(p, batch, into)
         views = self._views(w.detach())
         leaves = [views[i].requires_grad_() for i in wanted]
         with torch.enable_grad():
@@ -180,7 +183,7 @@ class FlatLoss(FlatModule):
 
     def _by(self, leaves: list[Tensor], loss: Tensor) -> tuple[Tensor, ...]:
         """The gradients of a loss by some tensors of the vector."""
-        if len(leaves) == len(self._sizes):
+        if len(leaves) >= len(self._sizes) - len(self._statistics):
             differentiable(loss)
         elif not loss.requires_grad:
             return tuple(torch.zeros_like(leaf) for leaf in leaves)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
 from itertools import accumulate
 from typing import get_args
@@ -329,15 +329,21 @@ class FlatModule:
                 f"vector of {self.size} numbers of dtype {self.dtype}, as initial() gives"
             )
 
-    @contextmanager
-    def _mode(self, seed: int | None) -> Iterator[None]:
+    def _mode(self, seed: int | None) -> AbstractContextManager[None]:
         """Evaluation mode without a seed; with one, training mode with random draws from it."""
         if self._module.training != (seed is not None):
             self._set_training(seed is not None)
-        before = dict(self._module.named_buffers()) if self._has_buffers else {}
-        before = {name: buffer.clone() for name, buffer in before.items()}
         plain = seed is None or self._draws_nothing()
-        with nullcontext() if plain else seeded(seed or 0, self._like.device):
+        if plain and not self._has_buffers:
+            return nullcontext()
+        return self._watched(None if plain else seed)
+
+    @contextmanager
+    def _watched(self, seed: int | None) -> Iterator[None]:
+        """Random draws from a seed, if there is one, and a check of the module's buffers."""
+        buffers = self._module.named_buffers() if self._has_buffers else ()
+        before = {name: buffer.clone() for name, buffer in buffers}
+        with nullcontext() if seed is None else seeded(seed, self._like.device):
             yield
         if self._has_buffers:
             check_buffers(self._module, before)

@@ -28,8 +28,9 @@ class LocalSteps(FlatLoss):
         lr: float,
         part: Part | None = None,
         pull: Pull | None = None,
+        shift: Tensor | None = None,
     ) -> None:
-        """One step per batch in w itself: w ← w − lr·(∇f(w, batch) + λ(w − c)).
+        """One step per batch in w itself: w ← w − lr·(∇f(w, batch) + λ(w − c) + shift).
 
         There is no vector of the gradient where it comes tensor by tensor. Running statistics that
         the objective tracks are updated, too.
@@ -40,23 +41,29 @@ class LocalSteps(FlatLoss):
             lr: the step size.
             part: the coordinates that are changed, all by default; whole tensors.
             pull: λ and c; no proximal term by default.
+            shift: a vector that is added to the gradient; none by default.
         """
         self._check_vector(w)
         wanted = self._touched(part)
         if not wanted:
             return
         if self._chain is None or not (part is None or part.contiguous):
-            self._tensor_steps(w, batches, lr, wanted, pull)
+            self._tensor_steps(w, batches, lr, wanted, pull, shift)
             return
         index = slice(None) if part is None else part.index
+        own, centre = w[index], pull[1][index] if pull else None
+        shift_of = None if shift is None else shift[index]
+        gradient = torch.empty_like(own)  # one for all steps: allocation is slow
+        p, into = self._unflatten(w.detach()), self._some(gradient, wanted)
         for batch in (Batch(*each) for each in batches):
             if not self._in_closed_form(batch):
-                self._tensor_steps(w, [batch], lr, wanted, pull)
+                self._tensor_steps(w, [batch], lr, wanted, pull, shift)
                 continue
-            gradient, _ = self._grad(w, batch, wanted)
-            own = w[index]
-            if pull:
-                own.lerp_(pull[1][index], lr * pull[0])
+            self._closed_form(p, batch, into)
+            if shift_of is not None:
+                gradient.add_(shift_of)
+            if pull and centre is not None:
+                own.lerp_(centre, lr * pull[0])
             own.sub_(gradient, alpha=lr)
 
     def _tensor_steps(
@@ -66,22 +73,29 @@ class LocalSteps(FlatLoss):
         lr: float,
         wanted: Sequence[int],
         pull: Pull | None,
+        shift: Tensor | None,
     ) -> None:
         """The same steps with gradients of autograd; the module holds the tensors of w."""
         facts = self._facts()
         views = self._views(w.detach())
-        leaves = [views[i].requires_grad_() for i in wanted]
+        trained = [i for i in wanted if i < len(self._sizes) - len(self._statistics)]
+        leaves = [views[i].requires_grad_() for i in trained]
         tensors = [leaf.detach() for leaf in leaves]
-        centres = [self._views(pull[1])[i] for i in wanted] if pull else []
+        centres = [self._views(pull[1])[i] for i in trained] if pull else []
+        shifts = [self._views(shift)[i] for i in trained] if shift is not None else []
         # apart from w, since layers change them in a pass whose backward pass needs w unchanged
         statistics = {name: views[i].detach().clone() for name, i in self._statistics.items()}
         held = {name: views[i] for name, i in self._names.items()} | statistics | facts.counters
-        with holding(facts.slots, held):
+        with holding(facts.slots, held), torch.enable_grad():
             for batch in (Batch(*each) for each in batches):
                 arguments, keywords = call_arguments(batch.inputs, self._like)
-                with self._mode(batch.seed), torch.enable_grad():
+                with self._mode(batch.seed):
                     loss = self.loss(self._module(*arguments, **keywords), batch.targets)
+                if not trained:
+                    continue
                 gradients = self._by(leaves, loss)
+                if shifts:
+                    gradients = torch._foreach_add(gradients, shifts)
                 if pull:
                     torch._foreach_lerp_(tensors, centres, lr * pull[0])
                 torch._foreach_sub_(tensors, gradients, alpha=lr)
