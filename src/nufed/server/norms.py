@@ -17,7 +17,7 @@ PIECE = 2**16  # numbers of a vector that are compared at once, in the cache
 def change_norm(vector: Tensor, before: Tensor) -> float:
     """‖vector − before‖ in float64, in pieces, so that a large model is not copied."""
     pieces = (torch.split(each.detach().flatten(), PIECE) for each in (vector, before))
-    changes = (a.double().sub_(b) for a, b in zip(*pieces, strict=True))
+    changes = (a.to(torch.float64, copy=True).sub_(b) for a, b in zip(*pieces, strict=True))
     return math.sqrt(math.fsum(float(torch.dot(change, change)) for change in changes))
 
 
