@@ -122,7 +122,7 @@ def main() -> None:
         train, held_out = DATA[name]()
         with torch_threads(1):
             path = trained(name, train, {}, options.rounds)
-            found[name] = {
+            found[name] = found.get(name, {}) | {
                 "rounds": options.rounds,
                 "trained_on": len(train),
                 "scored_on": len(held_out),

@@ -24,6 +24,10 @@ PUBLISHED = {
         ["FedBench 0.1.3, its results page", "not stated", 98.85, 98.91, 61.99],
     ],
 }
+PLAIN = {  # FedAvg by external_plain.py
+    "plain PyTorch on nufed's split, 1 seed": "plain",
+    "the same with random crops and flips": "plain, augmented",
+}
 
 
 def write(found: Mapping[str, Any], page: Path) -> None:
@@ -32,6 +36,7 @@ def write(found: Mapping[str, Any], page: Path) -> None:
     text = template.from_string(TEMPLATE.read_text("utf-8")).render(
         methods=list(METHODS.values()),
         tables=[_table(name, own) for name, own in found.items()],
+        checks=_checks(found),
         unfinished=[
             f"{NAMES[name]} was trained for {own['rounds']} rounds"
             for name, own in found.items()
@@ -39,6 +44,18 @@ def write(found: Mapping[str, Any], page: Path) -> None:
         ],
     )
     page.write_text(text, "utf-8")
+
+
+def _checks(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rounds, and accuracies in per cent, of plain loops beside nufed's FedAvg."""
+    own = found.get("cifar10", {})
+    checks = []
+    for key in PLAIN.values():
+        if key in own:
+            ours = fmean(seed[len(own[key]) - 1] for seed in own["accuracy"]["fedavg"].values())
+            numbers = {"plain": f"{100 * own[key][-1]:.1f}", "nufed": f"{100 * ours:.1f}"}
+            checks.append({"key": key, "rounds": len(own[key]), **numbers})
+    return checks
 
 
 def _table(name: str, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,4 +66,7 @@ def _table(name: str, own: Mapping[str, Any]) -> dict[str, Any]:
         means = [fmean(seed[rounds - 1] for seed in curves[m].values()) for m in METHODS]
         label = f"nufed, {seeds} seed{'s' * (seeds > 1)}"
         rows.append([label, rounds, *(f"{100 * mean:.1f}" for mean in means)])
+    for label, key in PLAIN.items():
+        if key in own:
+            rows.append([label, len(own[key]), f"{100 * own[key][-1]:.1f}", "", ""])
     return {"name": NAMES[name], "rows": rows, **own}

@@ -51,6 +51,39 @@ def test_it_trains_extends_and_writes_the_page(external, monkeypatch):
     assert f"| nufed, 1 seed | 2 | {100 * curves['fedavg']['0'][-1]:.1f} |" in page
 
 
+def test_the_plain_loop_learns_and_is_on_the_page(external, monkeypatch):
+    import external_plain
+
+    setting = {**external.SETTING, "method": {**external.SETTING["method"], "local_epochs": 2}}
+    monkeypatch.setattr(external_plain, "SETTING", setting)
+    for name in ("RUNS", "RESULTS", "PAGE"):
+        monkeypatch.setattr(external_plain, name, getattr(external, name))
+    both = images(1200, 0), images(30, 1)
+    monkeypatch.setattr(external_plain, "DATA", {"cifar10": lambda: both})
+    halves = {"train": torch.randperm(1200), "train_sizes": torch.tensor([500, 700])}
+    monkeypatch.setattr(external_plain, "load_file", lambda path: halves)
+    curves = {method: {"0": [0.5]} for method in ("fedavg", "fedprox", "scaffold")}
+    about = {"rounds": 1, "trained_on": 1200, "scored_on": 30, "accuracy": curves}
+    external.RESULTS.write_text(json.dumps({"cifar10": about}))
+    monkeypatch.setattr("sys.argv", ["external_plain.py", "--rounds", "2"])
+    external_plain.main()
+    assert json.loads(external.RESULTS.read_text())["cifar10"]["plain"][-1] > 0.9
+    assert "| plain PyTorch on nufed's split, 1 seed | 2 |" in external.PAGE.read_text("utf-8")
+
+
+def test_augmented_images_are_shifted_or_flipped(external):
+    import external_plain
+
+    torch.manual_seed(0)
+    image = torch.zeros(1, 3, 12, 12)
+    image[0, 1, 5, 6] = 7  # a dot in one channel
+    for _ in range(20):
+        found = external_plain.augmented(image)
+        assert found.shape == image.shape and found.sum() == 7
+        _, channel, row, column = found.nonzero()[0].tolist()
+        assert channel == 1 and abs(row - 5) <= 4 and abs(column - 5.5) <= 4.5
+
+
 def test_the_score_is_the_accuracy_on_all_held_out_images(external, monkeypatch):
     monkeypatch.setattr(external, "CHUNK", 7)
     held_out = images(30, 1)
