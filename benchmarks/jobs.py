@@ -45,7 +45,7 @@ class Sizes:
     tau: tuple[int, ...] = (1, 2, 4, 8)
     workers: tuple[int, ...] = (1, 2, 3, 4)
     large: tuple[int, ...] = (7000, 3850)  # hidden layers of the large model: 48.5 million
-    run_rounds: tuple[int, int] = (20, 80)  # of two runs, whose difference is the cost of rounds
+    run_rounds: tuple[int, int] = (60, 160)  # of two runs, whose difference is the cost of rounds
     measured: int = 5  # maximum number of contenders whose memory is measured
 
 

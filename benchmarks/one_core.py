@@ -61,7 +61,10 @@ def rounds_of(contender, cohort, nu, curvature, number=10):
 
 
 def rounds_of_a_run(samples, sizes, nu, curvature):
-    """CPU-seconds of one round inside `nufed.run`: the difference of a long and a short run."""
+    """CPU-seconds of one round inside `nufed.run`: the difference of a long and a short run.
+
+    Both are long enough for every agent's matrix K, which is computed once.
+    """
 
     def cost(rounds):
         config = {
@@ -69,6 +72,7 @@ def rounds_of_a_run(samples, sizes, nu, curvature):
             "participation": sizes.cohort / sizes.agents,
             "eval_every": rounds,
             "workers": 1,
+            "engine": "gram",
             "baselines": [],
             "data": {"partition": "given", "test": 0.2},
             "model": {"name": "fcnn"},

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from itertools import accumulate
 from typing import get_args
@@ -22,14 +22,13 @@ from nufed.objective.modules import (
     RunningStats,
     batch_counters,
     call_arguments,
-    check_buffers,
     check_parameters,
     check_tensors,
     holding,
     layers_with_running_stats,
     norm_layers,
-    seeded,
     tracked_statistics,
+    watched,
 )
 from nufed.objective.parts import Part, find_part
 from nufed.objective.stack import stacked_outputs
@@ -336,17 +335,7 @@ class FlatModule:
         plain = seed is None or self._draws_nothing()
         if plain and not self._has_buffers:
             return nullcontext()
-        return self._watched(None if plain else seed)
-
-    @contextmanager
-    def _watched(self, seed: int | None) -> Iterator[None]:
-        """Random draws from a seed, if there is one, and a check of the module's buffers."""
-        buffers = self._module.named_buffers() if self._has_buffers else ()
-        before = {name: buffer.clone() for name, buffer in buffers}
-        with nullcontext() if seed is None else seeded(seed, self._like.device):
-            yield
-        if self._has_buffers:
-            check_buffers(self._module, before)
+        return watched(self._module, self._has_buffers, None if plain else seed, self._like.device)
 
     def _set_training(self, training: bool) -> None:
         self._module.train(training)

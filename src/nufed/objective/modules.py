@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, TypeAlias
@@ -215,6 +215,19 @@ def check_parameters(module: nn.Module, parameters: list[nn.Parameter]) -> None:
         raise InputError(
             f"the module's parameters are {parameters[0].dtype}: they must be floating-point"
         )
+
+
+@contextmanager
+def watched(
+    module: nn.Module, has_buffers: bool, seed: int | None, device: torch.device
+) -> Iterator[None]:
+    """Random draws from a seed, if there is one, and a check of the module's own buffers."""
+    buffers = module.named_buffers() if has_buffers else ()
+    before = {name: buffer.clone() for name, buffer in buffers}
+    with nullcontext() if seed is None else seeded(seed, device):
+        yield
+    if has_buffers:
+        check_buffers(module, before)
 
 
 def check_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:

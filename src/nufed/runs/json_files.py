@@ -25,6 +25,8 @@ def check_entries(path: Path) -> None:
     for entry in path.rglob("*"):
         try:
             about = entry.lstat()
+        except FileNotFoundError:  # removed meanwhile by a process that trains a part of the run
+            continue
         except OSError as error:
             raise RunError(f"{entry} can't be read: {error.strerror}") from error
         kind = _forbidden_kind(about)
