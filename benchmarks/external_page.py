@@ -52,9 +52,11 @@ def _checks(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     checks = []
     for key in PLAIN.values():
         if key in own:
-            ours = fmean(seed[len(own[key]) - 1] for seed in own["accuracy"]["fedavg"].values())
-            numbers = {"plain": f"{100 * own[key][-1]:.1f}", "nufed": f"{100 * ours:.1f}"}
-            checks.append({"key": key, "rounds": len(own[key]), **numbers})
+            rounds = min(len(own[key]), own["rounds"])
+            ours = fmean(seed[rounds - 1] for seed in own["accuracy"]["fedavg"].values())
+            plain = own[key][rounds - 1]
+            numbers = {"plain": f"{100 * plain:.1f}", "nufed": f"{100 * ours:.1f}"}
+            checks.append({"key": key, "rounds": rounds, **numbers})
     return checks
 
 

@@ -36,7 +36,7 @@ from nufed.server.checks import NOT_FINITE
 from nufed.simulation.engine import Engine, work_of
 from nufed.simulation.faults import Faults
 
-PART_BYTES = 2**25  # of updates that are in memory at once, before they are aggregated
+PART_BYTES = 2**24  # of updates that are in memory at once, before they are aggregated
 Doubt: TypeAlias = Callable[[int, str], None]
 """Called with a round and the numerical problem found in it."""
 
