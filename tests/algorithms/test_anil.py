@@ -189,8 +189,8 @@ class WithoutTheBodysCurvature(ANIL):
         part = objective.base.part(self.adapted)
 
         class Cut(Exact):
-            def product(self, objective, w, batch, v):
-                full = super().product(objective, w, batch, v)
+            def product(self, objective, w, batch, v, within=None):
+                full = super().product(objective, w, batch, v, within)
                 return part.put(torch.zeros_like(full), part.take(full))
 
         own = replace(ANIL(**SHARED), adapt_lr=self.adapt_lr, curvature=Cut())

@@ -209,7 +209,7 @@ def _mean_and_std(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """Over all values together; (0, 0) for a layer that is never called by itself."""
     if not tensors:
         return like.new_zeros(2)
-    x = torch.cat(list(tensors)).to(like.dtype)
+    x = (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))).to(like.dtype)
     return torch.stack([x.mean(), (x.var(correction=min(1, len(x) - 1)) + EPSILON).sqrt()])
 
 

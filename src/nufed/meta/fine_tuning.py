@@ -22,13 +22,15 @@ def trajectory(
     batches: Iterable[AnyBatch],
     lr: Rate,
     part: Part | None = None,
+    in_place: bool = False,
 ) -> Iterator[Tensor]:
     """The iterates w₀ = w, w₁, …, w_ν of fine-tuning.
 
     w_{l+1} = w_l − α∇f(w_l, 𝒟_l)   (the paper's w̃_l, Remark 2)
 
     Running statistics that the objective tracks are updated, too. With a ``part`` only its
-    coordinates take steps, of one size.
+    coordinates take steps, of one size. With ``in_place`` the steps overwrite w, which is then
+    every iterate; it is not allowed if statistics are tracked.
 
     >>> from nufed import Objective
     >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
@@ -41,13 +43,15 @@ def trajectory(
     if isinstance(lr, Tensor) and lr.ndim == 1 and w.ndim == 1:
         part = objective.base.support(lr)  # where step sizes are 0 no gradient is needed
         rate = lr if part is None else part.take(lr)
+    step = descend_in_place if in_place else descend
     yield w
     for batch in batches:
         if part is None:
-            after = descend(w, rate, objective.grad(w, batch))
+            after = step(w, rate, objective.grad(w, batch))
         else:
-            g = objective.base.grad(w, batch, part)
-            after = part.put(w, descend(part.take(w), rate, g))
+            own = step(part.take(w), rate, objective.base.grad(w, batch, part))
+            after = w if in_place else w.clone()
+            part.fill(after, own)
         w = objective.base.track(after, batch, at=w, overwrite=True)
         yield w
 
@@ -72,7 +76,9 @@ def adapt(objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: R
     >>> adapt(objective, torch.tensor([8.0]), [batch, batch], lr=0.25)
     tensor([2.])
     """
-    *_, adapted = trajectory(objective, w, batches, lr)
+    in_place = isinstance(w, Tensor) and not objective.base.tracks_statistics
+    start = w.clone() if in_place else w
+    *_, adapted = trajectory(objective, start, batches, lr, in_place=in_place)
     return adapted
 
 
@@ -84,6 +90,13 @@ def descend(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
         change = direction * lr
         return torch.sub(w, change, out=change)
     return w + direction * -lr
+
+
+def descend_in_place(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
+    """The same with the same bits, but overwriting w and the direction if they are tensors."""
+    if not isinstance(w, Tensor):
+        return descend(w, lr, direction)
+    return w.sub_(direction.mul_(lr)) if isinstance(lr, Tensor) else w.sub_(direction, alpha=lr)
 
 
 def proximal(gradient: Tensor, weight: float, y: Tensor, centre: Tensor) -> Tensor:

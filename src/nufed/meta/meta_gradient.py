@@ -29,7 +29,7 @@ from nufed.meta.differences import (
     trouble_with_product,
     trouble_with_step,
 )
-from nufed.meta.fine_tuning import Rate, descend, descent, trajectory
+from nufed.meta.fine_tuning import Rate, descend_in_place, descent, trajectory
 from nufed.objective import AnyBatch, AnyObjective, Objective
 from nufed.objective.parts import Part
 from nufed.settings import check_settings, setting
@@ -49,13 +49,23 @@ class MetaBatch(NamedTuple):
 
 
 class Curvature(Protocol):
-    """How the product ∇²f(w, batch)·v is computed, and its cost."""
+    """How the product ∇²f(w, batch)·v is computed, and its cost.
+
+    With a ``part`` v is taken as 0 outside it.
+    """
 
     batches_per_product: ClassVar[int]
     gradients_per_product: ClassVar[int]
     hvps_per_product: ClassVar[int]
 
-    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+    def product(
+        self,
+        objective: AnyObjective,
+        w: Tensor,
+        batch: AnyBatch,
+        v: Tensor,
+        part: Part | None = None,
+    ) -> Tensor:
         """∇²f(w, batch)·v, or its approximation."""
         ...
 
@@ -81,13 +91,22 @@ class Exact:
     gradients_per_product: ClassVar[int] = 0
     hvps_per_product: ClassVar[int] = 1
 
-    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+    def product(
+        self,
+        objective: AnyObjective,
+        w: Tensor,
+        batch: AnyBatch,
+        v: Tensor,
+        part: Part | None = None,
+    ) -> Tensor:
         if self.check and objective.base not in _checked:
             _checked.add(objective.base)
-            trouble = self.trouble(objective, w, batch, v)
+            trouble = self.trouble(objective, w, batch, _only(v, part))
             if trouble:
                 warnings.warn(trouble, NumericalWarning, stacklevel=2)
-        return objective.hvp(w, batch, v)
+        if part is None:
+            return objective.hvp(w, batch, v)
+        return objective.base.hvp(w, batch, v, part)
 
     def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
         """Some operations have wrong second derivatives, and some detach the graph."""
@@ -102,7 +121,14 @@ class FirstOrder:
     gradients_per_product: ClassVar[int] = 0
     hvps_per_product: ClassVar[int] = 0
 
-    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+    def product(
+        self,
+        objective: AnyObjective,
+        w: Tensor,
+        batch: AnyBatch,
+        v: Tensor,
+        part: Part | None = None,
+    ) -> Tensor:
         return 0 * v
 
     def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
@@ -131,7 +157,15 @@ class HessianFree:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def product(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+    def product(
+        self,
+        objective: AnyObjective,
+        w: Tensor,
+        batch: AnyBatch,
+        v: Tensor,
+        part: Part | None = None,
+    ) -> Tensor:
+        v = _only(v, part)
         if self.fd_step == "auto":
             return double_difference(objective, w, batch, v)
         if self.check and self._watch.due():
@@ -270,13 +304,13 @@ def _backwards(
         if batch.curvature:  # first-order needs none
             w, own = iterates.pop(), batch.curvature[step]
             v = d if shape is None else shape * d
-            v = v if part is None else part.only(v)
-            product = curvature.product(objective, w, own, v)
-            if isinstance(d, Tensor) and not isinstance(scale, Tensor):
-                d.sub_(product, alpha=scale)  # the bits of descend, in place
-            else:
-                d = descend(d, scale, product)
+            d = descend_in_place(d, scale, curvature.product(objective, w, own, v, part))
         yield d
+
+
+def _only(v: Tensor, part: Part | None) -> Tensor:
+    """v with zeros outside a part."""
+    return v if part is None else part.only(v)
 
 
 def _scale_and_shape(lr: Rate) -> tuple[Rate, Tensor | None]:

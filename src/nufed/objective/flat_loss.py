@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nufed.errors import InputError
 from nufed.objective.batch import AnyBatch, Batch, Loss
 from nufed.objective.flat_module import FlatModule
+from nufed.objective.linearized import Linearized
 from nufed.objective.modules import RunningStats, cast_like, is_zero
 from nufed.objective.parts import Part, part_of
 from nufed.objective.perceptron import Parameters, perceptron
@@ -189,24 +190,28 @@ class FlatLoss(FlatModule):
             return tuple(torch.zeros_like(leaf) for leaf in leaves)
         return torch.autograd.grad(loss, leaves, materialize_grads=True)
 
-    def single_hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
-        """∇²f(w, batch)·v of one vector."""
+    def single_hvp(self, w: Tensor, batch: AnyBatch, v: Tensor, part: Part | None = None) -> Tensor:
+        """∇²f(w, batch)·v of one vector, with v taken as 0 outside a part."""
         try:
-            return self._hvp(w, batch, v)
+            return self._hvp(w, batch, v, part)
         except RuntimeError as error:
             if "is not implemented" not in str(error):
                 raise
             # fused attention has no second derivative; its unfused form has one
             with sdpa_kernel(SDPBackend.MATH):
-                return self._hvp(w, batch, v)
+                return self._hvp(w, batch, v, part)
 
-    def _hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
+    def _hvp(self, w: Tensor, batch: AnyBatch, v: Tensor, part: Part | None) -> Tensor:
         self._check_vector(w)
-        leaves = [view.requires_grad_() for view in self._views(w.detach())]
         # tensors in which v is 0 add nothing, and need no gradient
-        directions = {i: d for i, d in enumerate(self._views(v)) if not is_zero(d)}
+        directions = self._directions(v, part)
         if not directions:
             return torch.zeros_like(w)
+        batch = Batch(*batch)
+        if self._in_closed_form(batch):
+            own = {name: directions[i] for name, i in self._names.items() if i in directions}
+            return self._product(self._linearized(w, batch), own)
+        leaves = [view.requires_grad_() for view in self._views(w.detach())]
         with torch.enable_grad():
             gradients = self._graph(leaves, batch, list(directions))
             # a loss that is linear in a parameter has a gradient that does not depend on it
@@ -218,6 +223,26 @@ class FlatLoss(FlatModule):
             )
             del gradients
             return _joined(torch.autograd.grad(wanted, leaves, against, materialize_grads=True))
+
+    def _directions(self, v: Tensor, part: Part | None) -> dict[int, Tensor]:
+        """The tensors of v that are not 0, by their place, with v taken as 0 outside a part."""
+        if part is None:
+            return {i: d for i, d in enumerate(self._views(v)) if not is_zero(d)}
+        touched = self._touched(part)
+        views = self._views(v if part.size == self._length(touched) else part.only(v))
+        return {i: views[i] for i in touched}
+
+    def _linearized(self, w: Tensor, batch: Batch) -> Linearized:
+        """The derivatives at w in closed form."""
+        assert self._chain is not None
+        inputs = cast_like(cast(Tensor, batch.inputs), self._like)
+        targets = cast_like(batch.targets, self._like)
+        return Linearized(self._chain, self._unflatten(w.detach()), inputs, targets)
+
+    def _product(self, at: Linearized, v: Parameters) -> Tensor:
+        product = self._like.new_empty(self.size)
+        at.product(v, self._unflatten(product))
+        return product
 
     def _graph(
         self, leaves: list[Tensor], batch: AnyBatch, wanted: Sequence[int]
@@ -234,6 +259,11 @@ class FlatLoss(FlatModule):
         there; :meth:`hvp` makes one for each product.
         """
         self._check_vector(w)
+        batch = Batch(*batch)
+        if self._in_closed_form(batch):
+            at, gradient = self._linearized(w, batch), torch.empty_like(w)
+            at.gradient(self._unflatten(gradient))
+            return gradient, lambda v: self._product(at, self._unflatten(v))
         leaves = [view.requires_grad_() for view in self._views(w.detach())]
         with torch.enable_grad():
             gradients = self._graph(leaves, batch, range(len(leaves)))

@@ -146,10 +146,15 @@ class Objective(LocalSteps):
         gradient, _ = self.stacked_grad(w, batch)
         return gradient if part is None else part.take(gradient)
 
-    def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
-        """∇²f(w, batch)·v, by differentiating ⟨∇f, v⟩; the Hessian is never formed."""
+    def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor, part: Part | None = None) -> Tensor:
+        """∇²f(w, batch)·v, by differentiating ⟨∇f, v⟩; the Hessian is never formed.
+
+        With a part v is taken as 0 outside it, which saves the work for those coordinates.
+        """
         require(v.shape == w.shape, "v", tuple(v.shape), f"must have the shape of w, {w.shape}")
-        return self.single_hvp(w, batch, v) if w.ndim == 1 else self.stacked_hvp(w, batch, v)[0]
+        if w.ndim == 1:
+            return self.single_hvp(w, batch, v, part)
+        return self.stacked_hvp(w, batch, v if part is None else part.only(v))[0]
 
     def beside(
         self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor

@@ -86,15 +86,8 @@ class Perceptron:
         Those of tensors that ``into`` lacks are not computed. Returns the inputs of the head. With
         ``first`` the inputs are those of that link.
         """
-        lowest = next(i for i, link in enumerate(self.links) if _is_in(link, into))
-        xs = [inputs.flatten(1)] * (first + 1)
-        for link in self.links[first:]:
-            if isinstance(link, Activation):
-                xs.append(link.apply(xs[-1]))
-            elif link.bias:
-                xs.append(torch.addmm(p[link.bias], xs[-1], p[link.weight].t()))
-            else:
-                xs.append(torch.mm(xs[-1], p[link.weight].t()))
+        lowest = next(i for i, link in enumerate(self.links) if is_in(link, into))
+        xs = self.single_forward(p, inputs.flatten(1), first)
         outputs = xs[-1] if self.shift is None else xs[-1] + self.shift
         logs = torch.log_softmax(outputs, dim=1)
         loss, number = aten.nll_loss_forward(logs, targets, None, MEAN, IGNORED)
@@ -108,13 +101,25 @@ class Perceptron:
                 d = link.backward(d, xs[i + 1])
                 continue
             if link.weight in into:
-                _product_into(into[link.weight], d.t(), xs[i])
+                product_into(into[link.weight], d.t(), xs[i])
             if link.bias and link.bias in into:
                 torch.sum(d, dim=0, out=into[link.bias])
             if i == lowest:
                 break
             d = torch.mm(d, p[link.weight])
         return xs[self.head]
+
+    def single_forward(self, p: Parameters, x: Tensor, first: int = 0) -> list[Tensor]:
+        """The inputs of every link of one network, and the outputs of the last."""
+        xs = [x] * (first + 1)
+        for link in self.links[first:]:
+            if isinstance(link, Activation):
+                xs.append(link.apply(xs[-1]))
+            elif link.bias:
+                xs.append(torch.addmm(p[link.bias], xs[-1], p[link.weight].t()))
+            else:
+                xs.append(torch.mm(xs[-1], p[link.weight].t()))
+        return xs
 
     def gradient(
         self, p: Parameters, inputs: Tensor, targets: Tensor, into: Parameters, by_inputs: bool
@@ -203,7 +208,7 @@ def perceptron(module: nn.Module, loss: object) -> Perceptron | None:
     return Perceptron(tuple(link for link in links if link is not None), flattens)
 
 
-def _product_into(place: Tensor, a: Tensor, b: Tensor) -> None:
+def product_into(place: Tensor, a: Tensor, b: Tensor) -> None:
     """Write ab into place, with the bits of a new tensor, which depend on its alignment."""
     if place.data_ptr() % ALIGNMENT:
         place.copy_(torch.mm(a, b))
@@ -211,7 +216,7 @@ def _product_into(place: Tensor, a: Tensor, b: Tensor) -> None:
         torch.mm(a, b, out=place)
 
 
-def _is_in(link: Linear | Activation, names: Container[str]) -> bool:
+def is_in(link: Linear | Activation, names: Container[str]) -> bool:
     """Whether a parameter of the link is among these."""
     return isinstance(link, Linear) and (link.weight in names or link.bias in names)
 
