@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nufed.algorithms import fixed_point
+from nufed.algorithms import fixed_point, running_mean
 from nufed.algorithms.aggregation import Mean
-from nufed.algorithms.fixed_point import FixedPointGrid, FixedPointSum, fixed_point_mean
+from nufed.algorithms.fixed_point import FixedPointGrid, FixedPointSum
+from nufed.algorithms.running_mean import fixed_point_mean
 from nufed.server.incoming import screen
 from support import update
 
@@ -125,7 +126,7 @@ def test_pieces_share_the_grid_of_the_whole_vector(monkeypatch):
     vectors = [v.reshape(3, 20) for v in wide_range(5, torch.float32, seed=4)]
     before = torch.arange(60.0).reshape(3, 20) ** 2
     whole = fixed_point_mean(vectors, before)
-    monkeypatch.setattr(fixed_point, "PIECE", 7)
+    monkeypatch.setattr(running_mean, "PIECE", 7)
     assert torch.equal(fixed_point_mean(vectors, before), whole)
 
 

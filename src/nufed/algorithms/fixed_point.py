@@ -18,7 +18,6 @@ that and the movement is below 4.6e-6·s (float32) or 1.1e-9·s (float64).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,7 @@ UNIT_BITS_FLOAT64 = 72
 EXACT = 2.0**53  # integers up to it are exact in float64
 RADIX_BITS = 44
 RADIX = 2.0**RADIX_BITS
-PIECE = 2**16  # numbers of a vector that are added at once
+PIECE = 2**18  # numbers of a vector that are added at once
 CARRY_EVERY = 2**16  # wide additions before a carry: 2¹⁶·2⁴⁴ is far below 2⁶³
 
 
@@ -55,10 +54,9 @@ class FixedPointGrid:
         return cls(scale * 2.0**-bits, scale * 2.0**BOUND_BITS)
 
     def encode(self, vector: Tensor, out: Tensor | None = None) -> Tensor:
-        """The integers round(y/u), as floating-point numbers that hold them exactly."""
-        # scaling by a power of two is exact, but half precision has too few exponents for it
-        wide = vector.detach().to(torch.promote_types(vector.dtype, torch.float32))
-        return torch.mul(wide, 1 / self.unit, out=out).round_()
+        """The integers round(y/u), held exactly in float64."""
+        wide = torch.empty_like(vector, dtype=torch.float64) if out is None else out
+        return wide.copy_(vector.detach()).mul_(1 / self.unit).round_()
 
     def decode(self, total: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """The mean from the sum of the integers, computed in float64 and rounded to ``dtype``."""
@@ -75,7 +73,7 @@ class FixedPointSum:
     Args:
         before: the server's vector.
         grid: that of a longer vector of which these are parts; None: that of ``before``.
-        buffer: of :func:`integer_dtype`, at least as long, which several sums may share.
+        buffer: in float64, at least as long, which several sums may share.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class FixedPointSum:
         self._dtype, self._grid = before.dtype, grid or FixedPointGrid.of(before)
         self._total = torch.zeros_like(before, dtype=torch.float64)
         if buffer is None:  # reused: allocation is slow
-            buffer = torch.empty(before.numel(), dtype=integer_dtype(before))
+            buffer = torch.empty(before.numel(), dtype=torch.float64)
         self._integers = buffer[: before.numel()].view(before.shape)
         self._room = EXACT  # what may still be added to it exactly
         self._limbs: tuple[Tensor, Tensor] | None = None
@@ -98,9 +96,9 @@ class FixedPointSum:
         """Add one vector."""
         self.count += 1
         integers = self._grid.encode(vector, self._integers)
-        largest = peak(integers)
+        largest = peak(vector) / self._grid.unit + 1  # at least, after rounding
         if largest > EXACT:
-            self._add_wide(integers.double())
+            self._add_wide(integers)
             return
         if largest > self._room:
             self._add_wide(self._total)
@@ -127,28 +125,6 @@ class FixedPointSum:
         self._wide_additions += 1
         if self._wide_additions % CARRY_EVERY == 0:
             self._limbs = carried(*self._limbs)
-
-
-def fixed_point_mean(vectors: Iterable[Tensor], before: Tensor) -> Tensor:
-    """The mean of vectors that agents sent in place of ``before``; any order gives the same bits.
-
-    >>> fixed_point_mean([torch.tensor([0.0, 3.0]), torch.tensor([1.0, 4.0])], torch.zeros(2))
-    tensor([0.5000, 3.5000])
-    """
-    grid = FixedPointGrid.of(before)
-    mean = torch.empty(before.shape, dtype=before.dtype, device=before.device)
-    rows = [torch.split(vector.detach().flatten(), PIECE) for vector in vectors]
-    for i, part in enumerate(torch.split(mean.view(-1), PIECE)):  # small buffers stay in the cache
-        total = FixedPointSum(part, grid)
-        for pieces in rows:
-            total.add(pieces[i])
-        part.copy_(total.mean())
-    return mean
-
-
-def integer_dtype(before: Tensor) -> torch.dtype:
-    """The dtype in which the integers of vectors of this dtype are held."""
-    return torch.promote_types(before.dtype, torch.float32)
 
 
 def peak(vector: Tensor) -> float:

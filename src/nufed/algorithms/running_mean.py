@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from nufed.algorithms.fixed_point import PIECE, FixedPointGrid, FixedPointSum, integer_dtype
+from nufed.algorithms.fixed_point import PIECE, FixedPointGrid, FixedPointSum
 
 
 class RunningMean:
-    """The mean of vectors that agents send in place of ``before``, with the bits of
-    :func:`~nufed.algorithms.fixed_point.fixed_point_mean`.
+    """The mean of vectors that agents send in place of ``before``; any order gives the same bits.
 
     Its sum takes 8 bytes per number. Where it exceeds 2⁵³ units of the grid, and in float64, 16
     more are taken for these pieces of the vector.
@@ -25,7 +26,7 @@ class RunningMean:
     def __init__(self, before: Tensor) -> None:
         grid, parts = FixedPointGrid.of(before), torch.split(before.detach().flatten(), PIECE)
         longest = max((part.numel() for part in parts), default=0)
-        buffer = torch.empty(longest, dtype=integer_dtype(before), device=before.device)
+        buffer = torch.empty(longest, dtype=torch.float64, device=before.device)
         self._shape, self._dtype, self._device = before.shape, before.dtype, before.device
         self._sums = [FixedPointSum(part, grid, buffer) for part in parts]
 
@@ -41,3 +42,11 @@ class RunningMean:
         for part in torch.split(mean.view(-1), PIECE):
             part.copy_(self._sums.pop(0).mean())
         return mean
+
+
+def fixed_point_mean(vectors: Iterable[Tensor], before: Tensor) -> Tensor:
+    """The mean of vectors that are all there, as :class:`RunningMean` takes it."""
+    mean = RunningMean(before)
+    for vector in vectors:
+        mean.add(vector)
+    return mean.take()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from nufed.algorithms.fixed_point import fixed_point_mean
+from nufed.algorithms.running_mean import fixed_point_mean
 from nufed.flower.app.secure_sum import words
 from nufed.flower.app.secure_sum.masking import advertise, confirm, masked, share, unmask
 from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms

@@ -49,7 +49,7 @@ def encode(vectors: State, before: State, sites: int) -> Words:
                 f"its {name!r} has numbers beyond {grid.bound:.2g}, the bound of this round: it "
                 "diverges"
             )
-        high, low = (limb.flatten().numpy() for limb in to_limbs(grid.encode(vector).double()))
+        high, low = (limb.flatten().numpy() for limb in to_limbs(grid.encode(vector)))
         rows = [(high << RADIX_BITS) + low, high >> HIGH_SHIFT]
         parts.append(np.stack(rows[:words]).view(np.uint64))
     return np.concatenate(parts, axis=1)
