@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nufed.algorithms import fixed_point, running_mean
 from nufed.algorithms.aggregation import Mean
-from nufed.algorithms.fixed_point import FixedPointGrid, FixedPointSum
+from nufed.algorithms.fixed_point import FixedPointGrid, FixedPointSum, peak
 from nufed.algorithms.running_mean import fixed_point_mean
 from nufed.server.incoming import screen
 from support import update
@@ -80,7 +80,7 @@ def test_the_error_relative_to_the_movement(dtype):
     vectors = list(moves.to(dtype).unbind())
     total = FixedPointSum(w)
     for vector in vectors:
-        total.add(vector)
+        total.add(vector, peak(vector))
     found = total._grid.decode(total._total, 9, torch.float64)  # before it is rounded to float32
     for mean, exact in zip(found.tolist(), exact_mean(vectors), strict=True):
         assert abs(Fraction(mean) - exact) <= Fraction(relative) * exact * (1 + Fraction(1, 100))
@@ -134,7 +134,7 @@ def test_the_mean_may_be_read_at_any_time():
     vectors = wide_range(9, torch.float32, seed=2, most=2**16)
     total = FixedPointSum(torch.zeros(60))
     for count, vector in enumerate(vectors, start=1):
-        total.add(vector)
+        total.add(vector, peak(vector))
         assert torch.equal(total.mean(), fixed_point_mean(vectors[:count], torch.zeros(60)))
 
 

@@ -58,10 +58,11 @@ class FixedPointGrid:
         wide = torch.empty_like(vector, dtype=torch.float64) if out is None else out
         return wide.copy_(vector.detach()).mul_(1 / self.unit).round_()
 
-    def decode(self, total: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    def decode(
+        self, total: Tensor, count: int, dtype: torch.dtype, buffer: Tensor | None = None
+    ) -> Tensor:
         """The mean from the sum of the integers, computed in float64 and rounded to ``dtype``."""
-        mean = torch.empty_like(total, dtype=dtype)
-        return torch.div(total, count / self.unit, out=mean)
+        return torch.div(total, count / self.unit, out=buffer).to(dtype)
 
 
 class FixedPointSum:
@@ -92,11 +93,11 @@ class FixedPointSum:
         self._wide_additions = 0
         self.count = 0
 
-    def add(self, vector: Tensor) -> None:
-        """Add one vector."""
+    def add(self, vector: Tensor, largest: float) -> None:
+        """Add one vector whose numbers have magnitudes up to ``largest``."""
         self.count += 1
         integers = self._grid.encode(vector, self._integers)
-        largest = peak(vector) / self._grid.unit + 1  # at least, after rounding
+        largest = largest / self._grid.unit + 1  # of the integers
         if largest > EXACT:
             self._add_wide(integers)
             return
@@ -114,7 +115,7 @@ class FixedPointSum:
             self._add_wide(total)
             self._total.zero_()
             total = from_limbs(*self._limbs)
-        return self._grid.decode(total, self.count, self._dtype)
+        return self._grid.decode(total, self.count, self._dtype, self._integers)
 
     def _add_wide(self, integers: Tensor) -> None:
         high, low = to_limbs(integers)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from nufed.algorithms.fixed_point import PIECE, FixedPointGrid, FixedPointSum
+from nufed.algorithms.fixed_point import PIECE, FixedPointGrid, FixedPointSum, peak
 
 
 class RunningMean:
@@ -30,11 +30,12 @@ class RunningMean:
         self._shape, self._dtype, self._device = before.shape, before.dtype, before.device
         self._sums = [FixedPointSum(part, grid, buffer) for part in parts]
 
-    def add(self, vector: Tensor) -> None:
-        """Add one vector."""
+    def add(self, vector: Tensor, largest: float | None = None) -> None:
+        """Add one vector; ``largest`` is its largest magnitude, if known."""
+        largest = peak(vector) if largest is None else largest
         pieces = torch.split(vector.detach().flatten(), PIECE)
         for total, piece in zip(self._sums, pieces, strict=True):
-            total.add(piece)
+            total.add(piece, largest)
 
     def take(self) -> Tensor:
         """The mean; frees the memory of the sum, piece by piece."""

@@ -11,6 +11,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from nufed.algorithms.fixed_point import peak
 from nufed.algorithms.protocol import AgentUpdate, State
 
 NO_AGENT = "its sender is not a valid agent number"
@@ -27,14 +28,16 @@ class Unreadable:
     reason: str
 
 
-def fault_of(
+def examine(
     update: AgentUpdate,
     expected: State,
     round: int,
     bounds: Mapping[str, float],
     cohort: Collection[int] | None = None,
-) -> str | None:
-    """Why a single update is invalid, if it is; any field may have any type.
+) -> tuple[str | None, dict[str, float]]:
+    """Why a single update is invalid, if it is, and the largest magnitude in each of its vectors.
+
+    Any field may have any type.
 
     Args:
         update: as received.
@@ -43,6 +46,25 @@ def fault_of(
         bounds: on the numbers of each vector (:mod:`nufed.algorithms.fixed_point`).
         cohort: the agents of the round; None: any agent.
     """
+    largest: dict[str, float] = {}
+    reason = _fault_of_header(update, expected, round)
+    if reason is not None:
+        return reason, largest
+    for name, right in expected.items():
+        vector = update.vectors[name]
+        reason = _fault_of_form(vector, right)
+        if reason is None:
+            largest[name] = peak(vector)
+            reason = _fault_of_size(largest[name], vector.dtype, bounds[name])
+        if reason is not None:
+            return f"{name!r} {reason}", largest
+    if cohort is not None and update.agent not in cohort:
+        return "it is not in this round's cohort", largest
+    return None, largest
+
+
+def _fault_of_header(update: AgentUpdate, expected: State, round: int) -> str | None:
+    """What is wrong with an update beside the values of its vectors, if anything."""
     if not _is_number(update.agent) or not 0 <= update.agent < MOST_AGENTS:
         return NO_AGENT
     if not _is_number(update.round) or update.round != round:
@@ -54,17 +76,11 @@ def fault_of(
     if update.vectors.keys() != expected.keys():
         names = (n if isinstance(n, str) else _shown(n) for n in islice(update.vectors, 6))
         return f"it sent {reprlib.repr(sorted(names))} instead of {sorted(expected)}"
-    for name, right in expected.items():
-        reason = _fault_of_vector(update.vectors[name], right, bounds[name])
-        if reason is not None:
-            return f"{name!r} {reason}"
-    if cohort is not None and update.agent not in cohort:
-        return "it is not in this round's cohort"
     return None
 
 
-def _fault_of_vector(vector: object, right: Tensor, bound: float) -> str | None:
-    """Why a vector can't replace ``right``, if it can't; makes no copy."""
+def _fault_of_form(vector: object, right: Tensor) -> str | None:
+    """Why a vector is not of the form of ``right``, if it is not."""
     if isinstance(vector, Unreadable):
         return vector.reason
     if not isinstance(vector, Tensor):
@@ -75,17 +91,19 @@ def _fault_of_vector(vector: object, right: Tensor, bound: float) -> str | None:
         found, wanted = getattr(vector, what), getattr(right, what)
         if found != wanted:
             return f"has {what} {found} instead of {wanted}"
-    if vector.numel() == 0:
-        return None
-    least, most = (float(end) for end in torch.aminmax(vector.detach()))
-    if not (math.isfinite(least) and math.isfinite(most)):
+    return None
+
+
+def _fault_of_size(largest: float, dtype: torch.dtype, bound: float) -> str | None:
+    """Why a vector with numbers up to ``largest`` is invalid, if it is."""
+    if not math.isfinite(largest):
         return NOT_FINITE
     # so small that no sum over MOST_AGENTS agents with MOST_SAMPLES samples each overflows
-    limit = min(bound, torch.finfo(torch.promote_types(vector.dtype, torch.float32)).max ** 0.5)
-    if max(-least, most) > limit:
+    limit = min(bound, torch.finfo(torch.promote_types(dtype, torch.float32)).max ** 0.5)
+    if largest > limit:
         return (
-            f"has numbers up to {max(-least, most):.2g}, above {limit:.2g}, the bound of this "
-            f"round: {DIVERGES}"
+            f"has numbers up to {largest:.2g}, above {limit:.2g}, the bound of this round: "
+            f"{DIVERGES}"
         )
     return None
 

@@ -9,7 +9,7 @@ from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, State
 from nufed.algorithms.running_mean import RunningMean
 from nufed.algorithms.summed_updates import SingleUpdateError, SummedUpdates
 from nufed.errors import UpdateError
-from nufed.server.checks import NO_AGENT, fault_of
+from nufed.server.checks import NO_AGENT, examine
 from nufed.server.norms import NormBound
 from nufed.server.spool import Spool
 
@@ -65,7 +65,9 @@ class Incoming:
 
     def add(self, update: AgentUpdate) -> None:
         """Check an update; add it to the sum, or keep it."""
-        reason = fault_of(update, self._expected, self._round, self._grid_bounds, self._cohort)
+        reason, largest = examine(
+            update, self._expected, self._round, self._grid_bounds, self._cohort
+        )
         if reason is None and update.agent in self._valid:
             reason = "a duplicate update of this agent"
         if reason is not None:
@@ -77,7 +79,8 @@ class Incoming:
         if self._means is None:
             self._kept.append(update)
         elif accepted:
-            _sum(update.vectors, self._means)
+            for name, mean in self._means.items():
+                mean.add(update.vectors[name], largest[name])
         else:
             self._waiting.put(update.agent, update.vectors)
 
@@ -92,15 +95,12 @@ class Incoming:
             return [update for update in kept if update.agent not in too_large], rejected
         for agent in accepted:
             if agent in self._waiting:
-                _sum(self._waiting.get(agent), self._means)
+                waited = self._waiting.get(agent)
+                for name, mean in self._means.items():
+                    mean.add(waited[name])
         self._waiting.close()
         means = {name: mean.take() for name, mean in self._means.items()} if accepted else {}
         return SummedUpdates(accepted, means), rejected
-
-
-def _sum(vectors: State, means: Mapping[str, RunningMean]) -> None:
-    for name, mean in means.items():
-        mean.add(vectors[name])
 
 
 def screen(

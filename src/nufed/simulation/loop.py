@@ -36,7 +36,7 @@ from nufed.server.checks import NOT_FINITE
 from nufed.simulation.engine import Engine, work_of
 from nufed.simulation.faults import Faults
 
-PART_BYTES = 2**24  # of updates that are in memory at once, before they are aggregated
+PART_BYTES = 2**24  # of workers' updates that are in memory at once, before aggregation
 Doubt: TypeAlias = Callable[[int, str], None]
 """Called with a round and the numerical problem found in it."""
 
@@ -208,13 +208,15 @@ def _attempt(
 def _parts(
     algorithm: Algorithm, engine: Engine, sent: State, agents: Sequence[int]
 ) -> Iterator[list[int]]:
-    """The agents in groups of whole chunks, each trained together: as many as have updates of
-    :data:`PART_BYTES`, and at least one chunk for each that the engine trains in parallel."""
+    """The agents in groups of whole chunks, each trained together: single chunks in one process,
+    whose memory the next one reuses; else as many as have updates of :data:`PART_BYTES`, and at
+    least one chunk for each that the engine trains in parallel."""
     size = sum(vector.nbytes for vector in sent.values())
+    least = PART_BYTES if engine.parallel > 1 else 0
     part, chunks = list[int](), 0
     for chunk in engine.chunks(algorithm, agents):
         part, chunks = [*part, *chunk], chunks + 1
-        if chunks >= engine.parallel and len(part) * size >= PART_BYTES:
+        if chunks >= engine.parallel and len(part) * size >= least:
             yield part
             part, chunks = [], 0
     if part:

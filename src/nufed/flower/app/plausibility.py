@@ -30,7 +30,7 @@ FALSE_REJECTION = 1e-20  # upper bound on the probability that an honest update 
 def implausible(vectors: State, received: State, privacy: Privacy) -> str | None:
     """Why vectors can't be those received plus a clipped change and noise; None: they can be.
 
-    None also for vectors that :func:`nufed.server.checks.fault_of` rejects.
+    None also for vectors that :func:`nufed.server.checks.examine` rejects.
     """
     if not vectors or vectors.keys() - received.keys():
         return None
