@@ -52,6 +52,9 @@ def check_the_invariant(cls, participation=0.5, faults=NO_FAULTS):
 def test_too_long_updates_keep_their_old_control_variate():
     @dataclass(frozen=True)
     class Stretching(DirectEngine):
+        def chunks(self, algorithm, agents):
+            return [list(agents)]  # a whole round at once
+
         def agent_updates(self, algorithm, received, states, context):
             results = super().agent_updates(algorithm, received, states, context)
             agent = max(results)

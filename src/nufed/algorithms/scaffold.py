@@ -67,7 +67,8 @@ class Scaffold(LocalTraining):
         correction = c - c_i
         if self.optimizer.plain and eta != 0:
             y = self.descend(context, x, shift=correction)
-            new = (x - y).div_(steps * eta).sub_(correction)
+            sent = (x - y).div_(steps * eta)
+            new = sent - correction
         else:
             raw = torch.zeros_like(x)  # the sum of ∇f_i over steps
 
@@ -77,10 +78,10 @@ class Scaffold(LocalTraining):
                 return g.add_(correction)
 
             y = self.descend(context, x, corrected, in_place=True)
-            new = raw / steps
-        # sent as the server's vector plus the agent's change
-        sent = {"model": y, "control": (new - c_i).add_(c)}
-        return AgentResult(sent, {"control": new}, Cost(steps))
+            new = raw.div_(steps)
+            sent = new + correction
+        # sent is the server's vector plus the agent's change: c + (new − c_i)
+        return AgentResult({"model": y, "control": sent}, {"control": new}, Cost(steps))
 
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +19,8 @@ from nufed.seeding import stream, torch_seed
 
 SmallAgents: TypeAlias = Literal["refuse", "use_all"]
 ScoredOn: TypeAlias = Literal["test", "validation"]
+PickArguments: TypeAlias = tuple[str, int, int, int]
+"""Purpose, size, number and step of :meth:`AgentBatches.pick`."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,21 @@ class Picked(NamedTuple):
 
 @dataclass(frozen=True)
 class AgentBatches:
-    """One agent's training data in one round (a :class:`nufed.algorithms.protocol.BatchSource`)."""
+    """One agent's training data in one round (a :class:`nufed.algorithms.protocol.BatchSource`).
+
+    ``ready`` has the results of :meth:`pick` that :meth:`ahead` has computed, by its arguments.
+    """
 
     federation: Federation
     agent: int
     seed: int
     use: str
     round: int
+    ready: Mapping[PickArguments, list[Picked]] = field(default_factory=dict)
+
+    def ahead(self, draws: Iterable[PickArguments]) -> AgentBatches:
+        """The same batches, these picked at once: faster than one by one between products."""
+        return replace(self, ready={draw: self.pick(*draw) for draw in draws})
 
     def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
         """Independent batches, each drawn without replacement, each with a dropout seed."""
@@ -128,6 +138,8 @@ class AgentBatches:
         """The same batches as indices into the agent's training part."""
         if number == 0:
             return []
+        if (found := self.ready.get((purpose, size, number, step))) is not None:
+            return found
         rows, size = self.federation.batch_rows(self.agent, size)
         rng = stream(self.seed, f"{self.use}/{purpose}", self.round, self.agent, step)
         return [

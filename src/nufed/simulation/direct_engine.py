@@ -29,8 +29,9 @@ class DirectEngine(EvaluatesScales):
         results = {}
         for agent, state in states.items():
             batches = self.federation.batches(agent, self.seed, "train", context.round)
-            own = AgentContext.of(context, self.objective, batches, batches.samples)
             with work_of([agent], f"round {context.round}"):
+                batches = batches.ahead(algorithm.update_draws())
+                own = AgentContext.of(context, self.objective, batches, batches.samples)
                 results[agent] = algorithm.agent_update(own, received, state)
         return results
 
