@@ -93,6 +93,19 @@ def test_learned_step_sizes_resume_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.usefixtures("no_report")
+def test_residuals_of_compression_resume_to_the_same_bits(tmp_path):
+    methods = {"fo": {"curvature": "first_order"}}
+    config = {**CONFIG, "rounds": 5, "seeds": [0], "methods": methods, "baselines": []}
+    config["compression"] = {"codec": "top_k", "share": 0.1}
+    nufed.run(config, out=tmp_path / "whole")
+    path = begun(tmp_path / "run", 5, config)
+    saved = [load_file(each) for each in path.glob("methods/*/seed-0/states/*/*.safetensors")]
+    assert any("residual/model" in name for state in saved for name in state)
+    nufed.resume(path)
+    assert file_hashes(path) == file_hashes(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("no_report")
 def test_it_may_be_killed_repeatedly(tmp_path, whole):
     path = begun(tmp_path / "run", 2)
     for events in (1, 4, 9, 3):
