@@ -1,0 +1,35 @@
+"""Benchmarks outside of `make bench`, with tiny sizes, to their end."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+
+
+def test_the_overhead_is_what_a_round_takes_beside_its_share_of_the_work(monkeypatch):
+    import ray_overhead
+
+    (row,) = ray_overhead.measure(ray_overhead.QUICK, 1, None).values()
+    assert row["seconds"].keys() == {"one process", "two workers"}
+
+    def seconds(hidden, rounds, workers, address):
+        return 7 + rounds * (3 if address else 4 / workers)
+
+    monkeypatch.setattr(ray_overhead, "seconds_of_a_run", seconds)
+    (row,) = ray_overhead.measure(ray_overhead.QUICK, 2, "auto").values()
+    assert (row["overhead"], row["pays from"]) == (1.0, 2.0)
+
+
+def test_the_cost_of_compression_is_a_row_for_every_codec_and_method(capsys):
+    import compression
+
+    compression.measure("digits", rounds=1, seeds=1, codecs=["off", "int8"])
+    names = [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines() if "|" in line]
+    methods = ["fedavg", "gmeta"]
+    first = [["| initial model", m] for m in methods], [["| off", m] for m in methods]
+    assert names[:4] == [row for pair in zip(*first, strict=True) for row in pair]
+    assert names[4:] == [["| int8", m] for m in methods]
