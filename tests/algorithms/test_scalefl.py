@@ -18,6 +18,7 @@ from nufed.algorithms import AgentUpdate, ScaleFL
 from nufed.algorithms.aggregation import Mean, Median
 from nufed.algorithms.capacity import CapacityLevels
 from nufed.algorithms.local_optimizer import SGD
+from nufed.algorithms.scalefl import ExitsLoss
 from nufed.evaluate import Measure
 from nufed.models import MultiExit, multi_exit
 from nufed.server import to_send
@@ -582,6 +583,19 @@ def test_a_wrong_copy_is_rejected(mutant, proof):
 def evaluate(algorithm, engine, progress):
     received, states = to_send(algorithm, progress.server), states_of(engine, progress)
     return engine.evaluate(algorithm, received, states, steps=2, measure=Measure("accuracy"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_derivative_of_the_loss_has_the_bits_of_autograd(depth, dtype):
+    z, y = torch.randn(depth, 40, 10, dtype=dtype), torch.randint(0, 10, (40,))
+    for a, gamma in ((1, 0.05), (0.3, 0.7), (0, 0.7), (1, 0), (0, 0)):
+        algorithm = ScaleFL(exit_weight=a, distill_weight=gamma)
+        loss, leaf = ExitsLoss(algorithm, Objective(mlp())), z.clone().requires_grad_()
+        (right,) = torch.autograd.grad(loss(leaf, y), leaf)
+        assert torch.equal(loss.gradient(z, y), right)
+    assert ExitsLoss(algorithm, Objective(mlp(), F.mse_loss)).gradient(z, y) is None
+    assert ExitsLoss(made(NoDistillation), Objective(mlp())).gradient(z, y) is None
 
 
 def test_workers_and_resuming_give_the_same_bits():

@@ -94,3 +94,17 @@ def test_a_part_of_several_slices_is_copied_slice_by_slice_or_by_index(few, monk
     assert torch.equal(filled, torch.where(mask, -w, w))
     assert torch.equal(part.keep(w), w[:, mask])
     assert Part.where(torch.zeros(3, dtype=torch.bool)).size == 0
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 1, 0, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1], [1, 0, 1], [0]])
+def test_long_pieces_are_views_and_the_rest_is_one_part(mask, monkeypatch):
+    monkeypatch.setattr("nufed.objective.parts.LONG", 3)
+    mask = torch.tensor(mask) == 1
+    part, w = Part.where(mask), torch.arange(1.0, len(mask) + 1)
+    found = torch.zeros_like(w)
+    for piece in part.pieces:
+        piece.fill(found, piece.take(w))
+    assert torch.equal(found, torch.where(mask, w, 0))
+    assert sum(piece.size for piece in part.pieces) == part.size
+    assert [piece.contiguous for piece in part.pieces][:-1] == [True] * (len(part.pieces) - 1)
+    assert len(part.pieces) == (3 if len(mask) > 4 else 1)

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
@@ -45,7 +44,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nufed.algorithms.aggregation import Mean
 from nufed.algorithms.capacity import CapacityLevels
+from nufed.algorithms.exits_loss import exits_gradient
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
@@ -59,6 +60,7 @@ from nufed.algorithms.protocol import (
 from nufed.errors import InputError
 from nufed.meta.fine_tuning import descend
 from nufed.objective import AnyObjective, Inputs, Loss, Objective
+from nufed.objective.loss_gradient import KnownGradient, of_classes
 from nufed.objective.parts import Part
 from nufed.settings import setting
 
@@ -116,7 +118,8 @@ class ScaleFL(LocalTraining):
         w, (own, part) = received["model"], self.narrow(context)
         y = self.descend(replace(context, objective=own), part.take(w))
         cost = Cost(self.steps_per_round(context))
-        return AgentResult({"model": part.put(w, y)}, state, cost)
+        sent = y if part.size == len(w) else part.put(w, y)
+        return AgentResult({"model": sent}, state, cost)
 
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
@@ -126,12 +129,13 @@ class ScaleFL(LocalTraining):
         # coordinates that the same agents hold are aggregated together
         for smaller, level in pairwise([-1, *sorted(set(levels))]):
             part = _between(server["levels"], smaller, level)
-            holders = [
-                replace(update, vectors={"model": part.take(update.vectors["model"])})
-                for update, own in zip(updates, levels, strict=True)
-                if own >= level
-            ]
-            part.fill(w, self.aggregation.combine(holders, "model", part.take(before)))
+            holders = [update for update, own in zip(updates, levels, strict=True) if own >= level]
+            for piece in part.pieces if self.aggregation == Mean() else [part]:
+                own = [
+                    replace(update, vectors={"model": piece.take(update.vectors["model"])})
+                    for update in holders
+                ]
+                piece.fill(w, self.aggregation.combine(own, "model", piece.take(before)))
         return {**server, "model": w}
 
     def personal_model(
@@ -174,7 +178,7 @@ class ScaleFL(LocalTraining):
         """f as a function of the agent's coordinates y[I_l] alone, and I_l."""
         base, levels = context.objective.base, self.levels
         depths, level = levels.depths_of(base.exits), levels.of(int(context.agent))
-        return base.level(levels.widths, depths, level, partial(self.exits_loss, base.loss))
+        return base.level(levels.widths, depths, level, ExitsLoss(self, base))
 
     def first_levels(self, objective: AnyObjective) -> Tensor:
         """The first level that holds each coordinate."""
@@ -183,8 +187,7 @@ class ScaleFL(LocalTraining):
 
     def objective(self, objective: AnyObjective, depth: int) -> Objective:
         """f of the first d exits."""
-        loss = partial(self.exits_loss, objective.base.loss)
-        return objective.base.with_exits(depth, loss)
+        return objective.base.with_exits(depth, ExitsLoss(self, objective.base))
 
     def exits_loss(self, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
         """f, from the outputs z_1 … z_d of the agent's exits and the loss ℓ of one."""
@@ -211,6 +214,25 @@ class ScaleFL(LocalTraining):
         teacher = F.log_softmax(outputs[-1].detach() / self.temperature, dim=1)
         each = F.kl_div(students, teacher.expand_as(students), reduction="none", log_target=True)
         return self.temperature**2 * each.sum(dim=2).flatten(1).mean(dim=1)
+
+
+@dataclass(frozen=True)
+class ExitsLoss(KnownGradient):
+    """f as a function of the outputs of exits, with ℓ the loss of ``base``."""
+
+    algorithm: ScaleFL
+    base: Objective
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.algorithm.exits_loss(self.base.loss, outputs, targets)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        own, kind = self.algorithm, type(self.algorithm)
+        same = (kind.exits_loss, kind.distillation) == (ScaleFL.exits_loss, ScaleFL.distillation)
+        if not (same and self.base.is_cross_entropy and of_classes(outputs[0], targets)):
+            return None
+        settings = own.exit_weight, own.distill_weight, own.temperature
+        return exits_gradient(outputs, targets, *settings)
 
 
 _PARTS: MutableMapping[Tensor, dict[tuple[int, int], Part]] = WeakTensorKeyDictionary()

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nufed.errors import InputError
 from nufed.objective.batch import AnyBatch, Batch, Loss
 from nufed.objective.flat_module import FlatModule
+from nufed.objective.layered_net import layered_plan
 from nufed.objective.linearized import Linearized
 from nufed.objective.modules import RunningStats, cast_like, is_zero
 from nufed.objective.parts import Part, part_of
@@ -57,10 +58,16 @@ class FlatLoss(FlatModule):
         self._loss_function = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
         self._plain_loss = loss in PLAIN_LOSSES
         self._chain = perceptron(self._module, self._loss_function)
+        self._plan = layered_plan(self._module, self._names, self._always_evaluated)
         self._narrow: dict[LevelKey, tuple[Objective, Part]] = {}
 
     def _draws_nothing(self) -> bool:
         return self._plain_loss and super()._draws_nothing()
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the loss is torch's cross-entropy."""
+        return self._loss_function is F.cross_entropy
 
     def value(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """f(w, batch), a scalar tensor; for a stack, one value per row."""

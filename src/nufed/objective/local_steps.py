@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from nufed.objective.batch import AnyBatch, Batch
-from nufed.objective.flat_loss import FlatLoss
-from nufed.objective.modules import call_arguments, holding
+from nufed.objective.flat_loss import FlatLoss, differentiable
+from nufed.objective.layered_net import LayeredNet, LayeredPlan
+from nufed.objective.loss_gradient import loss_gradient
+from nufed.objective.modules import call_arguments, cast_like, holding
 from nufed.objective.parts import Part
 
 Pull: TypeAlias = tuple[float, Tensor]
@@ -46,6 +48,9 @@ class LocalSteps(FlatLoss):
         self._check_vector(w)
         wanted = self._touched(part)
         if not wanted:
+            return
+        if self._chain is None and part is None and self._plan is not None:
+            self._layered_steps(self._plan, w, batches, lr, pull, shift)
             return
         if self._chain is None or not (part is None or part.contiguous):
             self._tensor_steps(w, batches, lr, wanted, pull, shift)
@@ -93,12 +98,55 @@ class LocalSteps(FlatLoss):
                     loss = self.loss(self._module(*arguments, **keywords), batch.targets)
                 if not trained:
                     continue
-                gradients = self._by(leaves, loss)
-                if shifts:
-                    gradients = torch._foreach_add(gradients, shifts)
-                if pull:
-                    torch._foreach_lerp_(tensors, centres, lr * pull[0])
-                torch._foreach_sub_(tensors, gradients, alpha=lr)
+                _step(tensors, self._by(leaves, loss), lr, pull and pull[0], centres, shifts)
         for name, i in self._statistics.items():
             if i in wanted:
                 views[i].detach().copy_(statistics[name])
+
+    def _layered_steps(
+        self,
+        plan: LayeredPlan,
+        w: Tensor,
+        batches: Iterable[AnyBatch],
+        lr: float,
+        pull: Pull | None,
+        shift: Tensor | None,
+    ) -> None:
+        """The same steps with the passes of a layered network, which update its statistics in w."""
+        net = LayeredNet(plan, self._unflatten(w.detach()))
+        trained = net.trained
+        centres = LayeredNet(plan, self._unflatten(pull[1])).trained if pull else []
+        shifts = LayeredNet(plan, self._unflatten(shift)).trained if shift is not None else []
+        for batch in (Batch(*each) for each in batches):
+            if not plan.takes(batch):
+                self._tensor_steps(w, [batch], lr, range(len(self._sizes)), pull, shift)
+                continue
+            outputs = net.forward(cast_like(cast(Tensor, batch.inputs), self._like))
+            net.backward(self._by_outputs(outputs, batch))
+            _step(trained, net.gradients, lr, pull and pull[0], centres, shifts)
+
+    def _by_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """The derivative of the loss by the module's outputs."""
+        targets = cast_like(batch.targets, self._like)
+        d = loss_gradient(self._loss_function, outputs, targets)
+        if d is None:
+            with torch.enable_grad(), self._mode(batch.seed):
+                loss = differentiable(self.loss(outputs.requires_grad_(), targets))
+            (d,) = torch.autograd.grad(loss, [outputs], materialize_grads=True)
+        return d
+
+
+def _step(
+    tensors: list[Tensor],
+    gradients: Sequence[Tensor],
+    lr: float,
+    weight: float | None,
+    centres: list[Tensor],
+    shifts: list[Tensor],
+) -> None:
+    """One step of the tensors, with a proximal term of this weight and a shift if there are any."""
+    if shifts:
+        gradients = torch._foreach_add(list(gradients), shifts)
+    if weight is not None:
+        torch._foreach_lerp_(tensors, centres, lr * weight)
+    torch._foreach_sub_(tensors, list(gradients), alpha=lr)

@@ -16,6 +16,7 @@ from nufed.errors import require
 from nufed.objective.batch import AnyBatch, Batch, Inputs, Loss
 from nufed.objective.exits import FirstExits, narrow_module
 from nufed.objective.flat_loss import PLAIN_LOSSES, differentiable
+from nufed.objective.layered_net import layered_plan
 from nufed.objective.local_steps import LocalSteps
 from nufed.objective.modules import MovedStatistics, cast_like
 from nufed.objective.parts import Part
@@ -105,6 +106,7 @@ class Objective(LocalSteps):
         other._statistics = {f"module.{name}": i for name, i in self._statistics.items()}
         other._always_evaluated = [f"module.{name}" for name in self._always_evaluated]
         other._chain = None
+        other._plan = layered_plan(other._module, other._names, other._always_evaluated)
         other._set_training(False)
         return other
 
@@ -123,6 +125,7 @@ class Objective(LocalSteps):
             for name in {f"module.{name}" for name in self._always_evaluated} & layers.keys():
                 layers[name].training = False
             own = Objective(module, self._loss_function, running_stats=self._running_stats)
+            own._facts()  # known to all copies
             self._narrow[key] = own, Part.where(self.first_levels(widths, depths) <= level)
         own, part = self._narrow[key]
         made = own.with_loss(loss)

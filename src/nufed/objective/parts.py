@@ -14,7 +14,7 @@ from torch import Tensor
 from nufed.errors import InputError
 
 HEAD, BODY, NORM, ALL, NONE = PARTS = "head", "body", "norm", "all", "none"
-FEW_BLOCKS, MANY_ROWS = 256, 2**16
+FEW_BLOCKS, MANY_ROWS, LONG = 256, 2**16, 2**15
 LAST = "last:"  # followed by a number of layers
 
 
@@ -55,9 +55,10 @@ class Part:
         """The values of this part; for a stack, row by row."""
         if not self._blocks:
             return w[..., self.index]
+        if self._bounds:
+            return torch.cat(self._views(w), dim=-1)
         own = w.new_empty(*w.shape[:-1], self.size)
-        for mine, block in zip(self._split(own), self._views(w), strict=True):
-            mine.copy_(block)
+        torch._foreach_copy_(self._split(own), self._views(w))
         return own
 
     def keep(self, w: Tensor) -> Tensor:
@@ -76,8 +77,7 @@ class Part:
         if not self._blocks:
             w[..., self.index] = values
             return
-        for mine, block in zip(self._split(values), self._views(w), strict=True):
-            block.copy_(mine)
+        torch._foreach_copy_(self._views(w), self._split(values))
 
     @classmethod
     def where(cls, mask: Tensor) -> Part:
@@ -88,6 +88,21 @@ class Part:
         """
         places = mask.nonzero().flatten()
         return cls("", _compact(places), len(places))
+
+    @cached_property
+    def pieces(self) -> list[Part]:
+        """Its long contiguous pieces, of which :meth:`take` gives views, and the rest of it."""
+        long = [b for b in self._blocks if b.rows == 1 and b.length >= LONG]
+        if not long or isinstance(self.index, slice):
+            return [self]
+        inside = torch.zeros(int(self.index[-1]) + 1, dtype=torch.bool)
+        inside[self.index] = True
+        found = []
+        for block in long:
+            own = slice(block.start, block.start + block.length)
+            inside[own] = False
+            found.append(Part("", own, block.length))
+        return [*found, Part.where(inside)]
 
     @cached_property
     def _blocks(self) -> list[Block]:
@@ -107,14 +122,25 @@ class Part:
                 blocks.append(Block(start, 1, length, length))
         return blocks if len(blocks) < FEW_BLOCKS else []
 
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        """Where its blocks start and end, if each is one row."""
+        if any(block.rows > 1 for block in self._blocks):
+            return ()
+        return tuple(n for block in self._blocks for n in (block.start, block.start + block.length))
+
     def _split(self, values: Tensor) -> list[Tensor]:
         """The numbers of each block in values of this part."""
         parts = torch.split(values, [block.rows * block.length for block in self._blocks], dim=-1)
+        if self._bounds:
+            return list(parts)
         pairs = zip(parts, self._blocks, strict=True)
         return [part.view(*part.shape[:-1], block.rows, block.length) for part, block in pairs]
 
     def _views(self, w: Tensor) -> list[Tensor]:
         """The blocks in w."""
+        if self._bounds:
+            return list(torch.tensor_split(w, self._bounds, dim=-1)[1::2])
         *others, along = w.stride()
         return [
             w.as_strided(
