@@ -24,15 +24,9 @@ if TYPE_CHECKING:
         sweep,
         tune,
     )
+    from nufed.meta.curvature import Exact, FirstOrder, HessianFree
     from nufed.meta.fine_tuning import adapt, trajectory
-    from nufed.meta.meta_gradient import (
-        Exact,
-        FirstOrder,
-        HessianFree,
-        MetaBatch,
-        meta_gradient,
-        meta_gradient_with_rates,
-    )
+    from nufed.meta.meta_gradient import MetaBatch, meta_gradient, meta_gradient_with_rates
     from nufed.objective import Batch, Objective
     from nufed.report.shown_run import ShownRun as Run
     from nufed.report.shown_run import load as load_run
@@ -88,9 +82,9 @@ _HOMES = {  # the modules of the names above
     "nufed.data": "Federation Samples Split",
     "nufed.errors": "InputError NufedError NumericalWarning",
     "nufed.experiment": "Event Observer Tuning resume resume_sweep run sweep tune",
+    "nufed.meta.curvature": "Exact FirstOrder HessianFree",
     "nufed.meta.fine_tuning": "adapt trajectory",
-    "nufed.meta.meta_gradient": "Exact FirstOrder HessianFree MetaBatch "
-    "meta_gradient meta_gradient_with_rates",
+    "nufed.meta.meta_gradient": "MetaBatch meta_gradient meta_gradient_with_rates",
     "nufed.objective": "Batch Objective",
     "nufed.runs.sweep_record": "Sweep load_sweep",
 }

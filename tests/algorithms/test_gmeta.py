@@ -144,8 +144,8 @@ def test_the_cost_that_is_reported_is_the_work_that_is_done(nu, rates_lr, curvat
 
         monkeypatch.setattr(Objective, name, counted)
     # checks of products are not counted
-    monkeypatch.setattr("nufed.meta.meta_gradient._Watch.due", lambda self: False)
-    monkeypatch.setattr("nufed.meta.meta_gradient._checked", [objective])
+    monkeypatch.setattr("nufed.meta.curvature._Watch.due", lambda self: False)
+    monkeypatch.setattr("nufed.meta.curvature._checked", [objective])
     algorithm = GMeta(nu, curvature=curvature, rates_lr=rates_lr, **SETTINGS)
     result = algorithm.agent_update(
         agent_context(objective, data.batches(0, 0, "train", 1)),

@@ -17,7 +17,7 @@ from nufed.config import presets
 from nufed.config.load import known_fields
 from nufed.data import PARTITIONS, SHIFTS, SOURCES
 from nufed.files import read_sealed
-from nufed.meta.meta_gradient import CURVATURES
+from nufed.meta.curvature import CURVATURES
 from nufed.models import MODELS
 from nufed.report import save_counts_chart
 from nufed.simulation import ENGINES

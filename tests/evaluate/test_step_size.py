@@ -15,7 +15,7 @@ from nufed.algorithms import fedavg
 from nufed.bundle import load_bundle
 from nufed.config import build
 from nufed.evaluate import AgentScores, Measure, choose_step_sizes, evaluate_with_choice
-from nufed.meta.meta_gradient import FirstOrder
+from nufed.meta.curvature import FirstOrder
 from nufed.simulation import BatchedEngine, DirectEngine, WorkerEngine
 from support import federation, file_hashes, mlp
 

@@ -49,18 +49,20 @@ from nufed.algorithms.protocol import (
 )
 from nufed.algorithms.server_optimizer import Plain
 from nufed.errors import require
-from nufed.meta.fine_tuning import Rate, descend, per_coordinate, per_tensor
-from nufed.meta.meta_gradient import (
+from nufed.meta.curvature import (
     CURVATURES,
     Curvature,
     Exact,
     FirstOrder,
     HessianFree,
+    unchecked,
+)
+from nufed.meta.fine_tuning import Rate, descend, per_coordinate, per_tensor
+from nufed.meta.meta_gradient import (
     MetaBatch,
     meta_gradient,
     meta_gradient_with_rates,
     trouble_with_curvature,
-    unchecked,
 )
 from nufed.objective import AnyObjective, Batch
 from nufed.objective.parts import Part

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.protocol import AgentContext, State
+from nufed.meta.curvature import HessianFree
 from nufed.meta.fine_tuning import Rate, trajectory
-from nufed.meta.meta_gradient import HessianFree, MetaBatch, meta_gradient
+from nufed.meta.meta_gradient import MetaBatch, meta_gradient
 from nufed.objective import Objective
 from nufed.objective.spectrum import spectral_norm
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from nufed.algorithms import GMeta
 from nufed.data import Federation
 from nufed.errors import require
+from nufed.meta.curvature import Exact
 from nufed.meta.fine_tuning import adapt
-from nufed.meta.meta_gradient import Exact, MetaBatch, meta_gradient
+from nufed.meta.meta_gradient import MetaBatch, meta_gradient
 from nufed.objective import Batch, Objective
 from nufed.objective.spectrum import Operator, spectral_norm
 from nufed.seeding import stream, torch_seed

@@ -15,7 +15,7 @@ from nufed.analysis.estimate import Estimator, LowerEstimate, spread
 from nufed.analysis.promise import fd_step, promise, table_by_steps
 from nufed.config.problem import Given, Problem
 from nufed.errors import InputError, NumericalWarning
-from nufed.meta.meta_gradient import CURVATURES, HessianFree
+from nufed.meta.curvature import CURVATURES, HessianFree
 from nufed.runs import Run
 from nufed.runs.bounds_record import (
     BoundsRecord,

@@ -21,7 +21,7 @@ from nufed.config.load import known_fields
 from nufed.data import PARTITIONS, SHIFTS, SOURCES
 from nufed.errors import InputError
 from nufed.evaluate import METRICS
-from nufed.meta.meta_gradient import CURVATURES
+from nufed.meta.curvature import CURVATURES
 from nufed.models import MODELS
 from nufed.objective import Objective
 from nufed.registry import import_named, is_code

@@ -60,6 +60,7 @@ class FlatLoss(FlatModule):
         self._chain = perceptron(self._module, self._loss_function)
         self._plan = layered_plan(self._module, self._names, self._always_evaluated)
         self._narrow: dict[LevelKey, tuple[Objective, Part]] = {}
+        self._together = self._like  # inputs of several batches
 
     def _draws_nothing(self) -> bool:
         return self._plain_loss and super()._draws_nothing()

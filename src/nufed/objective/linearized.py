@@ -41,9 +41,9 @@ class Linearized:
         loss, number = aten.nll_loss_forward(logs, targets, None, MEAN, IGNORED)
         ones = torch.ones_like(loss)
         by_logs = aten.nll_loss_backward(ones, logs, targets, None, MEAN, IGNORED, number)
-        self._bend = -by_logs.sum(dim=1, keepdim=True) * logs.exp()
+        self._by_logs = by_logs
         d = aten._log_softmax_backward_data(by_logs, logs, 1, logs.dtype)
-        self._ds = {len(self._links) - 1: d}
+        self._ds: dict[int, Tensor] = {len(self._links) - 1: d}
 
     def gradient(self, into: Parameters) -> None:
         """Write the gradient ``into`` place."""
@@ -54,12 +54,22 @@ class Linearized:
             if link.bias:
                 torch.sum(self._d(i), dim=0, out=into[link.bias])
 
-    def product(self, v: Parameters, into: Parameters) -> None:
-        """Write the Hessian's product with v, which is 0 in the tensors that it lacks, likewise."""
+    def by_inputs(self) -> Tensor:
+        """The gradient with respect to the inputs."""
+        return self._d(-1)
+
+    def product(self, v: Parameters, into: Parameters, by_inputs: bool = False) -> Tensor | None:
+        """Write the Hessian's product with v, which is 0 in the tensors that it lacks, likewise.
+
+        Returns the derivative of :meth:`by_inputs` along v, if it is wanted.
+        """
         dots = self._tangents(v)
-        bent = self._bend * dots[len(self._links)]
+        bent = -self._by_logs.sum(dim=1, keepdim=True) * self._logs.exp()
+        bent = bent * dots[len(self._links)]
         d_dot = aten._log_softmax_backward_data(bent, self._logs, 1, bent.dtype)
-        first = next(i for i, link in enumerate(self._links) if is_in(link, into))
+        first = (
+            0 if by_inputs else min(i for i, link in enumerate(self._links) if is_in(link, into))
+        )
         for i in range(len(self._links) - 1, first - 1, -1):
             link, x, dot = self._links[i], self._xs[i], dots.get(i)
             if isinstance(link, Activation):
@@ -73,10 +83,11 @@ class Linearized:
                 into[link.weight].copy_(torch.mm(d_dot.t(), x).add_(torch.mm(self._d(i).t(), dot)))
             if link.bias:
                 torch.sum(d_dot, dim=0, out=into[link.bias])
-            if i > first:
+            if i > first or by_inputs:
                 d_dot = torch.mm(d_dot, self._p[link.weight])
                 if link.weight in v:
                     d_dot += torch.mm(self._d(i), v[link.weight])
+        return d_dot if by_inputs else None
 
     def _tangents(self, v: Parameters) -> dict[int, Tensor]:
         """The tangents of the inputs of links, and of the outputs, as far as they are not 0."""

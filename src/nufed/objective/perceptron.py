@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -73,7 +74,13 @@ class Perceptron:
         plain = isinstance(inputs, Tensor) and (inputs.ndim == 2 or self.flattens)
         return plain and targets.ndim == 1 and not targets.is_floating_point()
 
-    @property
+    @cached_property
+    def body_and_head(self) -> tuple[Perceptron, Perceptron]:
+        """The links below the last linear one, and the others."""
+        body = Perceptron(self.links[: self.head], self.flattens)
+        return body, Perceptron(self.links[self.head :], False, self.shift)
+
+    @cached_property
     def head(self) -> int:
         """The place of the last linear link."""
         return max(i for i, link in enumerate(self.links) if isinstance(link, Linear))
