@@ -172,7 +172,8 @@ def test_clamps_hold_and_let_gradients_through():
     rates, mixing = nets.strategy(lam, profile)
     assert torch.allclose(rates, torch.tensor([0.0, 0.0, 0.4, 0.3]).double())
     assert mixing.numel() == 0
-    through = nets.unflatten(nets.chain(lam, profile, torch.ones(4).double(), mixing))
+    *_, chain = nets.traced(lam, profile)
+    through = nets.unflatten(chain(torch.ones(4).double(), mixing))
     assert torch.allclose(through["lr.2.bias"], torch.tensor([0.1, 0.0, 0.2, 0.2]).double())
     assert torch.allclose(through["rates"], torch.tensor([0.0, 1.0, 2.0, 1.5]).double())
 
@@ -718,14 +719,14 @@ class NoDirectTerm(FedL2P):
 
     def hypergradient(self, objective, nets, w, lam, profile, inner, outer):
         whole = FedL2P.hypergradient(self, objective, nets, w, lam, profile, inner, outer)
-        rates, mixing = nets.strategy(lam, profile)
+        rates, mixing, chain = nets.traced(lam, profile)
         theta = nets.mixed(w, profile, mixing)
         eta = per_coordinate(rates, nets.objective.sizes)
         *_, theta = trajectory(objective, theta, inner[:-1], eta)
         v = objective.grad(theta, outer)
         zero = torch.zeros_like(v)
         direct = nets.by_mixing(w, theta, profile, zero, v, zero)
-        return whole - nets.chain(lam, profile, torch.zeros_like(rates), direct)
+        return whole - chain(torch.zeros_like(rates), direct)
 
 
 class MissingFactor(FedL2P):

@@ -172,7 +172,7 @@ class FedL2P(LocalTraining):
         outer: Batch,
     ) -> Tensor:
         """dL_V/dλ after a step on each of ``inner`` but the last, which is the batch of L_T(θ)."""
-        rates, mixing = nets.strategy(lam, profile)
+        rates, mixing, chain = nets.traced(lam, profile)
         eta = per_coordinate(rates, nets.objective.sizes)
         theta = adapt(objective, nets.mixed(w, profile, mixing), inner[:-1], eta)
         v, (g, hvp) = objective.grad(theta, outer), objective.base.linearized(theta, inner[-1])
@@ -181,13 +181,13 @@ class FedL2P(LocalTraining):
         if nets.norms:
             rest = v - hvp(eta * u)
             by_mixing = nets.by_mixing(w, theta, profile, g, rest, eta * u)
-        return nets.chain(lam, profile, by_rates, by_mixing)
+        return chain(by_rates, by_mixing)
 
     def neumann(self, hvp: Callable[[Tensor], Tensor], v: Tensor, eta: Tensor) -> Tensor:
         """u = Σ_{q = 0…Q} (I − H·diag η)^q v, from the product with H."""
-        u = v.clone()
+        u, scaled = v.clone(), torch.empty_like(v)
         for _ in range(self.neumann_steps):
-            product = hvp(eta * v)
+            product = hvp(torch.mul(eta, v, out=scaled))
             v = torch.sub(v, product, out=product)
             u.add_(v)
         return u

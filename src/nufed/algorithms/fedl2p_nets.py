@@ -16,10 +16,11 @@ scale, shift and tracked statistics (``running_stats="tracked"``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,9 @@ from nufed.seeding import stream
 
 GAIN, LR_BIAS, BN_BIAS = 0.1, 1.0, 0.5  # Xavier gain and initial biases of their code
 EPSILON = 1e-5  # added to variances
+PIECE = 2**16  # numbers whose squares are summed at once
+Chain: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""The chain rule: the gradient with respect to λ from those with respect to η and β."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class MetaNets:
         )
 
     def strategy(self, lam: Tensor, profile: Profile) -> tuple[Tensor, Tensor]:
-        """η and β for an agent, in autograd's graph."""
+        """η and β for an agent."""
         p = self.unflatten(lam)
         rates = _clamped(_outputs("lr", p, profile.features), self.most)
         rates = rates * _clamped(p["rates"], float("inf"))
@@ -141,12 +145,18 @@ class MetaNets:
             return rates, profile.divergences
         return rates, _clamped(_outputs("bn", p, profile.divergences), 1.0)
 
-    def chain(self, lam: Tensor, profile: Profile, by_rates: Tensor, by_mixing: Tensor) -> Tensor:
-        """The gradient with respect to λ from those with respect to η and β (chain rule)."""
+    def traced(self, lam: Tensor, profile: Profile) -> tuple[Tensor, Tensor, Chain]:
+        """η and β, and the gradient with respect to λ from those with respect to η and β."""
         leaf = lam.detach().requires_grad_()
         with torch.enable_grad():
             rates, mixing = self.strategy(leaf, profile)
-            return torch.autograd.grad(rates @ by_rates + mixing @ by_mixing, leaf)[0]
+
+        def chain(by_rates: Tensor, by_mixing: Tensor) -> Tensor:
+            with torch.enable_grad():
+                along = rates @ by_rates + mixing @ by_mixing
+            return torch.autograd.grad(along, leaf)[0]
+
+        return rates.detach(), mixing.detach(), chain
 
     def mixed(self, w: Tensor, profile: Profile, mixing: Tensor) -> Tensor:
         """w with the statistics (1 − β)s + β·s_i."""
@@ -210,7 +220,11 @@ def _mean_and_std(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     if not tensors:
         return like.new_zeros(2)
     x = (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))).to(like.dtype)
-    return torch.stack([x.mean(), (x.var(correction=min(1, len(x) - 1)) + EPSILON).sqrt()])
+    mean, squares = x.mean(), x.new_zeros(())
+    for piece in torch.split(x, PIECE):  # small buffers stay in the cache; Tensor.var is slower
+        apart = piece - mean
+        squares += apart @ apart
+    return torch.stack([mean, (squares / max(1, len(x) - 1) + EPSILON).sqrt()])
 
 
 def _divergence(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Tensor:
