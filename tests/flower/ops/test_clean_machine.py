@@ -66,7 +66,9 @@ def machine(tmp_path_factory):
     environment = {**os.environ, "STORAGE_DRIVER": "vfs", "BUILDAH_ISOLATION": "chroot"}
 
     def buildah(command, *arguments):
-        return call("buildah", *storage, command, *arguments, env=environment).split()[-1]
+        """What it prints last: the name or the place of what was made."""
+        printed = call("buildah", *storage, command, *arguments, env=environment)
+        return printed.rpartition("\n")[0].rpartition("\n")[2].strip()
 
     signed = ("--signature-policy", folder / "policy.json")
     scratch = buildah("from", "scratch")
