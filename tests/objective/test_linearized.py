@@ -11,7 +11,7 @@ from nufed import Objective
 
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
 WIDTHS = [[7, 3], [33, 8, 5, 4], [96, 80, 60, 10]]
-PARTS = ["all", "head", "body", "*.bias", "0.*", "none"]
+PARTS = ["all", "head", "body", "0.*", "none"]
 
 
 def example(activation, widths, dtype, bias=True):
@@ -35,8 +35,10 @@ def by_autograd(outputs, targets):
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("widths", WIDTHS, ids=len)
-def test_products_of_networks_of_relus_have_the_bits_of_autograd(widths, dtype, part):
-    written, automatic, w, batch, v = example("relu", widths, dtype)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_have_the_bits_of_autograd(bias, activation, widths, dtype, part):
+    written, automatic, w, batch, v = example(activation, widths, dtype, bias)
     v = written.part(part).only(v)
     assert torch.equal(written.hvp(w, batch, v), automatic.hvp(w, batch, v))
     (g, product), (right, other) = (each.linearized(w, batch) for each in (written, automatic))
@@ -44,18 +46,8 @@ def test_products_of_networks_of_relus_have_the_bits_of_autograd(widths, dtype, 
     assert torch.equal(product(v), other(v))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("widths", WIDTHS, ids=len)
-@pytest.mark.parametrize("activation", ["tanh", "sigmoid"])
-def test_products_of_other_networks_equal_those_of_autograd(activation, widths, bias):
-    written, automatic, w, batch, v = example(activation, widths, torch.float64, bias)
-    for own in (v, written.part("head").only(v), written.part("0.weight").only(v)):
-        got, right = written.hvp(w, batch, own), automatic.hvp(w, batch, own)
-        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("place", [0, 1], ids=["in closed form", "by autograd"])
-@pytest.mark.parametrize("part", [*PARTS, "half"])
+@pytest.mark.parametrize("part", [*PARTS, "*.bias", "half"])
 def test_with_a_part_the_direction_is_0_outside_it(part, place):
     *both, w, batch, v = example("relu", [33, 8, 5, 4], torch.float32)
     objective = both[place]

@@ -66,17 +66,19 @@ class Linearized:
         dots = self._tangents(v)
         bent = -self._by_logs.sum(dim=1, keepdim=True) * self._logs.exp()
         bent = bent * dots[len(self._links)]
-        d_dot = aten._log_softmax_backward_data(bent, self._logs, 1, bent.dtype)
+        # ḋ is the sum of these terms, in autograd's order, on which its bits depend
+        terms = [aten._log_softmax_backward_data(bent, self._logs, 1, bent.dtype)]
         first = (
             0 if by_inputs else min(i for i, link in enumerate(self._links) if is_in(link, into))
         )
         for i in range(len(self._links) - 1, first - 1, -1):
             link, x, dot = self._links[i], self._xs[i], dots.get(i)
             if isinstance(link, Activation):
-                d_dot = link.backward(d_dot, self._xs[i + 1])
-                if link.bend and dot is not None:
-                    d_dot += self._d(i) * link.bend(self._xs[i + 1]) * dot
+                if link.by_value and dot is not None:
+                    terms = [link.by_value(self._d(i), self._xs[i + 1], dot), *terms]
+                terms = [link.backward(_sum(terms), self._xs[i + 1])]
                 continue
+            d_dot = _sum(terms)
             if dot is None:
                 product_into(into[link.weight], d_dot.t(), x)
             else:
@@ -84,10 +86,10 @@ class Linearized:
             if link.bias:
                 torch.sum(d_dot, dim=0, out=into[link.bias])
             if i > first or by_inputs:
-                d_dot = torch.mm(d_dot, self._p[link.weight])
+                terms = [torch.mm(d_dot, self._p[link.weight])]
                 if link.weight in v:
-                    d_dot += torch.mm(self._d(i), v[link.weight])
-        return d_dot if by_inputs else None
+                    terms = [torch.mm(self._d(i), v[link.weight]), *terms]
+        return _sum(terms) if by_inputs else None
 
     def _tangents(self, v: Parameters) -> dict[int, Tensor]:
         """The tangents of the inputs of links, and of the outputs, as far as they are not 0."""
@@ -106,7 +108,7 @@ class Linearized:
             if dot is not None:
                 terms.append(torch.mm(dot, self._p[link.weight].t()))
             if terms:
-                dots[i + 1] = sum(terms[1:], start=terms[0])
+                dots[i + 1] = _sum(terms)
         return dots
 
     def _d(self, i: int) -> Tensor:
@@ -118,3 +120,7 @@ class Linearized:
             else:
                 self._ds[i] = torch.mm(d, self._p[link.weight])
         return self._ds[i]
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    return sum(terms[1:], start=terms[0])

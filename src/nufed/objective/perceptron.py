@@ -30,12 +30,14 @@ MEAN, IGNORED = 1, -100  # of cross-entropy: its reduction, and the class number
 class Activation:
     """An elementwise function φ, with its derivatives in terms of its value y = φ(x).
 
-    ``backward(d, y)`` is φ′d, and ``bend(y)`` is φ″, None if it is zero.
+    ``backward(d, y)`` is φ′d, ``bend(y)`` is φ″, and ``by_value(d, y, a)`` the derivative of φ′d
+    with respect to y times a, in the operations of autograd; both are None if φ″ is zero.
     """
 
     apply: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
     bend: Callable[[Tensor], Tensor] | None
+    by_value: Callable[[Tensor, Tensor, Tensor], Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,18 @@ class Linear:
 
 
 ACTIVATIONS: dict[type[nn.Module], Activation] = {
-    nn.ReLU: Activation(torch.relu, lambda d, y: aten.threshold_backward(d, y, 0), None),
-    nn.Tanh: Activation(torch.tanh, aten.tanh_backward, lambda y: 2 * y * (y * y - 1)),
+    nn.ReLU: Activation(torch.relu, lambda d, y: aten.threshold_backward(d, y, 0), None, None),
+    nn.Tanh: Activation(
+        torch.tanh,
+        aten.tanh_backward,
+        lambda y: 2 * y * (y * y - 1),
+        lambda d, y, a: a * (-2 * y * d),
+    ),
     nn.Sigmoid: Activation(
-        torch.sigmoid, aten.sigmoid_backward, lambda y: y * (1 - y) * (1 - 2 * y)
+        torch.sigmoid,
+        aten.sigmoid_backward,
+        lambda y: y * (1 - y) * (1 - 2 * y),
+        lambda d, y, a: a * d * (1 - 2 * y),
     ),
 }
 
