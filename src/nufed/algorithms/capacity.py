@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from nufed.errors import require
@@ -68,14 +69,16 @@ class CapacityLevels:
         >>> [levels.of(agent) for agent in range(8)]
         [0, 2, 1, 2, 0, 2, 1, 2]
         """
-        return _level(agent, self.shares)
+        return self._of(agent)
 
+    @cached_property
+    def _of(self) -> Callable[[int], int]:
+        return lru_cache(maxsize=2**16)(self._level)  # called for each agent in each round
 
-@lru_cache(maxsize=2**16)  # called for each agent in each round
-def _level(agent: int, shares: tuple[Fraction, ...]) -> int:
-    point = Fraction(int(f"{agent:b}"[::-1], 2), 2 ** agent.bit_length())
-    ends = list(accumulate(shares))
-    return bisect_right(ends, point * ends[-1])
+    def _level(self, agent: int) -> int:
+        point = Fraction(int(f"{agent:b}"[::-1], 2), 2 ** agent.bit_length())
+        ends = list(accumulate(self.shares))
+        return bisect_right(ends, point * ends[-1])
 
 
 def _numbers(name: str, text: str) -> tuple[Fraction, ...]:

@@ -116,10 +116,14 @@ class ScaleFL(LocalTraining):
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         w, (own, part) = received["model"], self.narrow(context)
-        y = self.descend(replace(context, objective=own), part.take(w))
-        cost = Cost(self.steps_per_round(context))
-        sent = y if part.size == len(w) else part.put(w, y)
-        return AgentResult({"model": sent}, state, cost)
+        cost, rate = Cost(self.steps_per_round(context)), self.start_steps(context).plain_rate
+        if rate is None:
+            y = part.put(w, self.descend(replace(context, objective=own), part.take(w)))
+        else:  # in the coordinates of the whole vector
+            y = w.clone()
+            tensors = context.objective.base.tensors_of(own, y)
+            own.descend_tensors(tensors, self.local_batches(context), rate)
+        return AgentResult({"model": y}, state, cost)
 
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]

@@ -161,6 +161,13 @@ class FlatLoss(FlatModule):
         views = {i: part.view(self._shapes[i]) for i, part in zip(wanted, parts, strict=True)}
         return {name: views[i] for name, i in self._names.items() if i in views}
 
+    def tensors_in(self, *parts: tuple[Part, Tensor]) -> dict[str, Tensor]:
+        """By name all tensors of the vector, as views of the values of parts that make it up."""
+        found = {}
+        for part, values in parts:
+            found |= self._some(values, self._touched(part))
+        return found
+
     def _in_closed_form(self, batch: Batch) -> bool:
         """Whether the gradient on such a batch needs no autograd."""
         return self._chain is not None and self._chain.takes(batch.inputs, batch.targets)

@@ -14,6 +14,7 @@ from nufed.objective.layered_net import LayeredNet, LayeredPlan
 from nufed.objective.loss_gradient import loss_gradient
 from nufed.objective.modules import call_arguments, cast_like, holding
 from nufed.objective.parts import Part
+from nufed.objective.perceptron import Parameters
 
 Pull: TypeAlias = tuple[float, Tensor]
 """Weight λ and centre c of a proximal term λ/2‖w − c‖²."""
@@ -121,9 +122,31 @@ class LocalSteps(FlatLoss):
             if not plan.takes(batch):
                 self._tensor_steps(w, [batch], lr, range(len(self._sizes)), pull, shift)
                 continue
-            outputs = net.forward(cast_like(cast(Tensor, batch.inputs), self._like))
-            net.backward(self._by_outputs(outputs, batch))
+            self._pass(net, batch)
             _step(trained, net.gradients, lr, pull and pull[0], centres, shifts)
+
+    @torch.no_grad()
+    def descend_tensors(self, p: Parameters, batches: Iterable[AnyBatch], lr: float) -> None:
+        """One step per batch of tensors that need not be in one vector, by name, in place.
+
+        It is as :meth:`descend` of the vector that they would make.
+        """
+        net = LayeredNet(self._plan, p) if self._plan else None
+        trained = net.trained if net else []
+        for batch in (Batch(*each) for each in batches):
+            if net is not None and self._plan is not None and self._plan.takes(batch):
+                self._pass(net, batch)
+                _step(trained, net.gradients, lr, None, [], [])
+                continue
+            w = torch.cat([p[name].flatten() for name in self._names])
+            self.descend(w, [batch], lr)
+            for name, after in self._unflatten(w).items():
+                p[name].copy_(after)
+
+    def _pass(self, net: LayeredNet, batch: Batch) -> None:
+        """Let a network have its gradients on a batch."""
+        outputs = net.forward(cast_like(cast(Tensor, batch.inputs), self._like))
+        net.backward(self._by_outputs(outputs, batch))
 
     def _by_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
         """The derivative of the loss by the module's outputs."""

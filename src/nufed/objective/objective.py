@@ -130,9 +130,22 @@ class Objective(LocalSteps):
             own._facts()  # known to all copies
             self._narrow[key] = own, Part.where(self.first_levels(widths, depths) <= level)
         own, part = self._narrow[key]
-        made = own.with_loss(loss)
-        made._plain_loss = self._plain_loss
-        return made, part
+        if own._loss_function != loss:
+            own = own.with_loss(loss)
+            own._plain_loss = self._plain_loss
+            self._narrow[key] = own, part
+        return own, part
+
+    def tensors_of(self, level: Objective, w: Tensor) -> dict[str, Tensor]:
+        """By name the tensors of the objective of a capacity level, as views of a vector of this.
+
+        Each is the first rows and columns of the whole network's.
+        """
+        whole = self._unflatten(w)
+        return {
+            name: whole[name.removeprefix("module.")][tuple(map(slice, level._shapes[i]))]
+            for name, i in level._names.items()
+        }
 
     @property
     def base(self) -> Objective:
