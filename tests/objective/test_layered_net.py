@@ -62,6 +62,34 @@ def test_steps_have_the_bits_of_autograd(name, loss, dtype):
     assert not torch.equal(w, start)
 
 
+@pytest.mark.parametrize("name", [*NETS, "exits", "dropout"])
+def test_steps_of_tensors_that_are_in_no_vector(name):
+    """To rounding those of a vector, with any strides; without a plan its very bits."""
+    torch.manual_seed(0)
+    if name == "dropout":
+        objective = Objective(OTHERS[name]().double())
+        batches = example("norms", F.cross_entropy, torch.float64)[2]
+    else:
+        loss = sum_of_exits if name == "exits" else F.cross_entropy
+        objective, _, batches = example(name, loss, torch.float64)
+    batches.append((*batches[0][:2], None))  # in evaluation mode, which no plan takes with norms
+    w = objective.initial()
+    wide = {n: torch.full([2 * k for k in t.shape], 9.0).double() for n, t in views(objective, w)}
+    inside = {n: wide[n][tuple(map(slice, t.shape))] for n, t in views(objective, w)}
+    for n, t in views(objective, w):
+        inside[n].copy_(t)
+    objective.descend_tensors(inside, batches, 0.1)
+    objective.descend(w, batches, 0.1)
+    for n, right in views(objective, w):
+        torch.testing.assert_close(inside[n], right, rtol=1e-12, atol=1e-14)
+        assert name != "dropout" or torch.equal(inside[n], right)
+        assert (wide[n] == 9).sum() == wide[n].numel() - right.numel()
+
+
+def views(objective, w):
+    return objective.tensors_in((objective.part("all"), w)).items()
+
+
 @pytest.mark.parametrize("case", ["no seed", "images", "one sample"])
 def test_other_batches(case):
     """In evaluation mode, flattened, and refused by BatchNorm."""

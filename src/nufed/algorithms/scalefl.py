@@ -117,8 +117,9 @@ class ScaleFL(LocalTraining):
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         w, (own, part) = received["model"], self.narrow(context)
         cost, rate = Cost(self.steps_per_round(context)), self.start_steps(context).plain_rate
-        if rate is None:
-            y = part.put(w, self.descend(replace(context, objective=own), part.take(w)))
+        if rate is None or part.size == len(w):
+            y = self.descend(replace(context, objective=own), part.take(w))
+            y = y if part.size == len(w) else part.put(w, y)
         else:  # in the coordinates of the whole vector
             y = w.clone()
             tensors = context.objective.base.tensors_of(own, y)

@@ -163,7 +163,7 @@ class FlatLoss(FlatModule):
 
     def tensors_in(self, *parts: tuple[Part, Tensor]) -> dict[str, Tensor]:
         """By name all tensors of the vector, as views of the values of parts that make it up."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for part, values in parts:
             found |= self._some(values, self._touched(part))
         return found

@@ -40,6 +40,12 @@ class Layer:
         """The derivative by its inputs, from that by its outputs."""
         raise NotImplementedError
 
+    def fuse(self, lr: float) -> None:
+        """Let backward passes include the steps of matrices, which are then not among ``trained``.
+
+        That saves passes over memory, and equals separate steps to rounding.
+        """
+
 
 class Dense(Layer):
     """x ↦ xWᵀ + b."""
@@ -49,6 +55,10 @@ class Dense(Layer):
         self.trained = (weight,) if bias is None else (weight, bias)
         self.gradients = [torch.empty_like(own) for own in self.trained]  # for all passes
         self.is_first = False  # then the derivative by its inputs is not needed
+        self.lr: float | None = None
+
+    def fuse(self, lr: float) -> None:
+        self.lr, self.trained, self.gradients = lr, self.trained[1:], self.gradients[1:]
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
@@ -57,10 +67,14 @@ class Dense(Layer):
         return torch.addmm(self.bias, x, self.transposed)
 
     def backward(self, d: Tensor) -> Tensor:
-        torch.mm(d.t(), self.x, out=self.gradients[0])
+        by_inputs = d if self.is_first else torch.mm(d, self.weight)
+        if self.lr is None:
+            torch.mm(d.t(), self.x, out=self.gradients[0])
+        else:
+            self.weight.addmm_(d.t(), self.x, alpha=-self.lr)
         if self.bias is not None:
-            torch.sum(d, dim=0, out=self.gradients[1])
-        return d if self.is_first else torch.mm(d, self.weight)
+            torch.sum(d, dim=0, out=self.gradients[-1])
+        return by_inputs
 
 
 class BatchNorm(Layer):
@@ -161,9 +175,12 @@ class LayeredPlan:
 
 
 class LayeredNet:
-    """The network of a plan with these tensors, by name."""
+    """The network of a plan with these tensors, by name.
 
-    def __init__(self, plan: LayeredPlan, p: Parameters) -> None:
+    With ``lr``, backward passes include the steps of matrices (:meth:`Layer.fuse`).
+    """
+
+    def __init__(self, plan: LayeredPlan, p: Parameters, lr: float | None = None) -> None:
         self._stacks = plan.stacks
         self._stages, self._exits = (
             [[layer.layer(p) for layer in chain] for chain in chains]
@@ -173,10 +190,13 @@ class LayeredNet:
         first = next(iter(self._layers), None)
         if isinstance(first, Dense):
             first.is_first = True
+        if lr is not None:
+            for layer in self._layers:
+                layer.fuse(lr)
 
     @property
     def trained(self) -> list[Tensor]:
-        """Its parameters."""
+        """Its parameters whose steps are not part of backward passes."""
         return [own for layer in self._layers for own in layer.trained]
 
     @property

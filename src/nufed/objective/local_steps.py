@@ -129,9 +129,10 @@ class LocalSteps(FlatLoss):
     def descend_tensors(self, p: Parameters, batches: Iterable[AnyBatch], lr: float) -> None:
         """One step per batch of tensors that need not be in one vector, by name, in place.
 
-        It is as :meth:`descend` of the vector that they would make.
+        To rounding it is :meth:`descend` of the vector that they would make: where the module is a
+        layered network, steps of matrices are one operation with the products of their gradients.
         """
-        net = LayeredNet(self._plan, p) if self._plan else None
+        net = LayeredNet(self._plan, p, lr) if self._plan else None
         trained = net.trained if net else []
         for batch in (Batch(*each) for each in batches):
             if net is not None and self._plan is not None and self._plan.takes(batch):
