@@ -154,8 +154,12 @@ def test_the_order_of_agents_does_not_matter(algorithm, engine):
 
 
 def test_an_agent_whose_update_is_rejected_leaves_no_trace(algorithm, engine):
+    class Together(DirectEngine):
+        def chunks(self, algorithm, agents):
+            return [list(agents)]
+
     @dataclass(frozen=True)
-    class Breaking(DirectEngine):
+    class Breaking(Together):
         def agent_updates(self, algorithm, received, states, context):
             results = super().agent_updates(algorithm, received, states, context)
             agent = min(results)
@@ -163,7 +167,7 @@ def test_an_agent_whose_update_is_rejected_leaves_no_trace(algorithm, engine):
             return {**results, agent: replace(results[agent], vectors=broken)}
 
     @dataclass(frozen=True)
-    class Without(DirectEngine):
+    class Without(Together):
         def agent_updates(self, algorithm, received, states, context):
             others = {a: s for a, s in states.items() if a != min(states)}
             return super().agent_updates(algorithm, received, others, context)
