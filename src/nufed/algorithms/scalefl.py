@@ -57,6 +57,7 @@ from nufed.algorithms.protocol import (
     Personal,
     State,
 )
+from nufed.algorithms.running_mean import fixed_point_mean
 from nufed.errors import InputError
 from nufed.meta.fine_tuning import descend
 from nufed.objective import AnyObjective, Inputs, Loss, Objective
@@ -122,8 +123,7 @@ class ScaleFL(LocalTraining):
             y = y if part.size == len(w) else part.put(w, y)
         else:  # in the coordinates of the whole vector
             y = w.clone()
-            tensors = context.objective.base.tensors_of(own, y)
-            own.descend_tensors(tensors, self.local_batches(context), rate)
+            own.descend_tensors(own.tensors_inside(y), self.local_batches(context), rate)
         return AgentResult({"model": y}, state, cost)
 
     def server_update(
@@ -134,14 +134,26 @@ class ScaleFL(LocalTraining):
         # coordinates that the same agents hold are aggregated together
         for smaller, level in pairwise([-1, *sorted(set(levels))]):
             part = _between(server["levels"], smaller, level)
-            holders = [update for update, own in zip(updates, levels, strict=True) if own >= level]
-            for piece in part.pieces if self.aggregation == Mean() else [part]:
-                own = [
-                    replace(update, vectors={"model": piece.take(update.vectors["model"])})
-                    for update in holders
-                ]
-                piece.fill(w, self.aggregation.combine(own, "model", piece.take(before)))
+            pairs = zip(updates, levels, strict=True)
+            holders = [update for update, own in pairs if own >= level]
+            if part.size:
+                self.combine(holders, part, before, w)
         return {**server, "model": w}
+
+    def combine(
+        self, holders: Sequence[AgentUpdate], part: Part, before: Tensor, w: Tensor
+    ) -> None:
+        """Write the aggregate of a part of these updates into w."""
+        if self.aggregation == Mean():  # of views, where they are long
+            for piece in part.pieces:
+                sent = [piece.take(update.vectors["model"]) for update in holders]
+                piece.fill(w, fixed_point_mean(sent, piece.take(before)))
+            return
+        own = [
+            replace(update, vectors={"model": part.take(update.vectors["model"])})
+            for update in holders
+        ]
+        part.fill(w, self.aggregation.combine(own, "model", part.take(before)))
 
     def personal_model(
         self, context: AgentContext, received: State, state: State | None

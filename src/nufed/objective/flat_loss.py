@@ -60,6 +60,8 @@ class FlatLoss(FlatModule):
         self._chain = perceptron(self._module, self._loss_function)
         self._plan = layered_plan(self._module, self._names, self._always_evaluated)
         self._narrow: dict[LevelKey, tuple[Objective, Part]] = {}
+        # of a capacity level: shapes, strides and offsets of its tensors in the whole vector
+        self._inside: dict[str, tuple[Sequence[int], Sequence[int], int]] = {}
         self._together = self._like  # inputs of several batches
 
     def _draws_nothing(self) -> bool:

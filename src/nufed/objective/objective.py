@@ -128,6 +128,10 @@ class Objective(LocalSteps):
                 layers[name].training = False
             own = Objective(module, self._loss_function, running_stats=self._running_stats)
             own._facts()  # known to all copies
+            whole = self._unflatten(self._initial)
+            for name, i in own._names.items():  # each is the first rows and columns of the whole's
+                view = whole[name.removeprefix("module.")][tuple(map(slice, own._shapes[i]))]
+                own._inside[name] = view.shape, view.stride(), view.storage_offset()
             self._narrow[key] = own, Part.where(self.first_levels(widths, depths) <= level)
         own, part = self._narrow[key]
         if own._loss_function != loss:
@@ -136,16 +140,10 @@ class Objective(LocalSteps):
             self._narrow[key] = own, part
         return own, part
 
-    def tensors_of(self, level: Objective, w: Tensor) -> dict[str, Tensor]:
-        """By name the tensors of the objective of a capacity level, as views of a vector of this.
-
-        Each is the first rows and columns of the whole network's.
-        """
-        whole = self._unflatten(w)
-        return {
-            name: whole[name.removeprefix("module.")][tuple(map(slice, level._shapes[i]))]
-            for name, i in level._names.items()
-        }
+    def tensors_inside(self, w: Tensor) -> dict[str, Tensor]:
+        """Of a capacity level: its tensors by name, as views of the whole network's vector."""
+        start = w.storage_offset()
+        return {n: w.as_strided(shape, at, start + i) for n, (shape, at, i) in self._inside.items()}
 
     @property
     def base(self) -> Objective:
