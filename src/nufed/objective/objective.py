@@ -131,7 +131,7 @@ class Objective(LocalSteps):
             whole = self._unflatten(self._initial)
             for name, i in own._names.items():  # each is the first rows and columns of the whole's
                 view = whole[name.removeprefix("module.")][tuple(map(slice, own._shapes[i]))]
-                own._inside[name] = view.shape, view.stride(), view.storage_offset()
+                own._inside[name] = view.shape, view.stride(), int(view.storage_offset())
             self._narrow[key] = own, Part.where(self.first_levels(widths, depths) <= level)
         own, part = self._narrow[key]
         if own._loss_function != loss:
