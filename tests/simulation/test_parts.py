@@ -30,17 +30,32 @@ def test_parts_change_no_bit(monkeypatch, kind):
 
     def trained():
         engine, w = make(kind, objective, data), objective.initial()
-        sent = algorithm.initial_server(objective, w)
-        parts = list(loop._parts(algorithm, engine, sent, data.split.seen))
-        return parts, list(train(algorithm, engine, w, rounds=2, participation=1.0))[-1]
+        return list(train(algorithm, engine, w, rounds=2, participation=1.0))[-1]
 
-    (_,), whole = trained()
     monkeypatch.setattr(loop, "PART_BYTES", 1)
-    parts, last = trained()
-    assert len(parts) > 1 and sorted(chain(*parts)) == sorted(data.split.seen)
-    assert kind != "workers" or len(parts[0]) == 2  # one chunk for each worker
+    last = trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_parts", lambda *arguments: [list(arguments[-1])])
+        whole = trained()
     assert same(whole.server, last.server)
     assert (whole.taken, whole.cost) == (last.taken, last.cost)
+
+
+def test_parts_are_chunks_in_one_process_and_of_bounded_memory_with_workers(monkeypatch):
+    data, objective = uneven_federation(), Objective(logistic((5,), 3))
+    algorithm, sent = GMeta(batch_size=12), {"model": objective.initial()}
+
+    def parts(kind):
+        engine = make(kind, objective, data)
+        found = list(loop._parts(algorithm, engine, sent, data.split.seen))
+        assert list(chain(*found)) == list(chain(*engine.chunks(algorithm, data.split.seen)))
+        return [len(part) for part in found]
+
+    number = len(data.split.seen)
+    assert parts("direct") == [1] * number
+    assert parts("workers") == [number]
+    monkeypatch.setattr(loop, "PART_BYTES", 1)
+    assert parts("workers")[0] == 2  # one chunk for each worker
 
 
 def test_chunks_of_some_chunks_are_the_same():
