@@ -210,3 +210,45 @@ def test_in_float64_layers_that_the_user_froze_stay_so_and_the_start_is_the_same
     assert torch.equal(double.initial(), w)
     values = [double.value(w, Batch(inputs, targets, seed)) for seed in (None, 1)]
     assert torch.equal(*values)
+
+
+def test_a_layer_that_occurs_several_times_counts_every_time():
+    """One activation object in several places is what many people write."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(*sizes, dtype=torch.float64) for sizes in ((4, 5), (5, 6), (6, 3))]
+    first, second, last = layers
+    tanh = nn.Tanh()
+    repeated, apart = (
+        Objective(nn.Sequential(first, one, second, other, last))
+        for one, other in ((tanh, tanh), (nn.Tanh(), nn.Tanh()))
+    )
+    w = apart.initial()
+    v = torch.randn_like(w)
+    batch = Batch(torch.randn(7, 4, dtype=torch.float64), torch.arange(7) % 3)
+    stacked = Batch(*(x.expand(2, *x.shape) for x in batch[:2]))
+    both = torch.stack([w, v])
+    for found, right in (
+        (repeated.grad(w, batch), apart.grad(w, batch)),
+        (repeated.hvp(w, batch, v), apart.hvp(w, batch, v)),
+        (repeated.value(both, stacked), apart.value(both, stacked)),
+        (repeated.grad(both, stacked), apart.grad(both, stacked)),
+    ):
+        assert torch.equal(found, right)
+    module = repeated.module(w)
+    loss = F.cross_entropy(module(batch.inputs), batch.targets)
+    by_autograd = torch.cat([g.flatten() for g in torch.autograd.grad(loss, module.parameters())])
+    assert torch.allclose(repeated.grad(w, batch), by_autograd, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_that_change_gradients_are_called(hook):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    hooked = copy.deepcopy(plain)
+    getattr(hooked[1], hook)(lambda layer, *given: tuple(2 * d for d in given[0]))
+    one, other = Objective(plain), Objective(hooked)
+    batch = Batch(torch.randn(7, 4), torch.arange(7) % 3)
+    right, found = (objective.grad(one.initial(), batch) for objective in (one, other))
+    lower, upper = slice(0, 25), slice(25, None)
+    torch.testing.assert_close(found[lower], 2 * right[lower])
+    torch.testing.assert_close(found[upper], right[upper])

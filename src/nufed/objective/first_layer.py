@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nufed.objective import Objective
+from nufed.objective.modules import has_hooks
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _only_user_of_inputs(layer: nn.Linear, module: nn.Module, input_shape: Seque
     Decided by the address of the tensor that the layer gets and by autograd's graph: comparing
     values would miss a function that happens to change none of them (a clamp).
     """
-    if layer._forward_hooks or layer._forward_pre_hooks:
+    if has_hooks(layer):
         return False
     x = torch.linspace(-1, 1, 2 * math.prod(input_shape)).to(layer.weight)
     x = x.view(2, *input_shape).requires_grad_()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nufed.objective.batch import Batch
 from nufed.objective.exits import FirstExits, exit_lists
-from nufed.objective.modules import STATISTICS
+from nufed.objective.modules import STATISTICS, has_hooks
 from nufed.objective.perceptron import ACTIVATIONS, Activation, Parameters
 
 CONTAINERS = nn.Sequential, FirstExits
@@ -257,7 +257,7 @@ class _OtherLayerError(Exception):
 
 def _layers(module: nn.Module, prefix: str) -> Iterator[LayerPlan]:
     """The layers of a chain."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if has_hooks(module):
         raise _OtherLayerError
     if type(module) in CONTAINERS:
         for name, child in module._modules.items():  # one may be there several times

@@ -37,6 +37,12 @@ def cast_like(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether hooks may change what a layer computes, or its gradients."""
+    forward = layer._forward_hooks or layer._forward_pre_hooks
+    return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's random generator inside the block, and restore its state afterwards."""
@@ -101,7 +107,7 @@ class ModuleFacts:
     def of(cls, module: nn.Module, tracked: bool) -> ModuleFacts:
         layers = list(module.modules())
         plain = all(type(layer) in DETERMINISTIC or _says_so(layer) for layer in layers)
-        hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        hooks = any(map(has_hooks, layers))
         counters = batch_counters(module) if tracked else {}
         return cls(module, tensor_slots(module), counters, plain and not hooks)
 

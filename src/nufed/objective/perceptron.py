@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nufed.objective.modules import has_hooks
+
 Parameters: TypeAlias = Mapping[str, Tensor]
 aten = torch.ops.aten
 ALIGNMENT = 64  # bytes, of torch's new tensors
@@ -240,11 +242,11 @@ def is_in(link: Linear | Activation, names: Container[str]) -> bool:
 
 def _links(module: nn.Module, prefix: str) -> Iterator[Linear | Activation | None]:
     """The links of a module; None for a layer that can't be one."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    if has_hooks(module):
         yield None
     elif type(module) is nn.Sequential:
-        for name, child in module.named_children():
-            yield from _links(child, f"{prefix}{name}.")
+        for name, child in module._modules.items():  # named_children() gives repeated ones once
+            yield from _links(child or nn.Identity(), f"{prefix}{name}.")
     elif type(module) is nn.Linear:
         yield Linear(f"{prefix}weight", f"{prefix}bias" if module.bias is not None else None)
     elif type(module) in ACTIVATIONS:

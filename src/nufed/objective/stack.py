@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nufed.objective.modules import has_hooks
+
 ELEMENTWISE = (
     nn.ELU, nn.GELU, nn.Identity, nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Tanh,
 )  # fmt: skip
@@ -46,11 +48,11 @@ def stacked_losses(
 
 def _layer(layer: nn.Module, prefix: str, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
     kind = type(layer)
-    if layer._forward_hooks or layer._forward_pre_hooks:
+    if has_hooks(layer):
         kind = nn.Module
     if kind is nn.Sequential:
-        for name, child in layer.named_children():
-            x = _layer(child, f"{prefix}{name}.", parameters, x)
+        for name, child in layer._modules.items():  # named_children() gives repeated ones once
+            x = _layer(child or nn.Identity(), f"{prefix}{name}.", parameters, x)
         return x
     if kind in ELEMENTWISE:
         return layer(x)  # type: ignore[no-any-return]
