@@ -23,7 +23,7 @@ class Sizes:
 
     repeats: int = 9
     few_repeats: int = 3  # of long jobs
-    method_repeats: int = 9  # of the rows of methods
+    method_repeats: int = 21  # of the rows of methods
     agents: int = 50
     samples: int = 1000  # of every agent
     inputs: int = 3072

@@ -29,7 +29,7 @@ UNIT_BITS_FLOAT64 = 72
 EXACT = 2.0**53  # integers up to it are exact in float64
 RADIX_BITS = 44
 RADIX = 2.0**RADIX_BITS
-PIECE = 2**18  # numbers of a vector that are added at once
+PIECE = 2**17  # numbers of a vector that are added at once
 CARRY_EVERY = 2**16  # wide additions before a carry: 2¹⁶·2⁴⁴ is far below 2⁶³
 
 
