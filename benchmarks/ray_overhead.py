@@ -62,6 +62,7 @@ def measure(jobs, turns, address):
     result = {}
     for name, (hidden, (few, many)) in jobs.items():
         times = {each: [] for each in contenders}
+        seconds_of_a_run(hidden, few, 1, None)  # warms up
         for _ in range(turns):
             for each, settings in contenders.items():
                 short, long = (seconds_of_a_run(hidden, n, *settings) for n in (few, many))
