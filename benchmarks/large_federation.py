@@ -17,7 +17,8 @@ from pathlib import Path
 
 import tomli_w
 from federation import train, write_app
-from nufed.flower.ops.supernode import site_command
+
+from nufed.flower.ops.site_runner import site_command
 
 INTERVAL = 0.2  # seconds between two looks at the processes
 
@@ -69,6 +70,18 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(pid for child in children for pid in descendants(child))]
 
 
+def measure(rounds: int, sites: int, width: int, codec: str) -> tuple[float, dict[str, float]]:
+    """Seconds per round without evaluation, and the peaks of memory."""
+    peaks = Peaks()
+    with tempfile.TemporaryDirectory() as place:
+        app = write_app(Path(place) / "federation", sites, rounds)
+        enlarge(app, width, codec)
+        peaks.start()
+        done = train(app, Path(place) / "run", sites, site_command)
+        peaks.stop.set()
+    return (done[-2] - done[0]).total_seconds() / (len(done) - 2), peaks.found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
@@ -76,16 +89,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4950)
     parser.add_argument("--codec", default="off")
     options = parser.parse_args()
-    peaks = Peaks()
-    with tempfile.TemporaryDirectory() as place:
-        app = write_app(Path(place) / "federation", options.sites, options.rounds)
-        enlarge(app, options.width, options.codec)
-        peaks.start()
-        done = train(app, Path(place) / "run", options.sites, site_command)
-        peaks.stop.set()
-    seconds = (done[-2] - done[0]).total_seconds() / (len(done) - 2)
+    seconds, peaks = measure(**vars(options))
     print(f"{seconds:.1f} s per round, {options.sites} sites, without evaluation")
-    for name, peak in sorted(peaks.found.items()):
+    for name, peak in sorted(peaks.items()):
         print(f"{name}: {peak:,.0f} MB")
 
 

@@ -33,3 +33,10 @@ def test_the_cost_of_compression_is_a_row_for_every_codec_and_method(capsys):
     first = [["| initial model", m] for m in methods], [["| off", m] for m in methods]
     assert names[:4] == [row for pair in zip(*first, strict=True) for row in pair]
     assert names[4:] == [["| int8", m] for m in methods]
+
+
+def test_a_federation_is_measured_in_seconds_and_memory():
+    import large_federation
+
+    seconds, peaks = large_federation.measure(rounds=2, sites=1, width=8, codec="int8")
+    assert seconds > 0 and {"ServerApp", "SuperLink", "site"} <= peaks.keys()
