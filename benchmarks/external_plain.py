@@ -4,7 +4,8 @@
 
 trains on the split of `runs/external/cifar10`, with torch's SGD and nothing of nufed's training,
 and adds the held-out accuracy of every round to docs/results/external.json. With `--augment`
-images are shifted by up to 4 pixels and flipped at random, as the authors' code does.
+images are shifted by up to 4 pixels and flipped at random, as the authors' code does. The model of
+the last round is in `runs/external`, and the same command resumes from there.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from external import DATA, RESULTS, RUNS, SETTING
 from external_page import PAGE, write
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nufed.models import lenet5
 
@@ -50,27 +51,25 @@ def trained(model, inputs, targets, augment):
     return own
 
 
-def plain_fedavg(train, held_out, split, rounds, augment):
-    """The held-out accuracy of the global model after every round."""
-    inputs = train.inputs.float() * train.scale + train.shift
-    scored = held_out.inputs.float() * held_out.scale + held_out.shift
-    agents = split["train"].split(split["train_sizes"].tolist())
-    model, found = lenet5(train.input_shape, len(train.classes)), []
-    for _ in range(rounds):
-        models = [trained(model, inputs[a], train.targets[a], augment) for a in agents]
-        with torch.no_grad():
-            for after, *each in zip(
-                model.parameters(), *(m.parameters() for m in models), strict=True
-            ):
-                weighted = (len(a) * p for a, p in zip(agents, each, strict=True))
-                after.copy_(sum(weighted) / len(split["train"]))
-            right = [
-                (model(x).argmax(1) == y).sum().item()
-                for x, y in zip(scored.split(1000), held_out.targets.split(1000), strict=True)
-            ]
-        found.append(round(sum(right) / len(scored), 5))
-        print(f"round {len(found)}: {100 * found[-1]:.1f} %", flush=True)
-    return found
+def next_round(model, inputs, targets, agents, augment):
+    """Train every agent from the model, and overwrite it with their mean, weighted by samples."""
+    models = [trained(model, inputs[a], targets[a], augment) for a in agents]
+    samples = sum(len(a) for a in agents)
+    with torch.no_grad():
+        for after, *each in zip(model.parameters(), *(m.parameters() for m in models), strict=True):
+            weighted = (len(a) * p for a, p in zip(agents, each, strict=True))
+            after.copy_(sum(weighted) / samples)
+
+
+@torch.no_grad()
+def accuracy(model, inputs, targets):
+    pairs = zip(inputs.split(1000), targets.split(1000), strict=True)
+    right = [(model(x).argmax(1) == y).sum().item() for x, y in pairs]
+    return round(sum(right) / len(inputs), 5)
+
+
+def as_floats(samples):
+    return samples.inputs.float() * samples.scale + samples.shift
 
 
 def main():
@@ -78,12 +77,26 @@ def main():
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--augment", action="store_true")
     options = parser.parse_args()
+    name = "plain, augmented" if options.augment else "plain"
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    train, held_out = DATA["cifar10"]()
     split = load_file(RUNS / "cifar10" / "splits" / "seed-0.safetensors")
-    curve = plain_fedavg(*DATA["cifar10"](), split, options.rounds, options.augment)
+    agents = split["train"].split(split["train_sizes"].tolist())
+    inputs, scored = as_floats(train), as_floats(held_out)
+    model, saved = lenet5(train.input_shape, len(train.classes)), RUNS / f"{name}.safetensors"
+    curve = []
+    if saved.exists():
+        state = load_file(saved)
+        curve = state.pop("curve").tolist()
+        model.load_state_dict(state)
+    for number in range(len(curve) + 1, options.rounds + 1):
+        torch.manual_seed(number)
+        next_round(model, inputs, train.targets, agents, options.augment)
+        curve.append(accuracy(model, scored, held_out.targets))
+        save_file({**model.state_dict(), "curve": torch.tensor(curve, dtype=torch.float64)}, saved)
+        print(f"round {number}: {100 * curve[-1]:.1f} %", flush=True)
     found = json.loads(RESULTS.read_text("utf-8"))
-    name = "plain, augmented" if options.augment else "plain"
     found["cifar10"][name] = curve
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     write(found, PAGE)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nufed import Objective, Samples, load_run
 from nufed.models import lenet5
@@ -54,20 +55,30 @@ def test_it_trains_extends_and_writes_the_page(external, monkeypatch):
 def test_the_plain_loop_learns_and_is_on_the_page(external, monkeypatch):
     import external_plain
 
-    setting = {**external.SETTING, "method": {**external.SETTING["method"], "local_epochs": 2}}
+    setting = {**external.SETTING, "method": {**external.SETTING["method"], "local_epochs": 4}}
     monkeypatch.setattr(external_plain, "SETTING", setting)
     for name in ("RUNS", "RESULTS", "PAGE"):
         monkeypatch.setattr(external_plain, name, getattr(external, name))
     both = images(1200, 0), images(30, 1)
     monkeypatch.setattr(external_plain, "DATA", {"cifar10": lambda: both})
     halves = {"train": torch.randperm(1200), "train_sizes": torch.tensor([500, 700])}
-    monkeypatch.setattr(external_plain, "load_file", lambda path: halves)
+    splits = external.RUNS / "cifar10" / "splits"
+    splits.mkdir(parents=True)
+    save_file(halves, splits / "seed-0.safetensors")
     curves = {method: {"0": [0.5]} for method in ("fedavg", "fedprox", "scaffold")}
     about = {"rounds": 1, "trained_on": 1200, "scored_on": 30, "accuracy": curves}
     external.RESULTS.write_text(json.dumps({"cifar10": about}))
-    monkeypatch.setattr("sys.argv", ["external_plain.py", "--rounds", "2"])
-    external_plain.main()
-    assert json.loads(external.RESULTS.read_text())["cifar10"]["plain"][-1] > 0.9
+
+    def curve(*rounds):
+        for number in rounds:
+            monkeypatch.setattr("sys.argv", ["external_plain.py", "--rounds", number])
+            external_plain.main()
+        (external.RUNS / "plain.safetensors").unlink()
+        return json.loads(external.RESULTS.read_text())["cifar10"]["plain"]
+
+    whole = curve("2")
+    assert whole[-1] > 0.9
+    assert curve("1", "2") == whole  # the second call resumes
     assert "| plain PyTorch on nufed's split, 1 seed | 2 |" in external.PAGE.read_text("utf-8")
 
 

@@ -81,7 +81,7 @@ def test_the_error_relative_to_the_movement(dtype):
     total = FixedPointSum(w)
     for vector in vectors:
         total.add(vector, peak(vector))
-    found = total._grid.decode(total._total, 9, torch.float64)  # before it is rounded to float32
+    found = total._grid.decode(total._sum(), 9)  # before it is rounded to float32
     for mean, exact in zip(found.tolist(), exact_mean(vectors), strict=True):
         assert abs(Fraction(mean) - exact) <= Fraction(relative) * exact * (1 + Fraction(1, 100))
 

@@ -41,7 +41,7 @@ def test_parts_change_no_bit(monkeypatch, kind):
     assert (whole.taken, whole.cost) == (last.taken, last.cost)
 
 
-def test_parts_are_chunks_in_one_process_and_of_bounded_memory_with_workers(monkeypatch):
+def test_parts_are_whole_chunks_and_of_bounded_memory(monkeypatch):
     data, objective = uneven_federation(), Objective(logistic((5,), 3))
     algorithm, sent = GMeta(batch_size=12), {"model": objective.initial()}
 
@@ -52,9 +52,11 @@ def test_parts_are_chunks_in_one_process_and_of_bounded_memory_with_workers(monk
         return [len(part) for part in found]
 
     number = len(data.split.seen)
-    assert parts("direct") == [1] * number
-    assert parts("workers") == [number]
+    assert parts("direct") == parts("workers") == [number]
+    monkeypatch.setattr(loop, "PART_BYTES", 3 * sent["model"].nbytes)
+    assert set(parts("direct")[:-1]) == {3}
     monkeypatch.setattr(loop, "PART_BYTES", 1)
+    assert parts("direct") == [1] * number
     assert parts("workers")[0] == 2  # one chunk for each worker
 
 

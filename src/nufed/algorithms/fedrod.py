@@ -82,14 +82,14 @@ class FedRoD(LocalTraining):
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         objective = context.objective.base
         balanced = self.balanced(objective, self.class_counts(context))
-        w, phi = received["model"], state["personal_head"]
+        w, phi = received["model"].clone(), state["personal_head"]
         step, personal_step = self.start_steps(context), self.start_steps(context, self.personal_lr)
-        overwrite = False
+        gradient = balanced.gradient_at(w)
         for batch in self.local_batches(context):
-            by_w, features = balanced.grad_and_features(w, batch)
+            by_w, features = gradient(batch)
             by_phi = self.personal_gradient(objective, w, phi, batch, features)
-            w, phi = step(w, by_w, batch, overwrite), personal_step(phi, by_phi)
-            overwrite = True
+            w.copy_(step(w, by_w, batch, overwrite=True))
+            phi = personal_step(phi, by_phi)
         cost = Cost(2 * self.steps_per_round(context))
         return AgentResult({"model": w}, {"personal_head": phi}, cost)
 

@@ -104,7 +104,8 @@ class Steps:
         if own.weight_decay:
             g = g + own.weight_decay * w
         if own.momentum:
-            g = g if self._momentum is None else own.momentum * self._momentum + g
+            # a copy, since the gradient may be a buffer that the next one is written into
+            g = g.clone() if self._momentum is None else own.momentum * self._momentum + g
             self._momentum = g
         if overwrite and isinstance(w, Tensor) and not self._objective.base.tracks_statistics:
             rate = self._rate

@@ -13,7 +13,7 @@ from nufed.algorithms.fixed_point import PIECE, FixedPointGrid, FixedPointSum, p
 class RunningMean:
     """The mean of vectors that agents send in place of ``before``; any order gives the same bits.
 
-    Its sum takes 8 bytes per number. Where it exceeds 2⁵³ units of the grid, and in float64, 16
+    Its sum takes 8 bytes per number. Where it exceeds 2⁶² units of the grid, and in float64, 16
     more are taken for these pieces of the vector.
 
     >>> mean = RunningMean(torch.zeros(2))
@@ -23,8 +23,9 @@ class RunningMean:
     tensor([0.5000, 3.5000])
     """
 
-    def __init__(self, before: Tensor) -> None:
-        grid, parts = FixedPointGrid.of(before), torch.split(before.detach().flatten(), PIECE)
+    def __init__(self, before: Tensor, grid: FixedPointGrid | None = None) -> None:
+        grid = FixedPointGrid.of(before) if grid is None else grid
+        parts = torch.split(before.detach().flatten(), PIECE)
         longest = max((part.numel() for part in parts), default=0)
         buffer = torch.empty(longest, dtype=torch.float64, device=before.device)
         self._shape, self._dtype, self._device = before.shape, before.dtype, before.device
@@ -41,7 +42,7 @@ class RunningMean:
         """The mean; frees the memory of the sum, piece by piece."""
         mean = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         for part in torch.split(mean.view(-1), PIECE):
-            part.copy_(self._sums.pop(0).mean())
+            self._sums.pop(0).mean(part)
         return mean
 
 

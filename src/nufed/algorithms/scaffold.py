@@ -68,7 +68,7 @@ class Scaffold(LocalTraining):
         if self.optimizer.plain and eta != 0:
             y = self.descend(context, x, shift=correction)
             sent = (x - y).div_(steps * eta)
-            new = sent - correction
+            new = torch.sub(sent, correction, out=correction)
         else:
             raw = torch.zeros_like(x)  # the sum of ∇f_i over steps
 
@@ -90,6 +90,6 @@ class Scaffold(LocalTraining):
         y = self.aggregation.combine(updates, "model", x)
         change = Mean().combine(updates, "control", c) - c
         return {
-            "model": x + self.server_lr * (y - x),
-            "control": c + (len(updates) / context.agents) * change,
+            "model": (y - x).mul_(self.server_lr).add_(x),
+            "control": change.mul_(len(updates) / context.agents).add_(c),
         }

@@ -22,6 +22,7 @@ from nufed.objective.linearized import Linearized
 from nufed.objective.modules import RunningStats, cast_like, is_zero
 from nufed.objective.parts import Part, part_of
 from nufed.objective.perceptron import Parameters, perceptron
+from nufed.objective.single_gradient import SingleGradient
 from nufed.objective.stack import stacked_losses
 
 if TYPE_CHECKING:
@@ -141,10 +142,26 @@ class FlatLoss(FlatModule):
             self._tensors[part.name] = [i for i, own in enumerate(parts) if own.any()]
         return self._tensors[part.name]
 
-    def grad_and_features(self, w: Tensor, batch: AnyBatch) -> tuple[Tensor, Tensor | None]:
-        """∇f(w, batch), and what the head gets if that comes with it, for :meth:`head_grad`."""
+    def gradient_at(self, w: Tensor) -> Callable[[AnyBatch], tuple[Tensor, Tensor | None]]:
+        """∇f(w, batch) as a function of the batch, at the values that w has when it is called.
+
+        It also returns what the head gets if that is known, for :meth:`head_grad`. The next call
+        may overwrite the gradient.
+        """
         self._check_vector(w)
-        return self._grad(w, Batch(*batch), range(len(self._sizes)))
+        every = range(len(self._sizes))
+        if self._chain is None:
+            return lambda batch: self._grad(w, Batch(*batch), every)
+        gradient = torch.empty_like(w)
+        differentiate = self._closed_form(self._unflatten(w.detach()), self._unflatten(gradient))
+
+        def evaluate(batch: AnyBatch) -> tuple[Tensor, Tensor | None]:
+            batch = Batch(*batch)
+            if not self._in_closed_form(batch):
+                return self._grad(w, batch, every)
+            return gradient, differentiate(batch)
+
+        return evaluate
 
     def head_grad(self, head: Tensor, features: Tensor, targets: Tensor) -> Tensor:
         """The gradient by the head's parameters, from what it gets."""
@@ -152,7 +169,7 @@ class FlatLoss(FlatModule):
         wanted = self._touched(self.part("head"))
         gradient = torch.empty_like(head)
         p, into = (self._some(vector, wanted) for vector in (head, gradient))
-        self._chain.single_gradient(p, features, targets, into, first=self._chain.head)
+        SingleGradient(self._chain.body_and_head[1], p, into)(features, targets)
         return gradient
 
     def _some(self, vector: Tensor, wanted: Sequence[int]) -> dict[str, Tensor]:
@@ -174,11 +191,16 @@ class FlatLoss(FlatModule):
         """Whether the gradient on such a batch needs no autograd."""
         return self._chain is not None and self._chain.takes(batch.inputs, batch.targets)
 
-    def _closed_form(self, p: Parameters, batch: Batch, into: Parameters) -> Tensor:
-        """Write the gradient by the tensors of ``into`` there; returns what the head gets."""
+    def _closed_form(self, p: Parameters, into: Parameters) -> Callable[[Batch], Tensor]:
+        """Writes the gradient on a batch ``into`` tensors; returns what the head gets."""
         assert self._chain is not None
-        inputs = cast_like(cast(Tensor, batch.inputs), self._like)
-        return self._chain.single_gradient(p, inputs, cast_like(batch.targets, self._like), into)
+        gradient = SingleGradient(self._chain, p, into)
+
+        def written(batch: Batch) -> Tensor:
+            inputs = cast_like(cast(Tensor, batch.inputs), self._like)
+            return gradient(inputs, cast_like(batch.targets, self._like))
+
+        return written
 
     def _length(self, wanted: Sequence[int]) -> int:
         """The numbers in these tensors."""
@@ -190,7 +212,7 @@ class FlatLoss(FlatModule):
         if self._in_closed_form(batch):
             gradient = w.new_empty(self._length(wanted))
             p, into = self._unflatten(w.detach()), self._some(gradient, wanted)
-            return gradient, self._closed_form(p, batch, into)
+            return gradient, self._closed_form(p, into)(batch)
         views = self._views(w.detach())
         leaves = [views[i].requires_grad_() for i in wanted]
         with torch.enable_grad():

@@ -11,16 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nufed.objective.perceptron import (
-    IGNORED,
-    MEAN,
-    Activation,
-    Parameters,
-    Perceptron,
-    aten,
-    is_in,
-    product_into,
-)
+from nufed.objective.loss_gradient import log_softmax_backward, nll_gradients
+from nufed.objective.perceptron import Activation, Parameters, Perceptron, is_in, product_into
 
 
 class Linearized:
@@ -38,11 +30,8 @@ class Linearized:
         self._xs = net.single_forward(p, inputs.flatten(1))
         outputs = self._xs[-1] if net.shift is None else self._xs[-1] + net.shift
         self._logs = logs = torch.log_softmax(outputs, dim=1)
-        loss, number = aten.nll_loss_forward(logs, targets, None, MEAN, IGNORED)
-        ones = torch.ones_like(loss)
-        by_logs = aten.nll_loss_backward(ones, logs, targets, None, MEAN, IGNORED, number)
-        self._by_logs = by_logs
-        d = aten._log_softmax_backward_data(by_logs, logs, 1, logs.dtype)
+        (self._by_logs,) = nll_gradients((logs,), targets, (1.0,))
+        d = log_softmax_backward(self._by_logs, logs, 1, logs.dtype)
         self._ds: dict[int, Tensor] = {len(self._links) - 1: d}
 
     def gradient(self, into: Parameters) -> None:
@@ -67,7 +56,7 @@ class Linearized:
         bent = -self._by_logs.sum(dim=1, keepdim=True) * self._logs.exp()
         bent = bent * dots[len(self._links)]
         # ḋ is the sum of these terms, in autograd's order, on which its bits depend
-        terms = [aten._log_softmax_backward_data(bent, self._logs, 1, bent.dtype)]
+        terms = [log_softmax_backward(bent, self._logs, 1, bent.dtype)]
         first = (
             0 if by_inputs else min(i for i, link in enumerate(self._links) if is_in(link, into))
         )

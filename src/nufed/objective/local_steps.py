@@ -60,12 +60,12 @@ class LocalSteps(FlatLoss):
         own, centre = w[index], pull[1][index] if pull else None
         shift_of = None if shift is None else shift[index]
         gradient = torch.empty_like(own)  # one for all steps: allocation is slow
-        p, into = self._unflatten(w.detach()), self._some(gradient, wanted)
+        differentiate = self._closed_form(self._unflatten(w.detach()), self._some(gradient, wanted))
         for batch in (Batch(*each) for each in batches):
             if not self._in_closed_form(batch):
                 self._tensor_steps(w, [batch], lr, wanted, pull, shift)
                 continue
-            self._closed_form(p, batch, into)
+            differentiate(batch)
             if shift_of is not None:
                 gradient.add_(shift_of)
             if pull and centre is not None:

@@ -5,8 +5,7 @@ activations. The gradient is a forward pass, then a backward pass of d, the deri
 to a link's outputs. A Hessian-vector product differentiates both passes along the direction, with
 tangents ẋ of every x and ḋ of every d (Pearlmutter's R-operator). Agents are the first dimension.
 
-The gradient of one network, without a stack, is written out too, in the operations that autograd
-would call, so that it has the same bits.
+Those of one network, without a stack, are in :mod:`.single_gradient` and :mod:`.linearized`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from nufed.objective.modules import has_hooks
 Parameters: TypeAlias = Mapping[str, Tensor]
 aten = torch.ops.aten
 ALIGNMENT = 64  # bytes, of torch's new tensors
-MEAN, IGNORED = 1, -100  # of cross-entropy: its reduction, and the class number it leaves out
 
 
 @dataclass(frozen=True)
@@ -51,16 +49,18 @@ class Linear:
 
 
 ACTIVATIONS: dict[type[nn.Module], Activation] = {
-    nn.ReLU: Activation(torch.relu, lambda d, y: aten.threshold_backward(d, y, 0), None, None),
+    nn.ReLU: Activation(
+        torch.relu, lambda d, y: aten.threshold_backward.default(d, y, 0), None, None
+    ),
     nn.Tanh: Activation(
         torch.tanh,
-        aten.tanh_backward,
+        aten.tanh_backward.default,
         lambda y: 2 * y * (y * y - 1),
         lambda d, y, a: a * (-2 * y * d),
     ),
     nn.Sigmoid: Activation(
         torch.sigmoid,
-        aten.sigmoid_backward,
+        aten.sigmoid_backward.default,
         lambda y: y * (1 - y) * (1 - 2 * y),
         lambda d, y, a: a * d * (1 - 2 * y),
     ),
@@ -82,7 +82,7 @@ class Perceptron:
     shift: Tensor | None = None
 
     def takes(self, inputs: object, targets: Tensor) -> bool:
-        """Whether :meth:`single_gradient` is defined for such a batch."""
+        """Whether derivatives of one network are defined for such a batch."""
         plain = isinstance(inputs, Tensor) and (inputs.ndim == 2 or self.flattens)
         return plain and targets.ndim == 1 and not targets.is_floating_point()
 
@@ -97,47 +97,17 @@ class Perceptron:
         """The place of the last linear link."""
         return max(i for i, link in enumerate(self.links) if isinstance(link, Linear))
 
-    def single_gradient(
-        self, p: Parameters, inputs: Tensor, targets: Tensor, into: Parameters, first: int = 0
-    ) -> Tensor:
-        """Write the derivatives of one network ``into`` place, with the bits of autograd's.
+    def single_passes(self, p: Parameters) -> list[Callable[[Tensor], Tensor]]:
+        """The links of one network as functions, at the values of p when they are called."""
+        return [
+            link.apply if isinstance(link, Activation) else _affine(p, link) for link in self.links
+        ]
 
-        Those of tensors that ``into`` lacks are not computed. Returns the inputs of the head. With
-        ``first`` the inputs are those of that link.
-        """
-        lowest = next(i for i, link in enumerate(self.links) if is_in(link, into))
-        xs = self.single_forward(p, inputs.flatten(1), first)
-        outputs = xs[-1] if self.shift is None else xs[-1] + self.shift
-        logs = torch.log_softmax(outputs, dim=1)
-        loss, number = aten.nll_loss_forward(logs, targets, None, MEAN, IGNORED)
-        d = aten.nll_loss_backward(
-            torch.ones_like(loss), logs, targets, None, MEAN, IGNORED, number
-        )
-        d = aten._log_softmax_backward_data(d, logs, 1, logs.dtype)
-        for i in range(len(self.links) - 1, -1, -1):
-            link = self.links[i]
-            if isinstance(link, Activation):
-                d = link.backward(d, xs[i + 1])
-                continue
-            if link.weight in into:
-                product_into(into[link.weight], d.t(), xs[i])
-            if link.bias and link.bias in into:
-                torch.sum(d, dim=0, out=into[link.bias])
-            if i == lowest:
-                break
-            d = torch.mm(d, p[link.weight])
-        return xs[self.head]
-
-    def single_forward(self, p: Parameters, x: Tensor, first: int = 0) -> list[Tensor]:
+    def single_forward(self, p: Parameters, x: Tensor) -> list[Tensor]:
         """The inputs of every link of one network, and the outputs of the last."""
-        xs = [x] * (first + 1)
-        for link in self.links[first:]:
-            if isinstance(link, Activation):
-                xs.append(link.apply(xs[-1]))
-            elif link.bias:
-                xs.append(torch.addmm(p[link.bias], xs[-1], p[link.weight].t()))
-            else:
-                xs.append(torch.mm(xs[-1], p[link.weight].t()))
+        xs = [x]
+        for function in self.single_passes(p):
+            xs.append(function(xs[-1]))
         return xs
 
     def gradient(
@@ -225,6 +195,14 @@ def perceptron(module: nn.Module, loss: object) -> Perceptron | None:
     layers = [m for m in module.modules() if not isinstance(m, nn.Sequential | nn.Identity)]
     flattens = bool(layers) and _flattens(layers[0])
     return Perceptron(tuple(link for link in links if link is not None), flattens)
+
+
+def _affine(p: Parameters, link: Linear) -> Callable[[Tensor], Tensor]:
+    """x ↦ xWᵀ + b."""
+    transposed, bias = p[link.weight].t(), p[link.bias] if link.bias else None
+    if bias is None:
+        return lambda x: torch.mm(x, transposed)
+    return lambda x: torch.addmm(bias, x, transposed)
 
 
 def product_into(place: Tensor, a: Tensor, b: Tensor) -> None:

@@ -50,9 +50,14 @@ class Incoming:
         summed: bool = False,
     ) -> None:
         self._expected, self._round, self._cohort = expected, round, cohort
-        self._grid_bounds = {n: FixedPointGrid.of(vector).bound for n, vector in expected.items()}
+        grids = {name: FixedPointGrid.of(vector) for name, vector in expected.items()}
+        self._grid_bounds = {name: grid.bound for name, grid in grids.items()}
         self._norms = NormBound(max_norm, expected, medians or {})
-        self._means = {n: RunningMean(v) for n, v in expected.items()} if summed else None
+        self._means = (
+            {name: RunningMean(vector, grids[name]) for name, vector in expected.items()}
+            if summed
+            else None
+        )
         self._valid: set[int] = set()
         self._kept: list[AgentUpdate] = []  # all valid ones, unless summed
         self._waiting = Spool()

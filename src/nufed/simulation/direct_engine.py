@@ -11,6 +11,8 @@ from nufed.evaluate import AgentScores, Measure, evaluate_agent
 from nufed.objective import Objective
 from nufed.simulation.engine import EvaluatesScales, States, work_of
 
+DRAWN_AT_ONCE = 32  # agents whose batches are drawn before they train: between products it is slow
+
 
 @dataclass(frozen=True)
 class DirectEngine(EvaluatesScales):
@@ -26,14 +28,21 @@ class DirectEngine(EvaluatesScales):
     def agent_updates(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
-        results = {}
-        for agent, state in states.items():
-            batches = self.federation.batches(agent, self.seed, "train", context.round)
-            with work_of([agent], f"round {context.round}"):
-                batches = batches.ahead(algorithm.update_draws())
-                own = AgentContext.of(context, self.objective, batches, batches.samples)
-                results[agent] = algorithm.agent_update(own, received, state)
+        agents, results = list(states), {}
+        for start in range(0, len(agents), DRAWN_AT_ONCE):
+            some = agents[start : start + DRAWN_AT_ONCE]
+            contexts = [self._context(algorithm, agent, context) for agent in some]
+            for agent, own in zip(some, contexts, strict=True):
+                with work_of([agent], f"round {context.round}"):
+                    results[agent] = algorithm.agent_update(own, received, states[agent])
         return results
+
+    def _context(self, algorithm: Algorithm, agent: int, context: Context) -> AgentContext:
+        """What an agent knows, with its batches drawn."""
+        batches = self.federation.batches(agent, self.seed, "train", context.round)
+        with work_of([agent], f"round {context.round}"):
+            batches = batches.ahead(algorithm.update_draws())
+        return AgentContext.of(context, self.objective, batches, batches.samples)
 
     def evaluate_scales(
         self,

@@ -68,7 +68,7 @@ def decode_means(total: Words, before: State, sites: int) -> dict[str, Tensor]:
             carried = (part[0].view(np.uint64) >> np.uint64(RADIX_BITS)).view(np.int64)
             high = (part[1] << HIGH_SHIFT) | carried
         integers = from_limbs(torch.from_numpy(high), torch.from_numpy(low)).reshape(right.shape)
-        means[name] = FixedPointGrid.of(right).decode(integers, sites, right.dtype).to(right.device)
+        means[name] = FixedPointGrid.of(right).decode(integers, sites).to(right)
     return means
 
 
