@@ -32,7 +32,7 @@ ROUNDED = 2.0**51
 ROOM = 2.0**62  # of a sum in 64 bits, with one bit to spare
 RADIX_BITS = 44
 RADIX = 2.0**RADIX_BITS
-PIECE = 2**17  # numbers of a vector that are added at once
+PIECE = 2**18  # numbers of a vector that are added at once
 CARRY_EVERY = 2**16  # wide additions before a carry: 2¹⁶·2⁴⁴ is far below 2⁶³
 
 

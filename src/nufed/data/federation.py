@@ -75,9 +75,13 @@ class Federation:
 
 
 class Picked(NamedTuple):
-    """A batch as indices into an agent's training part, and the seed of its dropout masks."""
+    """A batch as indices, and the seed of its dropout masks.
+
+    ``places`` are indices into the agent's training part, ``rows`` those into all samples.
+    """
 
     places: Rows
+    rows: Rows
     seed: int
 
 
@@ -101,7 +105,8 @@ class AgentBatches:
 
     def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
         """Independent batches, each drawn without replacement, each with a dropout seed."""
-        return [self.take(*picked) for picked in self.pick(purpose, size, number, step)]
+        take = self.federation.samples.take
+        return [Batch(*take(p.rows), p.seed) for p in self.pick(purpose, size, number, step)]
 
     def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
         """All samples, or a share, in a random order, as batches of ``size`` with dropout seeds."""
@@ -135,14 +140,15 @@ class AgentBatches:
         return len(self.federation.split.train[self.agent])
 
     def pick(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Picked]:
-        """The same batches as indices into the agent's training part."""
+        """The batches of :meth:`draw` as indices."""
         if number == 0:
             return []
         if (found := self.ready.get((purpose, size, number, step))) is not None:
             return found
         rows, size = self.federation.batch_rows(self.agent, size)
         rng = stream(self.seed, f"{self.use}/{purpose}", self.round, self.agent, step)
-        return [
-            Picked(rng.choice(len(rows), size, replace=False), torch_seed(rng))
-            for _ in range(number)
-        ]
+        picked = []
+        for _ in range(number):
+            places = rng.choice(len(rows), size, replace=False)
+            picked.append(Picked(places, rows[places], torch_seed(rng)))
+        return picked

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from nufed.objective.loss_gradient import cross_entropy_gradient
 from nufed.objective.perceptron import (
     Activation,
-    Linear,
     Parameters,
     Perceptron,
     is_in,
@@ -30,29 +31,37 @@ class SingleGradient:
     def __init__(self, net: Perceptron, p: Parameters, into: Parameters) -> None:
         self._net, self._passes = net, net.single_passes(p)
         self._lowest = next(i for i, link in enumerate(net.links) if is_in(link, into))
-        self._tensors = {
-            i: (p[link.weight], into.get(link.weight), into.get(link.bias or ""))
-            for i, link in enumerate(net.links)
-            if isinstance(link, Linear)
-        }
+        self._links = [
+            link
+            if isinstance(link, Activation)
+            else _Layer(p[link.weight], into.get(link.weight), into.get(link.bias or ""))
+            for link in net.links
+        ]
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Write the gradient; returns the inputs of the head."""
-        xs, links, lowest = [inputs.flatten(1)], self._net.links, self._lowest
+        xs, lowest, shift = [inputs.flatten(1)], self._lowest, self._net.shift
         for function in self._passes:
             xs.append(function(xs[-1]))
-        shift = self._net.shift
         d = cross_entropy_gradient(xs[-1] if shift is None else xs[-1] + shift, targets)
-        for i in range(len(links) - 1, lowest - 1, -1):
-            link = links[i]
+        for i in range(len(self._links) - 1, lowest - 1, -1):
+            link = self._links[i]
             if isinstance(link, Activation):
                 d = link.backward(d, xs[i + 1])
                 continue
-            weight, by_weight, by_bias = self._tensors[i]
-            if by_weight is not None:
-                product_into(by_weight, d.t(), xs[i])
-            if by_bias is not None:
-                torch.sum(d, dim=0, out=by_bias)
+            if link.by_weight is not None:
+                product_into(link.by_weight, d.t(), xs[i])
+            if link.by_bias is not None:
+                torch.sum(d, dim=0, out=link.by_bias)
             if i > lowest:
-                d = torch.mm(d, weight)
+                d = torch.mm(d, link.weight)
         return xs[self._net.head]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A weight, and where derivatives of a linear layer are written; None: they are not wanted."""
+
+    weight: Tensor
+    by_weight: Tensor | None
+    by_bias: Tensor | None

@@ -177,11 +177,7 @@ class StackedBatches(OfAStack):
         picked = [source.pick(purpose, size, number, step) for source in self.sources]
         batches = []
         for together in zip(*picked, strict=True):
-            rows = [
-                federation.split.train[source.agent][own.places]
-                for source, own in zip(self.sources, together, strict=True)
-            ]
-            inputs, targets = take_stacked(federation, rows)
+            inputs, targets = take_stacked(federation, [own.rows for own in together])
             # the seed only selects training mode: the module draws nothing
             batches.append(Batch(inputs, targets, together[0].seed))
         return batches

@@ -277,7 +277,7 @@ class IndexedBatches(OfAStack):
                 first = np.unique(stacked[~tunes])
                 used.append(np.concatenate([first, np.setdiff1d(stacked[tunes], first)]))
             places.append(np.searchsorted(used[-1], stacked) if among_used else stacked)
-            rows = source.federation.split.train[source.agent][stacked]
+            rows = np.stack([p.rows for p in own])
             targets.append(source.federation.samples.targets[rows])
         stacks = zip(
             torch.from_numpy(np.stack(places, axis=1)),
