@@ -4,8 +4,9 @@
 
 trains on the split of `runs/external/cifar10`, with torch's SGD and nothing of nufed's training,
 and adds the held-out accuracy of every round to docs/results/external.json. With `--augment`
-images are shifted by up to 4 pixels and flipped at random, as the authors' code does. The model of
-the last round is in `runs/external`, and the same command resumes from there.
+images are shifted by up to 4 pixels and flipped at random, as the authors' code does (which pads
+them by reflection, here with zeros). The model of the last round is in `runs/external`, and the
+same command resumes from there.
 """
 
 import argparse

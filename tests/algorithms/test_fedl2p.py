@@ -202,6 +202,37 @@ def test_validation_samples_are_held_out():
     check_split(FedL2P)
 
 
+def check_steps_of_lambda(kind):
+    """λ ← λ − (ζ, or base_lr for η̃)·clamp(hypergradient), on the statistics of L_T's samples."""
+    settings = {**LEARNING, "net_lr": 0.3, "base_lr": 0.05, "clamp": 1e-3}
+    objective, own = (
+        Objective(mlp()),
+        agent_context(Objective(mlp()), federation().batches(1, 0, "train", 1)),
+    )
+    algorithm, right = kind(0, **settings), FedL2P(0, **settings)
+    received = to_send(right, right.initial_server(objective, objective.initial()))
+    w, lam, nets = received["model"], received["meta_net"], right.nets(objective)
+    sizes = {name: tensor.numel() for name, tensor in nets.unflatten(lam).items()}
+    lr = torch.cat([w.new_full((n,), {"rates": 0.05}.get(k, 0.3)) for k, n in sizes.items()])
+    train, validation = right.split(own)
+    profile, clamped = nets.profile(w, own.batches.take(train).inputs), 0
+    for t in range(2):
+        rng = own.batches.stream("fedl2p", t)
+        inner = [right.pick(own, train, rng, True) for _ in range(3)]
+        outer = right.pick(own, validation, rng, False)
+        d = right.hypergradient(objective, nets, w, lam, profile, inner, outer)
+        clamped += int((d.abs() > 1e-3).sum())
+        lam = lam - lr * d.clamp(-1e-3, 1e-3)
+    found = algorithm.agent_update(own, received, {}).vectors
+    assert clamped and not torch.equal(lam, received["meta_net"])
+    assert torch.allclose(found["meta_net"], lam, rtol=0, atol=1e-12)
+    assert torch.allclose(found["rates"], nets.strategy(lam, profile)[0], rtol=0, atol=1e-12)
+
+
+def test_steps_of_lambda():
+    check_steps_of_lambda(FedL2P)
+
+
 # the hypergradient by step sizes
 
 
@@ -650,6 +681,30 @@ class TrainsOnAll(FedL2P):
         return (np.arange(len(context.batches.targets())),) * 2
 
 
+def changed(**changes):
+    """A copy whose agents train with other settings, given as functions of the algorithm."""
+
+    class Changed(FedL2P):
+        def agent_update(self, context, received, state):
+            new = {name: value(self) for name, value in changes.items()}
+            return FedL2P.agent_update(replace(self, **new), context, received, state)
+
+    return Changed
+
+
+class ProfileOfFewer(FedL2P):
+    """Statistics of fewer samples than L_T has."""
+
+    def nets(self, objective):
+        own = self
+
+        class Nets(MetaNets):
+            def profile(self, w, inputs):
+                return super().profile(w, inputs[: round(own.hold_out * len(inputs))])
+
+        return Nets(objective.base, self.net_width, self.most_rate)
+
+
 class NoFirstOrder(FedL2P):
     """Through the last step only: no Neumann series."""
 
@@ -773,6 +828,13 @@ MUTANTS = [
     (check_rates_by_hand, OfOutputs),
     (check_rates_by_hand, OfVariances),
     (check_split, TrainsOnAll),
+    (check_steps_of_lambda, changed(clamp=lambda own: 0.0)),
+    (check_steps_of_lambda, changed(net_lr=lambda own: 3 * own.net_lr)),
+    (
+        check_steps_of_lambda,
+        changed(net_lr=lambda own: own.base_lr, base_lr=lambda own: own.net_lr),
+    ),
+    (check_steps_of_lambda, ProfileOfFewer),
     (check_neumann, NoFirstOrder),
     (check_neumann, WrongOrder),
     (check_neumann, OneTermLess),

@@ -4,9 +4,10 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
+from torch import nn
 
 import nufed
-from nufed import Objective, fedavg, gmeta
+from nufed import InputError, Objective, fedavg, gmeta
 from nufed.algorithms import (
     ALGORITHMS,
     AgentUpdate,
@@ -16,6 +17,8 @@ from nufed.algorithms import (
     FedAvgM,
     FedYogi,
     GMeta,
+    PFedMe,
+    Reptile,
     Scaffold,
 )
 from nufed.algorithms.server_optimizer import (
@@ -478,3 +481,22 @@ def test_without_an_optimiser_the_model_is_the_algorithms_own():
     w, after = torch.zeros(2), torch.ones(2)
     assert Plain().step(w, after, {}) == (after, {}) and Plain().initial(w) == {}
     assert GMeta().server_optimizer == FedAvg().server_optimizer == Plain()
+
+
+@pytest.mark.parametrize(
+    "algorithm, given, allowed",
+    [
+        (FedAvg(server_optimizer=Adam()), "server_optimizer = adam", {"server_optimizer": Plain()}),
+        *(
+            (cls(server_lr=1.5), "server_lr = 1.5", {"server_lr": 1.0})
+            for cls in (Scaffold, PFedMe, Reptile)
+        ),
+    ],
+)
+def test_a_server_that_would_extrapolate_running_statistics_is_refused(algorithm, given, allowed):
+    module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    tracked, frozen = (Objective(module, running_stats=how) for how in ("tracked", "frozen"))
+    with pytest.raises(InputError, match=f"{given}: .*running statistics.*GroupNorm"):
+        algorithm.initial_server(tracked, tracked.initial())
+    assert algorithm.initial_server(frozen, frozen.initial())
+    assert replace(algorithm, **allowed).initial_server(tracked, tracked.initial())

@@ -171,8 +171,9 @@ def check_a_class_that_is_lacking(cls):
             objective = Objective(mlp(dtype))
             w = size * objective.initial()
             x, y = torch.randn(4, 5, dtype=dtype), torch.tensor([0, 1, 2, 1])
-            for power in (1.0, 0.2, 0.0):
-                balanced = cls(balance=power).balanced(objective, torch.tensor(COUNTS))
+            for power, times in ((1.0, 1), (0.2, 1), (0.0, 1), (40.0, 900)):
+                counts = times * torch.tensor(COUNTS)  # to the power of 40 beyond float32
+                balanced = cls(balance=power).balanced(objective, counts)
                 assert torch.isfinite(balanced.value(w, (x, y)))
                 assert torch.isfinite(balanced.grad(w, (x, y))).all()
         own = agent_context(objective, data.batches(0, 0, "train", 1))

@@ -138,6 +138,20 @@ def test_the_mean_may_be_read_at_any_time():
         assert torch.equal(total.mean(), fixed_point_mean(vectors[:count], torch.zeros(60)))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_what_has_no_place_on_the_grid_is_refused(value):
+    with pytest.raises(ValueError, match="can't be summed"):
+        fixed_point_mean([torch.zeros(2), torch.tensor([0.0, value])], torch.zeros(2))
+
+
+def test_numbers_halfway_between_units_are_rounded_to_even_in_any_order():
+    unit = FixedPointGrid.of(torch.zeros(1)).unit
+    halves = [torch.tensor([n * unit / 2]) for n in (1, 3, 5, -1, -3, 7)]  # 0, 2, 2, 0, −2, 4
+    for seed in range(5):
+        shuffled = random.Random(seed).sample(halves, len(halves))
+        assert fixed_point_mean(shuffled, torch.zeros(1)).item() == pytest.approx(unit, rel=1e-7)
+
+
 def test_the_uniform_mean_is_the_fixed_point_mean():
     vectors = wide_range(9, torch.float32, seed=3)
     updates = [update(i, v) for i, v in enumerate(vectors)]

@@ -49,6 +49,21 @@ def test_without_adaptation_steps_it_is_fedavg_bit_for_bit():
         assert torch.equal(final_model(algorithm, objective, data), w)
 
 
+def test_fedavg_with_fine_tuning_is_fedavg_evaluated_after_steps():
+    """Its model of k plain steps on the agent's training data, which training does not depend on."""
+    objective, data = Objective(mlp()), federation()
+    algorithm = fedavg(**SETTINGS)
+    w = final_model(algorithm, objective, data)
+    assert torch.equal(w, final_model(replace(algorithm, adapt_lr=9.0), objective, data))
+    own = agent_context(objective, data.batches(2, seed=0, use="evaluate"))
+    personal = algorithm.personal_model(own, {"model": w}, None)
+    found = [each["model"] for each in algorithm.fine_tune(own, {"model": w}, personal.tensors, 3)]
+    right = [w]
+    for batch in own.batches.draw("adapt", SETTINGS["batch_size"], 3):
+        right.append(right[-1] - SETTINGS["adapt_lr"] * objective.grad(right[-1], batch))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-14) for a, b in zip(found, right, strict=True))
+
+
 @pytest.mark.parametrize(
     ("curvature", "within"), [(Exact(), 1e-12), (FirstOrder(), 0), (HessianFree(1e-4), 1e-9)]
 )

@@ -23,9 +23,9 @@ from nufed.server import to_send
 from nufed.simulation import BatchedEngine, DirectEngine, train
 from support import agent_context, federation, mlp, same
 
-LR, MOMENTUM, DECAY, STEPS, HEAD_STEPS, BATCH, SEED = 0.1, 0.5, 0.05, 2, 3, 6, 5
+LR, STEPS, HEAD_STEPS, BATCH, SEED = 0.1, 2, 3, 6, 5
 PLAIN = {"meta_lr": LR, "local_steps": STEPS, "batch_size": BATCH, "adapt_lr": 0.1}
-OPTIMIZER = {"optimizer": SGD(momentum=MOMENTUM, weight_decay=DECAY)}
+OPTIMIZERS = SGD(momentum=0.5, weight_decay=0.05), SGD()  # plain steps have code of their own
 FAMILY = [FedPer, FedRep, FedBABU, LGFedAvg, FedBN]
 DATA = federation()
 
@@ -62,12 +62,12 @@ def outer(source, steps):
 # the oracle
 
 
-def torch_steps(module, names, batches):
+def torch_steps(module, names, batches, sgd):
     """Steps of torch's optimiser on the named parameters; the others are frozen."""
     chosen = [p for n, p in module.named_parameters() if n in names]
     if not chosen:
         return
-    optimizer = torch.optim.SGD(chosen, LR, momentum=MOMENTUM, weight_decay=DECAY)
+    optimizer = torch.optim.SGD(chosen, LR, momentum=sgd.momentum, weight_decay=sgd.weight_decay)
     module.train()
     for batch in batches:
         optimizer.zero_grad()
@@ -75,17 +75,17 @@ def torch_steps(module, names, batches):
         optimizer.step()
 
 
-def together(module, source):
-    torch_steps(module, [n for n, _ in module.named_parameters()], outer(source, STEPS))
+def together(module, source, sgd):
+    torch_steps(module, [n for n, _ in module.named_parameters()], outer(source, STEPS), sgd)
 
 
-def head_first(module, source):
-    torch_steps(module, HEAD, outer(source, HEAD_STEPS))
-    torch_steps(module, BODY, outer(source, STEPS))
+def head_first(module, source, sgd):
+    torch_steps(module, HEAD, outer(source, HEAD_STEPS), sgd)
+    torch_steps(module, BODY, outer(source, STEPS), sgd)
 
 
-def body_only(module, source):
-    torch_steps(module, BODY, outer(source, STEPS))
+def body_only(module, source, sgd):
+    torch_steps(module, BODY, outer(source, STEPS), sgd)
 
 
 ORACLES = {
@@ -97,7 +97,7 @@ ORACLES = {
 }
 
 
-def oracle(base, rounds):
+def oracle(base, rounds, sgd):
     """The server's tensors by name, and those that each agent keeps, after the rounds."""
     start, private, work = ORACLES[base]
     initial = {n: t for n, t in start.state_dict().items() if t.is_floating_point()}
@@ -107,7 +107,7 @@ def oracle(base, rounds):
         for agent in progress.cohort:
             module = copy.deepcopy(start)
             module.load_state_dict({**server, **own.get(agent, {})}, strict=False)
-            work(module, DATA.batches(agent, SEED, "train", progress.round))
+            work(module, DATA.batches(agent, SEED, "train", progress.round), sgd)
             after = copy.deepcopy(module.state_dict())
             own[agent] = {n: after[n] for n in private}
             results.append(after)
@@ -140,21 +140,22 @@ def near(objective, w, right):
 
 
 def check_training_is_torchs_by_name(cls):
-    """Server, private parts and personal models, with momentum and weight decay, to 1e-12."""
-    algorithm, objective = make(cls, **OPTIMIZER), objective_of(cls)
-    rounds = history(algorithm, objective)
-    server, own = oracle(base_of(cls), rounds)
-    received = to_send(algorithm, rounds[-1].server)
-    assert len(own) >= 4 and len({p.cohort for p in rounds[1:]}) > 1
-    for agent in own:
-        context = agent_context(objective, DATA.batches(agent, 0, "evaluate"))
-        state = rounds[-1].states.get(agent)
-        personal = algorithm.personal_model(context, received, state)
-        right = {**server, **own[agent]}
-        if base_of(cls) is FedBABU:
-            assert state is None and all(torch.equal(own[agent][n], server[n]) for n in HEAD)
-        near(objective, personal.model, right)
-        assert personal.cost == Cost()
+    """Server, private parts and personal models to 1e-12, plain and with momentum and decay."""
+    for sgd in OPTIMIZERS:
+        algorithm, objective = make(cls, optimizer=sgd), objective_of(cls)
+        rounds = history(algorithm, objective)
+        server, own = oracle(base_of(cls), rounds, sgd)
+        received = to_send(algorithm, rounds[-1].server)
+        assert len(own) >= 4 and len({p.cohort for p in rounds[1:]}) > 1
+        for agent in own:
+            context = agent_context(objective, DATA.batches(agent, 0, "evaluate"))
+            state = rounds[-1].states.get(agent)
+            personal = algorithm.personal_model(context, received, state)
+            right = {**server, **own[agent]}
+            if base_of(cls) is FedBABU:
+                assert state is None and all(torch.equal(own[agent][n], server[n]) for n in HEAD)
+            near(objective, personal.model, right)
+            assert personal.cost == Cost()
 
 
 def check_an_empty_mask_is_fedavg(cls):
@@ -207,31 +208,34 @@ def check_private_coordinates_never_travel(cls):
 
 def check_a_newcomer_trains_the_private_part_alone(cls):
     """By torch's optimiser on the private tensors, from the initial ones; its cost is counted."""
-    algorithm, objective = make(cls, **OPTIMIZER), objective_of(cls)
-    rounds = history(algorithm, objective, rounds=2)
     start, private, _ = ORACLES[base_of(cls)]
-    server, _ = oracle(base_of(cls), rounds)
-    module, source = copy.deepcopy(start), DATA.batches(2, 0, "evaluate")
-    module.load_state_dict(server, strict=False)
     steps = HEAD_STEPS if issubclass(cls, FedRep) else STEPS
-    torch_steps(module, private, [source.draw("personal", BATCH, step=t)[0] for t in range(steps)])
-    right = {n: t for n, t in module.state_dict().items() if t.is_floating_point()}
-    received = to_send(algorithm, rounds[-1].server)
-    personal = algorithm.personal_model(agent_context(objective, source), received, None)
-    near(objective, personal.model, right)
-    assert personal.cost == Cost(steps)
-    assert algorithm.global_model(objective, received) is None
+    for sgd in OPTIMIZERS:
+        algorithm, objective = make(cls, optimizer=sgd), objective_of(cls)
+        rounds = history(algorithm, objective, rounds=2)
+        server, _ = oracle(base_of(cls), rounds, sgd)
+        module, source = copy.deepcopy(start), DATA.batches(2, 0, "evaluate")
+        module.load_state_dict(server, strict=False)
+        batches = [source.draw("personal", BATCH, step=t)[0] for t in range(steps)]
+        torch_steps(module, private, batches, sgd)
+        right = {n: t for n, t in module.state_dict().items() if t.is_floating_point()}
+        received = to_send(algorithm, rounds[-1].server)
+        personal = algorithm.personal_model(agent_context(objective, source), received, None)
+        near(objective, personal.model, right)
+        assert personal.cost == Cost(steps)
+        assert algorithm.global_model(objective, received) is None
 
 
 def check_the_head_keeps_its_bits(cls):
     """FedBABU's global model has the initial head after every round, to the bit, in float32."""
     module = copy.deepcopy(MLP).float()
-    algorithm, objective = make(cls, **OPTIMIZER), Objective(module)
-    for progress in history(algorithm, objective, participation=1.0):
-        w = algorithm.global_model(objective, to_send(algorithm, progress.server))
-        found = objective.module(w).state_dict()
-        assert all(torch.equal(found[n], module.state_dict()[n]) for n in HEAD)
-    assert not torch.equal(found["0.weight"], module.state_dict()["0.weight"])
+    for sgd in OPTIMIZERS:
+        algorithm, objective = make(cls, optimizer=sgd), Objective(module)
+        for progress in history(algorithm, objective, participation=1.0):
+            w = algorithm.global_model(objective, to_send(algorithm, progress.server))
+            found = objective.module(w).state_dict()
+            assert all(torch.equal(found[n], module.state_dict()[n]) for n in HEAD)
+        assert not torch.equal(found["0.weight"], module.state_dict()["0.weight"])
 
 
 def check_fine_tuning_changes_what_it_says(cls):
@@ -467,8 +471,53 @@ class NormIsAveraged(FedBN):
         return objective.base.divide("none" if self.private == "norm" else self.private)
 
 
+# right with momentum and weight decay, and wrong in plain steps
+
+
+class PlainNormIsForgotten(FedBN):
+    def agent_update(self, context, received, state):
+        result = super().agent_update(context, received, state)
+        kept = {"private": state["private"].clone()} if self.optimizer.plain else result.state
+        return AgentResult(result.vectors, kept, result.cost)
+
+
+class PlainNormRestarts(FedBN):
+    def agent_update(self, context, received, state):
+        if self.optimizer.plain:
+            state = {"private": self.initial_private(context.objective)}
+        return super().agent_update(context, received, state)
+
+
+class PlainStepsAreTwiceAsLong(FedBN):
+    def start_steps(self, context, lr=None):
+        return super().start_steps(context, 2 * self.meta_lr if self.optimizer.plain else lr)
+
+
+class PlainHeadIsFrozen(FedPer):
+    def train(self, context, w):
+        part = self.parts(context.objective)[1] if self.optimizer.plain else None
+        return self.descend(context, w, part=part), Cost(STEPS)
+
+
+class TrainsTogetherInPlainSteps(FedRep):
+    def train(self, context, w):
+        return (PrivatePart if self.optimizer.plain else FedRep).train(self, context, w)
+
+
+class PlainHeadIsTrained(FedBABU):
+    def descend(self, context, w, gradient=None, *, part=None, **more):
+        part = None if self.optimizer.plain else part
+        return super().descend(context, w, gradient, part=part, **more)
+
+
 BY_NAME = check_training_is_torchs_by_name
 MUTANTS = [
+    (PlainNormIsForgotten, BY_NAME),
+    (PlainNormRestarts, BY_NAME),
+    (PlainStepsAreTwiceAsLong, BY_NAME),
+    (PlainHeadIsFrozen, BY_NAME),
+    (TrainsTogetherInPlainSteps, BY_NAME),
+    (PlainHeadIsTrained, BY_NAME),
     (HeadIsAveraged, BY_NAME),
     (HeadIsAveraged, check_private_coordinates_never_travel),
     (HeadIsAveraged, check_a_full_mask_is_training_alone),

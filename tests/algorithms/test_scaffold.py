@@ -4,11 +4,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import nn
 
 from nufed import Objective, fedavg
 from nufed.algorithms import Scaffold
 from nufed.algorithms.aggregation import Median
-from nufed.algorithms.protocol import AgentUpdate
+from nufed.algorithms.local_optimizer import SGD
+from nufed.algorithms.protocol import AgentContext, AgentUpdate
 from nufed.errors import TrainingError
 from nufed.server import Rules, to_send
 from nufed.simulation import DirectEngine, Faults, train
@@ -92,6 +94,43 @@ def check_one_update_is_the_formulas(cls):
     assert result.cost.gradients == 3
 
 
+def check_the_actual_steps_and_step_size_of_a_round(cls):
+    """With epochs τ is the agent's own number of steps, with a schedule η that of the round."""
+    sgd = SGD(schedule="inverse", schedule_rounds=2)
+    algorithm = cls(meta_lr=0.1, local_epochs=2, batch_size=6, optimizer=sgd)
+    objective, data = Objective(mlp()), federation()
+    x = objective.initial()
+    received = {"model": x, "control": torch.zeros_like(x)}
+    for agent in (1, 2):
+        batches = data.batches(agent, seed=0, use="train", round=3)
+        own = AgentContext(3, 6, 6, objective, batches, batches.samples)
+        result = algorithm.agent_update(own, received, {"control": torch.zeros_like(x)})
+        drawn = [b for epoch in range(2) for b in batches.epoch("outer", 6, epoch)]
+        y, eta, raw = x, 0.1 / (1 + (3 - 1) / 2), torch.zeros_like(x)
+        for batch in drawn:
+            g = objective.grad(y, batch)
+            y, raw = y - eta * g, raw + g
+        assert len(drawn) != algorithm.local_steps and result.cost.gradients == len(drawn)
+        assert torch.allclose(result.vectors["model"], y, rtol=0, atol=1e-14)
+        assert torch.allclose(result.state["control"], raw / len(drawn), rtol=0, atol=1e-13)
+
+
+def check_running_statistics_have_no_control_variate(cls):
+    """They move without gradients; those of parameters are the mean of the gradients."""
+    net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
+    objective, data = Objective(net, running_stats="tracked"), federation()
+    x = objective.initial()
+    own = agent_context(objective, data.batches(2, seed=0, use="train", round=1))
+    control = torch.full_like(x, 0.01)
+    for sgd in (SGD(), SGD(momentum=0.5)):
+        algorithm = cls(meta_lr=0.1, local_steps=1, batch_size=6, optimizer=sgd)
+        result = algorithm.agent_update(own, {"model": x, "control": control}, {"control": control})
+        (batch,) = own.batches.draw("outer", 6, step=0)
+        right = objective.grad(x, batch)
+        assert not right[-14:].any() and not torch.equal(result.vectors["model"][-14:], x[-14:])
+        assert torch.allclose(result.state["control"], right, rtol=0, atol=1e-13)
+
+
 def check_the_server_knows_n_and_its_step_size(cls):
     """x ← x + η_g·mean(Δy) and c ← c + (1/N)·ΣΔc_i, whatever rule combines the models."""
     x, c = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
@@ -137,8 +176,10 @@ CHECKS = (
     check_one_update_is_the_formulas,
     check_the_server_knows_n_and_its_step_size,
     check_it_reaches_the_optimum_where_fedavg_stays_biased,
+    check_the_actual_steps_and_step_size_of_a_round,
+    check_running_statistics_have_no_control_variate,
 )
-INVARIANT, FORMULAS, SERVER, OPTIMUM = CHECKS
+INVARIANT, FORMULAS, SERVER, OPTIMUM, ACTUAL, STATISTICS = CHECKS
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -180,6 +221,31 @@ class WithoutSteps(Scaffold):
         return replace(result, vectors=sent, state={"control": new})
 
 
+class SettingsInsteadOfActualSteps(Scaffold):
+    """c_i⁺ by local_steps and meta_lr, whatever steps the agent took."""
+
+    def agent_update(self, context, received, state):
+        result = super().agent_update(context, received, state)
+        x, c, c_i = received["model"], received["control"], state["control"]
+        path = (x - result.vectors["model"]) / (self.local_steps * self.meta_lr)
+        new = c_i - c + path
+        return replace(
+            result, vectors={**result.vectors, "control": c + path}, state={"control": new}
+        )
+
+
+class StatisticsHaveControl(Scaffold):
+    """c_i⁺ by the path of the whole model, in which running statistics moved, too."""
+
+    def agent_update(self, context, received, state):
+        result = super().agent_update(context, received, state)
+        if not self.optimizer.plain:
+            return result
+        x, c, c_i = received["model"], received["control"], state["control"]
+        path = (x - result.vectors["model"]) / (self.steps_per_round(context) * self.meta_lr)
+        return replace(result, state={"control": c_i - c + path})
+
+
 class OtherSign(Scaffold):
     """The correction + c_i − c."""
 
@@ -219,6 +285,8 @@ MUTANTS = {
     OtherSign: (FORMULAS,),
     WithoutCorrection: (FORMULAS,),
     WithoutServerLr: (SERVER,),
+    SettingsInsteadOfActualSteps: (ACTUAL,),
+    StatisticsHaveControl: (STATISTICS,),
 }
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -116,12 +116,12 @@ def loss_by_hand(z, y, a=1.0, gamma=0.7, t=2.5):
     return value / (depth + a * sum(range(1, depth)))
 
 
-def steps_by_hand(parts, batches, lr, activation="tanh"):
+def steps_by_hand(parts, batches, lr, activation="tanh", a=1.0):
     """The narrow network after one step of plain gradient descent per batch."""
     for batch in batches:
         leaves = [t.requires_grad_() for part in parts for t in part]
         z = outputs(parts, batch.inputs.double(), activation)
-        grads = iter(torch.autograd.grad(loss_by_hand(z, batch.targets), leaves))
+        grads = iter(torch.autograd.grad(loss_by_hand(z, batch.targets, a), leaves))
         parts = [[(t - lr * next(grads)).detach() for t in part] for part in parts]
     return parts
 
@@ -180,15 +180,16 @@ def check_without_other_exits_it_is_plain_fedavg(cls):
 
 def check_an_agent_trains_the_narrow_network(cls):
     """What it sends is what a network that is built narrow and shallow has learned."""
-    for activation in ACTS:
+    for activation, a in product(ACTS, (1.0, 0.3)):
         objective = Objective(net(activation))
         w = objective.initial()
         for agent, level in enumerate(LEVEL_OF):
             source = federation().batches(agent, 5, "train", 4)
             own = agent_context(objective, source, round=4)
-            found = made(cls).agent_update(own, {"model": w}, {}).vectors["model"]
+            algorithm = made(cls, exit_weight=a)
+            found = algorithm.agent_update(own, {"model": w}, {}).vectors["model"]
             batches = [batch for t in range(3) for batch in source.draw("outer", 6, step=t)]
-            parts = steps_by_hand(cut(w, UNITS[level], activation), batches, 0.1, activation)
+            parts = steps_by_hand(cut(w, UNITS[level], activation), batches, 0.1, activation, a)
             right = put(w, parts, UNITS[level], activation)
             torch.testing.assert_close(found, right, rtol=0, atol=1e-13)
             held = mask(UNITS[level])
@@ -476,6 +477,14 @@ class EqualExits(ScaleFL):
         return value / (1 + self.exit_weight * len(earlier))
 
 
+class ExitsScaleDistillation(ScaleFL):
+    """a·γ in place of γ."""
+
+    def agent_update(self, context, received, state):
+        scaled = replace(self, distill_weight=self.exit_weight * self.distill_weight)
+        return ScaleFL.agent_update(scaled, context, received, state)
+
+
 class NotDivided(ScaleFL):
     def exits_loss(self, loss, outputs, targets):
         total = len(outputs) + self.exit_weight * sum(range(len(outputs)))
@@ -532,6 +541,7 @@ class IgnoresTheScale(ScaleFL):
 
 
 MUTANTS = [
+    (ExitsScaleDistillation, check_an_agent_trains_the_narrow_network),
     (MeanOverTheCohort, check_slices_are_means_of_their_holders),
     (DividesByTheCohort, check_slices_are_means_of_their_holders),
     (ZeroWhereNobodyHolds, check_slices_are_means_of_their_holders),

@@ -30,6 +30,7 @@ normalising them, which overflows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -102,9 +103,9 @@ class FedRoD(LocalTraining):
         return torch.bincount(targets, minlength=outputs)
 
     def balanced(self, objective: Objective, counts: Tensor) -> Objective:
-        """The objective with ℓ_b: N_c^γ·exp(g_c) is exp(g_c + log N_c^γ)."""
-        weights = counts.to(objective.dtype) ** self.balance  # 0⁰ = 1: γ = 0 counts all classes
-        shift = weights.clamp(min=torch.finfo(objective.dtype).tiny).log()
+        """The objective with ℓ_b: N_c^γ·exp(g_c) is exp(g_c + γ·log N_c)."""
+        logs = torch.xlogy(self.balance, counts.to(objective.dtype))  # γ = 0 counts all classes
+        shift = logs.clamp(min=math.log(torch.finfo(objective.dtype).tiny))
         return objective.with_shift(shift)
 
     def personal_gradient(

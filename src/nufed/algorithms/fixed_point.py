@@ -32,6 +32,7 @@ ROUNDED = 2.0**51
 ROOM = 2.0**62  # of a sum in 64 bits, with one bit to spare
 RADIX_BITS = 44
 RADIX = 2.0**RADIX_BITS
+WIDEST = 2.0**106  # far beyond the bound, for integers in two limbs
 PIECE = 2**18  # numbers of a vector that are added at once
 CARRY_EVERY = 2**16  # wide additions before a carry: 2¹⁶·2⁴⁴ is far below 2⁶³
 
@@ -99,6 +100,8 @@ class FixedPointSum:
 
     def add(self, vector: Tensor, largest: float) -> None:
         """Add one vector whose numbers have magnitudes up to ``largest``."""
+        if not largest / self._grid.unit < WIDEST:
+            raise ValueError(f"a vector with numbers up to {largest:g} can't be summed")
         self.count += 1
         largest = largest / self._grid.unit + 1  # of the integers
         if largest > ROOM:
@@ -167,7 +170,7 @@ def peak(vector: Tensor) -> float:
 
 
 def to_limbs(integers: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers held in float64, below 2¹⁰⁷, as high·2⁴⁴ + low with 0 ≤ low < 2⁴⁴, in int64."""
+    """Integers held in float64, up to 2¹⁰⁶, as high·2⁴⁴ + low with 0 ≤ low < 2⁴⁴, in int64."""
     high = (integers / RADIX).floor_()
     return high.long(), (integers - high * RADIX).long()
 

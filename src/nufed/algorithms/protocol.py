@@ -141,12 +141,18 @@ class Algorithm(ABC):
     def initial_server(self, objective: AnyObjective, w: Tensor) -> State:
         """The server's state before the first round, including its optimiser's."""
         server = self.server_init(objective, w)
-        optimizer = self.server_optimizer
-        if objective.base.tracks_statistics and optimizer != Plain():
+        optimizer, lr = self.server_optimizer, getattr(self, "server_lr", 1.0)
+        if objective.base.tracks_statistics and (optimizer != Plain() or lr > 1):
+            name = type(optimizer).__name__.lower()
+            given, allowed = (
+                (f"server_lr = {lr:g}", "server_lr of at most 1")
+                if optimizer == Plain()
+                else (f"server_optimizer = {name}", 'server_optimizer = "none"')
+            )
             raise InputError(
-                f"server_optimizer = {type(optimizer).__name__.lower()}: it would step on running "
-                'statistics, which are no gradients; use server_optimizer = "none", '
-                'running_stats = "frozen", or a model with GroupNorm'
+                f"{given}: the server would step beyond the mean of running statistics, whose "
+                f'variances may become negative; use {allowed}, running_stats = "frozen", or a '
+                "model with GroupNorm"
             )
         if self.server_model not in server:
             return server

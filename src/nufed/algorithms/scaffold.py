@@ -9,7 +9,8 @@ With the server's control variate c and the agent's c_i, both 0 at the start,
 The agent keeps c_i. c_i⁺ replaces it once the server has accepted the update, so that c stays the
 mean of all c_i under partial participation and rejected updates. τ is the agent's own number of
 steps and η the step size of the round. With momentum, weight decay or clipping, c_i⁺ is the mean of
-the raw gradients ∇f_i(y), which the formula gives for plain steps.
+the raw gradients ∇f_i(y), which the formula gives for plain steps; so it is with running
+statistics of BatchNorm, which are averaged as part of the model and have no control variate.
 
 Known mistakes elsewhere: c_i is never stored, so that it stays 0 (the server of FL-bench). The
 tests also reject: c updated by the mean over the cohort, or not at all; τ missing from c_i⁺; the
@@ -65,7 +66,8 @@ class Scaffold(LocalTraining):
         x, c, c_i = received["model"], received["control"], state["control"]
         steps, eta = self.steps_per_round(context), self.optimizer.rate(self.meta_lr, context.round)
         correction = c - c_i
-        if self.optimizer.plain and eta != 0:
+        statistics = context.objective.base.tracks_statistics  # move, too, but by no gradient
+        if self.optimizer.plain and eta != 0 and not statistics:
             y = self.descend(context, x, shift=correction)
             sent = (x - y).div_(steps * eta)
             new = torch.sub(sent, correction, out=correction)

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from nufed.objective.loss_gradient import cross_entropy_gradient
-from nufed.objective.perceptron import (
-    Activation,
-    Parameters,
-    Perceptron,
-    is_in,
-    product_into,
-)
+from nufed.objective.perceptron import Activation, Parameters, Perceptron, is_in, product_into
 
 
 class SingleGradient:

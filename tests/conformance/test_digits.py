@@ -1,0 +1,17 @@
+"""Every method runs on the digits with its defaults, to results and a report."""
+
+import nufed
+from nufed.algorithms import ALGORITHMS
+
+
+def test_every_method_runs_on_the_digits_with_its_defaults(tmp_path):
+    tables = {
+        "rounds": 2,
+        "baselines": [],
+        "data": {"agents": 6, "samples_per_agent": 40},
+        "method": {"batch_size": 10},
+        "methods": {name: {} for name in ALGORITHMS},
+    }
+    run = nufed.run(tables, out=tmp_path / "run", figures=False)
+    assert {row.name.split()[0] for row in run.rows()} == set(ALGORITHMS)
+    assert (run.path / "report.html").exists()
