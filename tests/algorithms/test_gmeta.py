@@ -50,7 +50,7 @@ def test_without_adaptation_steps_it_is_fedavg_bit_for_bit():
 
 
 def test_fedavg_with_fine_tuning_is_fedavg_evaluated_after_steps():
-    """Its model of k plain steps on the agent's training data, which training does not depend on."""
+    """Its personal model takes k plain steps, whose size training does not depend on."""
     objective, data = Objective(mlp()), federation()
     algorithm = fedavg(**SETTINGS)
     w = final_model(algorithm, objective, data)
