@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from nufed.algorithms import ALGORITHMS, Algorithm, LocalTraining
+from nufed.algorithms.server_optimizer import Plain
 from nufed.cli.catalogue import write_catalogue
 from nufed.cli.listing import about
 from nufed.config.describe import described
@@ -21,6 +22,7 @@ ROOT = DOCS.parent
 PAGE = DOCS / "algorithms.md"
 PAGES = DOCS / "algorithms"
 RUNS_CHECKS = {"proof", "a_wrong_copy_is_rejected"}  # tests that run the checks
+CAPITALS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between words of a name
 HEADING = "## Those that are here\n"
 
 
@@ -63,9 +65,13 @@ def page_of(name: str) -> str:
     cls = ALGORITHMS[name]
     title, facts = title_of(name)
     source = Path(inspect.getfile(cls)).relative_to(ROOT)
-    definition, _, mistakes = plain(sys.modules[cls.__module__].__doc__).partition(
-        "Known mistakes elsewhere:"
-    )
+    modules = [cls.__module__]
+    if type(cls().server_optimizer) is not Plain:  # FedOpt: what it is is said there
+        modules.append(Plain.__module__)
+    texts = [plain(sys.modules[each].__doc__) for each in modules]
+    parts = [text.partition("Known mistakes elsewhere:") for text in texts]
+    definition = "\n\n".join(part[0].strip() for part in parts)
+    mistakes = "\n\n".join(part[2].strip() for part in parts if part[2])
     lines = [f"# {name}", "", title, "", f"Code: [{source.name}](../../{source}).", ""]
     lines += ["## Definition", definition.strip(), "", "## At a glance", "| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in facts.items()]
@@ -81,7 +87,7 @@ def page_of(name: str) -> str:
     tests = tests_of(cls)
     lines += ["", "## Proofs", f"In [{tests.name}](../../{tests.relative_to(ROOT)}):", ""]
     lines += [f"- {proof}" for proof in proofs(tests)]
-    if wrong := wrong_copies(tests):
+    if wrong := wrong_copies(tests, cls):
         lines += ["", f"Wrong copies that these reject: {', '.join(wrong)}."]
     lines += [
         "",
@@ -113,18 +119,33 @@ def proofs(tests: Path) -> list[str]:
     return found
 
 
-def wrong_copies(tests: Path) -> list[str]:
-    """The deliberately wrong algorithms that the checks of a file reject, in words."""
-    for node in ast.parse(tests.read_text("utf-8")).body:
+def wrong_copies(tests: Path, cls: type[Algorithm]) -> list[str]:
+    """The deliberately wrong copies of an algorithm that the checks of a file reject, in words."""
+    body = ast.parse(tests.read_text("utf-8")).body
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for node in body
+        if isinstance(node, ast.ClassDef)
+    }
+    others = {other.__name__ for other in ALGORITHMS.values()} - {c.__name__ for c in cls.__mro__}
+    names: dict[str, None] = {}
+    for node in body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MUTANTS":
-            assert isinstance(node.value, ast.Dict | ast.List)  # by class, or (class, check) pairs
-            if isinstance(node.value, ast.Dict):
-                found = [ast.unparse(key) for key in node.value.keys if key]
-            else:
-                found = [ast.unparse(pair).strip("()").split(",")[0] for pair in node.value.elts]
-            names = dict.fromkeys(name.strip("'") for name in found)
-            return [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() for name in names]
-    return []
+            assert isinstance(node.value, ast.Dict | ast.List)  # by copy, or pairs with a check
+            listed = node.value.keys if isinstance(node.value, ast.Dict) else node.value.elts
+            names |= dict.fromkeys(copy_in(entry) for entry in listed if entry)
+    own = [name for name in names if not bases.get(name, set()) & others]
+    return [CAPITALS.sub(" ", name).lower().replace("_", " ") for name in own]
+
+
+def copy_in(entry: ast.expr) -> str:
+    """The name of the wrong copy in an entry: itself, or the one beside the name of a check."""
+    if isinstance(entry, ast.Tuple):
+        first, second, *_ = entry.elts
+        return copy_in(second if ast.unparse(first).startswith("check") else first)
+    if isinstance(entry, ast.Call):  # of a function that makes one
+        return " ".join([ast.unparse(entry.func), *(str(k.arg) for k in entry.keywords)])
+    return ast.unparse(entry).strip("'")
 
 
 def plain(docstring: str | None) -> str:

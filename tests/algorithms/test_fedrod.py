@@ -4,6 +4,7 @@ The proofs are functions of the class, so that wrong copies can be shown to fail
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -521,3 +522,32 @@ def test_epochs_and_dropout():
     own = agent_context(Seeds(net), data.batches(0, 0, "train", 1))
     algorithm.agent_update(own, received, algorithm.agent_init(own.objective, received))
     assert len(seen) == 6 and len(set(seen)) == 3
+
+
+@pytest.mark.parametrize(
+    "last, loss, message",
+    [
+        (nn.LogSoftmax(1), nn.functional.nll_loss, "changes them: remove what follows"),
+        (nn.Softplus(), nn.functional.cross_entropy, "changes them: remove what follows"),
+        (nn.Identity(), nn.functional.nll_loss, "does not .as for log-probabilities"),
+    ],
+)
+def test_outputs_that_are_no_logits_are_refused(last, loss, message):
+    """The balanced loss would be the plain one: log N_c has no effect on log-probabilities."""
+    objective = Objective(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3), last), loss)
+    received = {"model": objective.initial()}
+    own = agent_context(objective, uneven().batches(0, 0, "train", 1))
+    algorithm = FedRoD(**SHARED)
+    with pytest.raises(InputError, match=message):
+        algorithm.agent_update(own, received, algorithm.agent_init(objective, received))
+
+
+def test_losses_of_logits_are_taken():
+    smooth = partial(nn.functional.cross_entropy, label_smoothing=0.1)
+    for loss in (nn.functional.cross_entropy, smooth):
+        objective = Objective(nn.Sequential(nn.Linear(5, 3, bias=False), nn.Identity()), loss)
+        received = {"model": objective.initial()}
+        own = agent_context(objective, uneven().batches(0, 0, "train", 1))
+        algorithm = FedRoD(**SHARED)
+        found = algorithm.agent_update(own, received, algorithm.agent_init(objective, received))
+        assert torch.isfinite(found.vectors["model"]).all()

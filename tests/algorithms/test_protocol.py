@@ -8,14 +8,25 @@ import torch
 
 import nufed
 from nufed import GMeta, InputError, Objective
-from nufed.algorithms import FedL2P, FedRoD, KNNPer, LocalTraining, Personal, Scaffold
+from nufed.algorithms import (
+    AgentContext,
+    FedAvg,
+    FedL2P,
+    FedRoD,
+    KNNPer,
+    LocalTraining,
+    Personal,
+    Scaffold,
+)
 from nufed.algorithms.aggregation import Mean, TrimmedMean
 from nufed.algorithms.gmeta import local_sgd
+from nufed.algorithms.local_optimizer import SGD
+from nufed.algorithms.null_baselines import local_training
 from nufed.config import load_config
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Privacy
 from nufed.settings import setting
-from support import mlp
+from support import federation, mlp
 
 
 @dataclass(frozen=True)
@@ -96,3 +107,23 @@ def test_local_sgd_has_the_settings_that_are_shared():
     local = local_sgd(like)
     assert (local.meta_lr, local.local_steps, local.batch_size, local.adapt_lr) == (0.3, 2, 7, 0.4)
     assert local.adapt_steps == 0
+
+
+def test_local_training_takes_the_epochs_and_the_optimiser_of_all_rounds():
+    """Against torch's own optimiser, for as many epochs as three rounds of the method have."""
+    sgd = SGD(momentum=0.5, weight_decay=0.1)
+    like = FedAvg(meta_lr=0.1, local_epochs=2, batch_size=7, optimizer=sgd)
+    local, objective = local_training(like, rounds=3), Objective(mlp())
+    batches = federation().batches(1, seed=0, use="train", round=1)
+    own = AgentContext(1, 6, 6, objective, batches, batches.samples)
+    found = local.agent_update(own, {"model": objective.initial()}, {})
+    module = objective.module(objective.initial())
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.5, weight_decay=0.1)
+    for batch in (batch for epoch in range(6) for batch in batches.epoch("outer", 7, epoch)):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(module(batch.inputs.double()), batch.targets)
+        loss.backward()
+        optimizer.step()
+    right = torch.cat([p.detach().flatten() for p in module.parameters()])
+    assert torch.allclose(found.vectors["model"], right, rtol=0, atol=1e-12)
+    assert found.cost.gradients == 6 * 3

@@ -34,8 +34,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
+from weakref import WeakSet
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nufed.algorithms.local_training import LocalTraining
@@ -82,8 +85,9 @@ class FedRoD(LocalTraining):
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         objective = context.objective.base
-        balanced = self.balanced(objective, self.class_counts(context))
         w, phi = received["model"].clone(), state["personal_head"]
+        check_logits(objective, w, context)
+        balanced = self.balanced(objective, self.class_counts(context))
         step, personal_step = self.start_steps(context), self.start_steps(context, self.personal_lr)
         gradient = balanced.gradient_at(w)
         for batch in self.local_batches(context):
@@ -155,6 +159,43 @@ class FedRoD(LocalTraining):
     def predict(self, objective: AnyObjective, personal: State, inputs: Inputs) -> Tensor:
         w = _joined(objective.base, personal["model"], personal["personal_head"])
         return objective.predict(w, inputs)
+
+
+_CHECKED: WeakSet[Objective] = WeakSet()
+
+
+def check_logits(objective: Objective, w: Tensor, context: AgentContext) -> None:
+    """Refuse models whose outputs are not their head's, and losses that do not normalise them."""
+    if objective in _CHECKED:
+        return
+    one = context.batches.take(np.zeros(1, dtype=np.int64))
+    outputs, head = objective.predict(w, one.inputs), objective.part("head").take(w)
+    if not outputs.isfinite().all():  # the training diverged, which is named elsewhere
+        return
+    features, classes = objective.features(w, one.inputs), outputs.shape[-1]
+    weight = head[: features.shape[-1] * classes].view(classes, -1)
+    logits = F.linear(
+        features, weight, head[weight.numel() :] if len(head) > weight.numel() else None
+    )
+    if not torch.allclose(logits, outputs, rtol=1e-3, atol=1e-5):
+        raise InputError(
+            "fedrod needs a model whose outputs are those of its last linear layer, and this one "
+            "changes them: remove what follows that layer, or use another algorithm"
+        )
+    shift = torch.arange(classes, dtype=outputs.dtype, device=outputs.device)
+    plain, shifted = (_by_outputs(objective, z, one.targets) for z in (outputs, outputs + shift))
+    if classes > 1 and torch.allclose(plain, shifted):
+        raise InputError(
+            "fedrod needs a loss that normalises the outputs, such as cross-entropy, and this one "
+            "does not (as for log-probabilities): change the loss or use another algorithm"
+        )
+    _CHECKED.add(objective)
+
+
+def _by_outputs(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
+    leaf = outputs.detach().requires_grad_()
+    (found,) = torch.autograd.grad(objective.loss(leaf, targets), leaf)
+    return found
 
 
 def _joined(objective: Objective, w: Tensor, phi: Tensor) -> Tensor:

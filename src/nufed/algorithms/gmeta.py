@@ -245,8 +245,8 @@ class PerFedAvg(GMeta):
 
 
 def local_sgd(like: Algorithm) -> GMeta:
-    """Plain SGD with the settings that it shares with another algorithm, for the null baseline."""
-    shared = ("adapt_lr", "meta_lr", "batch_size", "local_steps")
+    """SGD with the settings that it shares with another algorithm, for the null baseline."""
+    shared = ("adapt_lr", "meta_lr", "batch_size", "local_steps", "local_epochs", "optimizer")
     settings = {name: getattr(like, name) for name in shared if hasattr(like, name)}
     return GMeta(adapt_steps=0, curvature=FirstOrder(), **settings)
 

@@ -30,6 +30,12 @@ class OwnModel(GMeta):
 
 
 def local_training(like: Algorithm, rounds: int) -> GMeta:
-    """SGD at one agent for all rounds at once, with the settings of a method."""
+    """SGD at one agent for all rounds at once, with the settings of a method.
+
+    Its steps, or epochs, are those of all rounds, its local optimiser that of the method; a
+    schedule stays at the step size of the first round, and momentum is not reset between rounds.
+    """
     own = local_sgd(like)
-    return replace(own, local_steps=own.local_steps * rounds)
+    return replace(
+        own, local_steps=own.local_steps * rounds, local_epochs=own.local_epochs * rounds
+    )

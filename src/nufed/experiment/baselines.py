@@ -30,7 +30,7 @@ def baselines(
     config, steps = setup.config, setup.config.steps_evaluated
     agents, engines = setup.evaluated[seed], setup.engines[seed]
     local, measure = local_training(setup), setup.measure
-    short = replace(local, local_steps=local.local_steps // config.rounds)
+    short = local_training(setup, rounds=1)
     own, own_short = OwnModel(**vars(local)), OwnModel(**vars(short))
     named = config.engine
     engine = get_engine(engines.choose(own, "auto" if named == "gram" else named, own_short))
@@ -102,6 +102,7 @@ def _groups(
         yield group
 
 
-def local_training(setup: Setup) -> GMeta:
-    """Local training with the settings of the first method."""
-    return training_alone(next(iter(setup.algorithms.values())), setup.config.rounds)
+def local_training(setup: Setup, rounds: int | None = None) -> GMeta:
+    """Local training with the settings of the first method, of all rounds by default."""
+    first = next(iter(setup.algorithms.values()))
+    return training_alone(first, setup.config.rounds if rounds is None else rounds)

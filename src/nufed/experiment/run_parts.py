@@ -48,7 +48,8 @@ def parts_of(setup: Setup) -> list[RunPart]:
     works: dict[str, float] = {}
     if config.baselines:
         local = "local" in config.baselines
-        works[BASELINE_PART] = float(evaluated * local_training(setup).local_steps * local)
+        alone = local_training(setup)
+        works[BASELINE_PART] = float(evaluated * (alone.local_epochs or alone.local_steps) * local)
     for name, algorithm in setup.algorithms.items():
         batches = sum(draw.number for draw in algorithm.update_draws()) or 1
         works[name] = config.rounds * config.participation * agents * batches

@@ -7,6 +7,7 @@ import math
 from nufed.evaluate import Measure
 from nufed.runs.results import Line, Trained
 
+ROUNDING = 1e-9  # relative, of the means over agents
 CAUSES = {
     "diverged": "it diverged: lower meta_lr or adapt_lr, or set clip_norm",
     "rose": "the loss rose from {before:.3g} to {after:.3g}, so step sizes are too large for it: "
@@ -28,6 +29,7 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
     ends = (found[0], found[-1])
     before, after = (_number(end.score[line.steps]) for end in ends)
     worse = after < before if measure.higher_is_better else after > before
+    worse = worse and not math.isclose(before, after, rel_tol=ROUNDING)
     if not (worse or math.isnan(after)):
         return None
     loss_before, loss_after = (_number(end.loss[line.steps]) for end in ends)

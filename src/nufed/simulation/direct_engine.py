@@ -11,7 +11,7 @@ from nufed.evaluate import AgentScores, Measure, evaluate_agent
 from nufed.objective import Objective
 from nufed.simulation.engine import EvaluatesScales, States, work_of
 
-DRAWN_AT_ONCE = 32  # agents whose batches are drawn before they train: between products it is slow
+DRAWN_AT_ONCE = 1024  # batches that are drawn before agents train: between products it is slow
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class DirectEngine(EvaluatesScales):
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
         agents, results = list(states), {}
-        for start in range(0, len(agents), DRAWN_AT_ONCE):
-            some = agents[start : start + DRAWN_AT_ONCE]
+        together = max(1, DRAWN_AT_ONCE // max(1, sum(d.number for d in algorithm.update_draws())))
+        for start in range(0, len(agents), together):
+            some = agents[start : start + together]
             contexts = [self._context(algorithm, agent, context) for agent in some]
             for agent, own in zip(some, contexts, strict=True):
                 with work_of([agent], f"round {context.round}"):
