@@ -105,7 +105,7 @@ def test_the_resolved_configuration_reads_back_as_itself(preset):
         ("data=3", "data = 3: must be a table"),
         ("rounds.x=3", "rounds is a value, not a table"),
         ("rounds", "'rounds' is not an override"),
-        ("method.meta_lr=nan", "method.meta_lr = nan: must be a finite number"),
+        ("method.meta_lr=nan", "method.meta_lr = 'nan': must be a finite number"),
         ("data.test=1.0", "data.test = 1.0: must be a number above 0 and below 1"),
     ],
 )
@@ -148,3 +148,7 @@ def test_any_value_is_accepted_or_refused_in_one_sentence(key, value):
         load_config(tables)
     except InputError as error:
         assert last in str(error) and "\n" not in str(error)
+
+
+def test_an_attack_called_nan_needs_no_quotes():
+    assert load_config("quickstart", ["faults.attack=nan"]).faults.attack == "nan"

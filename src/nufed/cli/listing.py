@@ -16,7 +16,7 @@ from nufed.algorithms.attacks import ATTACKS
 from nufed.cli.catalogue import Listing
 from nufed.config import presets
 from nufed.config.build import LOSSES
-from nufed.config.describe import described, every_setting, known_settings
+from nufed.config.describe import described_by_key, every_setting, known_settings
 from nufed.config.load import known_fields
 from nufed.data import PARTITIONS, SHIFTS, SOURCES
 from nufed.errors import InputError
@@ -66,7 +66,7 @@ def about(name: str) -> Listing:
             if cls.shown_steps is None
             else f"{cls.shown_steps} fine-tuning steps",
         },
-        "settings": {each.key: str(each) for each in described(cls)},
+        "settings": described_by_key(cls),
     }
 
 

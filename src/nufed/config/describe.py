@@ -22,8 +22,12 @@ class Described(NamedTuple):
     tuned: str  # the range that `nufed tune` searches by default, if any
 
     def __str__(self) -> str:
-        tuned = f"; tuned from {self.tuned}" if self.tuned else ""
-        return f"{self.about}; {self.allowed} (default {self.default}{tuned})"
+        return f"{self.about}; {self.allowed} ({self.usual})"
+
+    @property
+    def usual(self) -> str:
+        """Its default and the range that is searched."""
+        return f"default {self.default}" + (f"; tuned from {self.tuned}" if self.tuned else "")
 
 
 def described(cls: type) -> list[Described]:
@@ -45,12 +49,35 @@ def described(cls: type) -> list[Described]:
     ]
 
 
+def described_by_key(cls: type) -> dict[str, str]:
+    """The description of every key; of several choices that have it, with the default of each.
+
+    >>> from nufed.algorithms import FedAvg
+    >>> print(described_by_key(FedAvg)["optimizer_tau"])
+    τ, adaptivity of the server; a finite number, above 0 (with server_optimizer = "adagrad": \
+default 0.001; with server_optimizer = "adam": default 0.001; with server_optimizer = "yogi": \
+default 0.001)
+    """
+    found: dict[str, list[Described]] = {}
+    for each in described(cls):
+        found.setdefault(each.key, []).append(each)
+    return {key: _together(same) for key, same in found.items()}
+
+
+def _together(same: list[Described]) -> str:
+    first, *others = same
+    if not others:
+        return str(first)
+    defaults = [f"with {each.about.rpartition(', with ')[2]}: {each.usual}" for each in same]
+    about = first.about.rpartition(", with ")[0]
+    return f"{about}; {first.allowed} ({'; '.join(defaults)})"
+
+
 def known_settings() -> dict[str, str]:
     """The keys of all registered algorithms, with the first description of each."""
     found: dict[str, str] = {}
     for cls in ALGORITHMS.working().values():
-        for each in described(cls):
-            found.setdefault(each.key, str(each))
+        found = described_by_key(cls) | found
     return dict(sorted(found.items()))
 
 

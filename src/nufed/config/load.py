@@ -5,6 +5,7 @@ Precedence: command line over file over default.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -122,12 +123,13 @@ def _text(path: Path) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """The value of an override: TOML, or a string."""
+    """The value of an override: TOML, or a string; ``nan`` and ``inf`` are no numbers here."""
     try:
         found = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    return found["value"] if len(found) == 1 else text
+    value = found["value"] if len(found) == 1 else text
+    return text if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def with_value(tables: Mapping[str, Any], key: str, value: Any, setting: str) -> dict[str, Any]:

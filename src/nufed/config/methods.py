@@ -270,7 +270,11 @@ class _Tables:
         if isinstance(name, str) and name in choices:
             return choices[name]
         near = suggest(name, choices) if isinstance(name, str) else ""
-        raise InputError(f"{where} = {shown(name)}: must be one of {', '.join(choices)}{near}")
+        # a value of [method] may suit other methods of the run
+        whose = "" if where.startswith("methods.") else f" for {self.name}"
+        raise InputError(
+            f"{where} = {shown(name)}: must be one of {', '.join(choices)}{whose}{near}"
+        )
 
     def _value(self, setting: SettingField, value: Any) -> Any:
         key = setting.name
