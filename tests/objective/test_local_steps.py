@@ -64,6 +64,19 @@ def test_steps_in_place_with_a_shift_of_the_gradient(name, part):
     assert torch.equal(w, right)
 
 
+@pytest.mark.parametrize("name", ["fcnn", "norms"])
+def test_shifted_steps_of_the_whole_vector_are_the_same_to_rounding(name):
+    """There, perceptrons step matrices in one operation with the products of their gradients."""
+    objective, start, batch = example(name, torch.float64)
+    shift, right = objective.part("*.weight, *.bias").only(torch.ones_like(start)), start
+    for _ in range(3):
+        moved = right - 0.1 * (objective.grad(right, batch) + shift)
+        right = objective.track(moved, batch, at=right)
+    w = start.clone()
+    objective.descend(w, [batch] * 3, 0.1, shift=shift)
+    assert torch.allclose(w, right, rtol=0, atol=1e-13) and not torch.allclose(w, start)
+
+
 def test_steps_of_running_statistics_alone_move_nothing_else():
     objective, start, batch = example("norms", torch.float32)
     part = objective.part("1.running_*")

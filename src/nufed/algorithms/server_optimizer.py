@@ -70,8 +70,8 @@ class AvgM(Plain):
     def step(
         self, before: Tensor, after: Tensor, state: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        m = self.optimizer_momentum * state[MOMENTUM] + (after - before)
-        return before + self.optimizer_lr * m, {MOMENTUM: m}
+        m = (self.optimizer_momentum * state[MOMENTUM]).add_(after - before)
+        return (self.optimizer_lr * m).add_(before), {MOMENTUM: m}
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Adagrad(Plain):
         self, before: Tensor, after: Tensor, state: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         delta, beta = after - before, self.optimizer_momentum
-        m = beta * state[MOMENTUM] + (1 - beta) * delta
-        v = self.variance(state[VARIANCE], delta**2)
-        w = before + self.optimizer_lr * m / (v.sqrt() + self.optimizer_tau)
+        m = (beta * state[MOMENTUM]).add_((1 - beta) * delta)
+        v = self.variance(state[VARIANCE], delta.square_())
+        w = (self.optimizer_lr * m).div_(v.sqrt().add_(self.optimizer_tau)).add_(before)
         return w, {MOMENTUM: m, VARIANCE: v}
 
     def variance(self, v: Tensor, squares: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Adam(Adagrad):
     optimizer_beta2: float = setting(0.99, "β₂, decay of the server's v", least=0, below=1)
 
     def variance(self, v: Tensor, squares: Tensor) -> Tensor:
-        return self.optimizer_beta2 * v + (1 - self.optimizer_beta2) * squares
+        return (self.optimizer_beta2 * v).add_((1 - self.optimizer_beta2) * squares)
 
 
 @dataclass(frozen=True)

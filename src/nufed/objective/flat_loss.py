@@ -195,12 +195,12 @@ class FlatLoss(FlatModule):
         """Writes the gradient on a batch ``into`` tensors; returns what the head gets."""
         assert self._chain is not None
         gradient = SingleGradient(self._chain, p, into)
+        return lambda batch: gradient(*self._as_tensors(batch))
 
-        def written(batch: Batch) -> Tensor:
-            inputs = cast_like(cast(Tensor, batch.inputs), self._like)
-            return gradient(inputs, cast_like(batch.targets, self._like))
-
-        return written
+    def _as_tensors(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a batch for a chain, as the module gets them."""
+        inputs = cast_like(cast(Tensor, batch.inputs), self._like)
+        return inputs, cast_like(batch.targets, self._like)
 
     def _length(self, wanted: Sequence[int]) -> int:
         """The numbers in these tensors."""
@@ -274,9 +274,7 @@ class FlatLoss(FlatModule):
     def _linearized(self, w: Tensor, batch: Batch) -> Linearized:
         """The derivatives at w in closed form."""
         assert self._chain is not None
-        inputs = cast_like(cast(Tensor, batch.inputs), self._like)
-        targets = cast_like(batch.targets, self._like)
-        return Linearized(self._chain, self._unflatten(w.detach()), inputs, targets)
+        return Linearized(self._chain, self._unflatten(w.detach()), *self._as_tensors(batch))
 
     def _product(self, at: Linearized, v: Parameters) -> Tensor:
         product = self._like.new_empty(self.size)

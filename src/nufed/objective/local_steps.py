@@ -15,13 +15,18 @@ from nufed.objective.loss_gradient import loss_gradient
 from nufed.objective.modules import call_arguments, cast_like, holding
 from nufed.objective.parts import Part
 from nufed.objective.perceptron import Parameters
+from nufed.objective.single_gradient import SingleGradient
 
 Pull: TypeAlias = tuple[float, Tensor]
 """Weight λ and centre c of a proximal term λ/2‖w − c‖²."""
 
 
 class LocalSteps(FlatLoss):
-    """Plain gradient steps, with the bits of ``w - lr * grad(w, batch)``, but in place."""
+    """Plain gradient steps, with the bits of ``w - lr * grad(w, batch)``, but in place.
+
+    With a shift they have these bits to rounding: in perceptrons, the step of a matrix is one
+    operation with the product that is its gradient.
+    """
 
     @torch.no_grad()
     def descend(
@@ -56,6 +61,9 @@ class LocalSteps(FlatLoss):
         if self._chain is None or not (part is None or part.contiguous):
             self._tensor_steps(w, batches, lr, wanted, pull, shift)
             return
+        if part is None and pull is None and shift is not None:
+            self._shifted_steps(w, batches, lr, shift)
+            return
         index = slice(None) if part is None else part.index
         own, centre = w[index], pull[1][index] if pull else None
         shift_of = None if shift is None else shift[index]
@@ -71,6 +79,20 @@ class LocalSteps(FlatLoss):
             if pull and centre is not None:
                 own.lerp_(centre, lr * pull[0])
             own.sub_(gradient, alpha=lr)
+
+    def _shifted_steps(
+        self, w: Tensor, batches: Iterable[AnyBatch], lr: float, shift: Tensor
+    ) -> None:
+        """The same steps of a perceptron with a shift, without a buffer for the gradient."""
+        assert self._chain is not None
+        p = self._unflatten(w.detach())
+        step = SingleGradient(self._chain, p, p).step
+        for batch in (Batch(*each) for each in batches):
+            if not self._in_closed_form(batch):
+                self._tensor_steps(w, [batch], lr, range(len(self._sizes)), None, shift)
+                continue
+            step(*self._as_tensors(batch), lr)
+            w.sub_(shift, alpha=lr)
 
     def _tensor_steps(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +46,16 @@ def of_classes(outputs: Tensor, targets: Tensor) -> bool:
 def cross_entropy_gradient(outputs: Tensor, targets: Tensor) -> Tensor:
     """The derivative of the mean cross-entropy of class numbers."""
     logs = torch.log_softmax(outputs, dim=1)
-    (by_logs,) = nll_gradients((logs,), targets, (1.0,))
+    _, number = nll_loss_forward(logs, targets, None, MEAN, IGNORED)
+    one = _one(logs.dtype, logs.device)
+    by_logs = nll_loss_backward(one, logs, targets, None, MEAN, IGNORED, number)
     found: Tensor = log_softmax_backward(by_logs, logs, 1, logs.dtype)
     return found
+
+
+@cache
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones((), dtype=dtype, device=device)
 
 
 def nll_gradients(

@@ -34,7 +34,10 @@ COUNTER = "num_batches_tracked"
 
 def cast_like(tensor: Tensor, like: Tensor) -> Tensor:
     """On the device of ``like``, floating-point values in its dtype, labels and ids as they are."""
-    return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
+    dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
+    if tensor.dtype == dtype and tensor.device == like.device:  # `to` takes longer to find out
+        return tensor
+    return tensor.to(like.device, dtype)
 
 
 def has_hooks(layer: nn.Module) -> bool:

@@ -28,17 +28,19 @@ class SingleGradient:
         self._links = [
             link
             if isinstance(link, Activation)
-            else _Layer(p[link.weight], into.get(link.weight), into.get(link.bias or ""))
+            else _Layer(
+                p[link.weight],
+                p[link.bias] if link.bias else None,
+                into.get(link.weight),
+                into.get(link.bias or ""),
+            )
             for link in net.links
         ]
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Write the gradient; returns the inputs of the head."""
-        xs, lowest, shift = [inputs.flatten(1)], self._lowest, self._net.shift
-        for function in self._passes:
-            xs.append(function(xs[-1]))
-        d = cross_entropy_gradient(xs[-1] if shift is None else xs[-1] + shift, targets)
-        for i in range(len(self._links) - 1, lowest - 1, -1):
+        xs, d = self._passed(inputs, targets)
+        for i in range(len(self._links) - 1, self._lowest - 1, -1):
             link = self._links[i]
             if isinstance(link, Activation):
                 d = link.backward(d, xs[i + 1])
@@ -47,15 +49,38 @@ class SingleGradient:
                 product_into(link.by_weight, d.t(), xs[i])
             if link.by_bias is not None:
                 torch.sum(d, dim=0, out=link.by_bias)
-            if i > lowest:
+            if i > self._lowest:
                 d = torch.mm(d, link.weight)
         return xs[self._net.head]
+
+    def step(self, inputs: Tensor, targets: Tensor, lr: float) -> None:
+        """Subtract lr times the gradient from the parameters, each matrix in one operation with
+        the product that is its gradient; to rounding the same as a gradient and a step."""
+        xs, d = self._passed(inputs, targets)
+        for i in range(len(self._links) - 1, -1, -1):
+            link = self._links[i]
+            if isinstance(link, Activation):
+                d = link.backward(d, xs[i + 1])
+                continue
+            above, d = d, torch.mm(d, link.weight) if i > self._lowest else d
+            link.weight.addmm_(above.t(), xs[i], alpha=-lr)
+            if link.bias is not None:
+                link.bias.sub_(above.sum(dim=0), alpha=lr)
+
+    def _passed(self, inputs: Tensor, targets: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The inputs of all links and the outputs, and the derivative by the latter."""
+        xs, shift = [inputs.flatten(1)], self._net.shift
+        for function in self._passes:
+            xs.append(function(xs[-1]))
+        outputs = xs[-1] if shift is None else xs[-1] + shift
+        return xs, cross_entropy_gradient(outputs, targets)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A weight, and where derivatives of a linear layer are written; None: they are not wanted."""
+    """A linear layer, and where derivatives are written; None: they are not wanted."""
 
     weight: Tensor
+    bias: Tensor | None
     by_weight: Tensor | None
     by_bias: Tensor | None
