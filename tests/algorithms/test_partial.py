@@ -262,6 +262,9 @@ def check_without_norm_layers_it_is_fedavg(cls):
         agent_context(objective, DATA.batches(2, 0, "evaluate")), one[-1].server, None
     )
     assert torch.equal(newcomer.model, other[-1].server["model"]) and newcomer.cost == Cost()
+    own = agent_context(objective, DATA.batches(2, 0, "train"))
+    assert "private = 'norm': the model has no such part" in algorithm.doubt(own, {})
+    assert make(cls, private="none").doubt(own, {}) is None
 
 
 EVERY = [

@@ -66,6 +66,11 @@ class Masked(LocalTraining):
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         return {"shared": self.parts(objective)[1].take(w).clone()}
 
+    def doubt(self, context: AgentContext, received: State) -> str | None:
+        if self.private == "none" or self.parts(context.objective)[0].size:
+            return None
+        return f"private = {self.private!r}: the model has no such part, so that this is FedAvg"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrivatePart(Masked):
