@@ -96,14 +96,16 @@ class FixedPointSum:
         self._room = ROOM  # what may still be added to the total
         self._limbs: tuple[Tensor, Tensor] | None = None
         self._wide_additions = 0
+        self._finite = True  # false: a vector was not, or far beyond the bound
         self.count = 0
 
     def add(self, vector: Tensor, largest: float) -> None:
         """Add one vector whose numbers have magnitudes up to ``largest``."""
-        if not largest / self._grid.unit < WIDEST:
-            raise ValueError(f"a vector with numbers up to {largest:g} can't be summed")
         self.count += 1
         largest = largest / self._grid.unit + 1  # of the integers
+        if not largest < WIDEST:
+            self._finite = False
+            return
         if largest > ROOM:
             self._add_limbs(*to_limbs(self._grid.encode(vector, self._buffer)))
             return
@@ -118,8 +120,10 @@ class FixedPointSum:
             add_integers(self._total, self._grid.encode(vector, self._buffer).long())
 
     def mean(self, out: Tensor | None = None) -> Tensor:
-        """The mean of the vectors, in their precision."""
+        """The mean of the vectors, in their precision; NaN if one has no place on the grid."""
         out = torch.empty_like(self._total, dtype=self._dtype) if out is None else out
+        if not self._finite:
+            return out.fill_(math.nan)
         return out.copy_(self._grid.decode(self._sum(), self.count, self._buffer))
 
     def _sum(self) -> Tensor:
