@@ -21,7 +21,7 @@ def sums_suffice(algorithm: Algorithm, context: Context, server: State) -> bool:
     """
     if not algorithm.averages_uniformly:
         return False
-    for tried in ({name: vector[:1] for name, vector in server.items()}, server):
+    for tried in ({name: vector.flatten()[:1] for name, vector in server.items()}, server):
         sent = {name: tried[name] for name in algorithm.sent_in(context.round)}
         try:
             algorithm.server_update(context, tried, SummedUpdates((0,), sent))
