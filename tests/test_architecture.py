@@ -8,7 +8,6 @@ import runpy
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from pathlib import Path
 from pydoc import locate
 
@@ -120,22 +119,6 @@ def purposes():
                     yield purpose
                 case ast.Call(ast.Attribute(attr="batches"), [_, _, ast.Constant(str(use)), *_]):
                     yield f"{use}/…"
-
-
-def test_one_name_is_one_thing():
-    """No two files share a name, and no two classes."""
-    files = [path for path in SOURCE.rglob("*.py") if not path.stem.startswith("__")]
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in files}
-    classes = [
-        node.name for t in trees.values() for node in t.body if isinstance(node, ast.ClassDef)
-    ]
-    for names in ([path.name for path in files], classes):
-        assert [name for name, times in Counter(names).items() if times > 1] == []
-
-
-def test_files_are_short():
-    lengths = {p.name: len(p.read_text("utf-8").splitlines()) for p in SOURCE.rglob("*.py")}
-    assert {name: lines for name, lines in lengths.items() if lines > 350} == {}
 
 
 def asks_for_settings(tree, settings):
