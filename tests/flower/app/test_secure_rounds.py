@@ -1,5 +1,7 @@
 """Federations with secure aggregation: the real server and ClientApps, over an in-memory Grid."""
 
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,19 +22,22 @@ from nufed.algorithms.aggregation import Mean, Median
 from nufed.algorithms.compression import Int8
 from nufed.algorithms.scalefl import ScaleFL
 from nufed.errors import InputError, TrainingError
-from nufed.flower.app import site_training
+from nufed.files import write_sealed
+from nufed.flower.app import secure_site, site_training
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.payload import ARRAYS
 from nufed.flower.app.privacy import Privacy
-from nufed.flower.app.secure_payload import WORDS
-from nufed.flower.app.secure_site import SecureRecord, _load
+from nufed.flower.app.secure_payload import SECURE, WORDS, secure_record
+from nufed.flower.app.secure_site import SecureRecord, _load, _save
+from nufed.flower.app.secure_sum.sum_messages import Survivors
+from nufed.flower.app.secure_sum.sum_terms import SumTerms
 from nufed.flower.app.server_app import Server
 from nufed.flower.app.site_app import client_app
 from nufed.flower.app.site_keys import SiteKeys
 from nufed.flower.ops.keys import make_site_key
 from nufed.runs.federation_status import read_status, read_traffic
 from nufed.runs.site_activity import read_activity
-from nufed.server import Rules
+from nufed.server import Progress, Rules
 from support import json_lines
 
 SETTINGS = {"meta_lr": 0.2, "local_steps": 2, "batch_size": 6}
@@ -168,23 +173,194 @@ def test_a_server_killed_between_phases_restarts_the_round_with_fresh_masks(phas
             assert first != second
 
 
-@pytest.mark.parametrize("run", [RUN, "f" * 32], ids=["resumed", "another run"])
-def test_a_second_sum_of_the_same_updates_over_other_sites_is_not_unmasked(run, keys, tmp_path):
-    """Else the difference of both sums would be one site's update."""
-    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
-    list(secure_server(plan, keys, tmp_path)[0].train())
+def with_zero(plan, zero):
+    """The start of a run whose model has one number that is 0.0 or -0.0."""
+    server = plan.start()
+    server["model"][0] = zero
+    return Progress(0, server)
+
+
+def refused_sum(plan, keys, folder, tamper, run=RUN, start=None):
+    """The replies to ``unmask`` in a run that has no sum."""
     replies = []
 
     def record(agent, message, reply):
         if message.metadata.message_type == "train.unmask":
             replies.append(reply)
-        return without({2}, 2)(agent, message, reply)
+        return tamper(agent, message, reply)
 
     once = replace(plan, rules=Rules(attempts=1))
     with pytest.raises(TrainingError):
-        list(secure_server(once, keys, tmp_path, record, run)[0].train())
+        list(secure_server(once, keys, folder, record, run)[0].train(start))
+    return replies
+
+
+@pytest.mark.parametrize(
+    ("run", "zero"),
+    [(RUN, 0.0), ("f" * 32, 0.0), (RUN, -0.0), ("f" * 32, 1.0)],
+    ids=["resumed", "another run", "an equal model", "another model"],
+)
+def test_a_second_sum_of_a_round_over_other_sites_is_not_unmasked(run, zero, keys, tmp_path):
+    """Else the difference of both sums would be one site's update; whatever the server sends."""
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    list(secure_server(plan, keys, tmp_path)[0].train(with_zero(plan, 0.0)))
+    replies = refused_sum(plan, keys, tmp_path, without({2}, 2), run, with_zero(plan, zero))
     assert len(replies) == 3
     assert all("would reveal updates of few" in reply.error.reason for reply in replies)
+    assert all("round 1 with seed 7 was summed over" in reply.error.reason for reply in replies)
+    # over the same sites it is, and with another seed
+    for again in (plan, replace(plan, seed=8)):
+        *_, after = secure_server(again, keys, tmp_path, run=run)[0].train(with_zero(plan, zero))
+        assert after.taken == (0, 1, 2, 3)
+
+
+def test_another_method_of_the_same_seed_is_summed_over_the_same_sites_only(keys, tmp_path):
+    """A server that may choose methods could choose two whose updates are equal."""
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    list(secure_server(plan, keys, tmp_path)[0].train())
+    other = replace(plan, algorithm=Scaffold(**SETTINGS))
+    replies = refused_sum(other, keys, tmp_path, without({2}, 2), "f" * 32)
+    assert len(replies) == 3
+    assert all("would reveal updates of few" in reply.error.reason for reply in replies)
+    *_, after = secure_server(other, keys, tmp_path, run="e" * 32)[0].train()
+    assert after.taken == (0, 1, 2, 3)
+
+
+def test_sites_are_the_same_if_their_keys_are(keys, tmp_path):
+    """An app that gives a number to another site gets no second sum, nor does a new number."""
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    list(secure_server(plan, keys, tmp_path)[0].train())
+    lines = public(keys, 6).lines
+    other = replace(plan, site_keys=SiteKeys((*lines[:3], lines[4])), rules=Rules(attempts=1))
+    server, grid = secure_server(other, keys, tmp_path, run="f" * 32)
+    grid.contexts[grid.node_of(3)].node_config["key"] = str(keys / "4")
+    with pytest.raises(TrainingError, match=r"over sites \[0, 1, 2, 3\] with other keys before"):
+        list(server.train())
+    for number in range(1, 4):  # as if site 0 were alone in its folder
+        (tmp_path / f"secure-sums-{number}").unlink()
+    moved = SiteKeys((lines[4], lines[0], *lines[1:3]))
+    server, grid = secure_server(replace(other, site_keys=moved), keys, tmp_path, run="e" * 32)
+    for number, key in enumerate((4, 0, 1, 2)):
+        grid.contexts[grid.node_of(number)].node_config["key"] = str(keys / f"{key}")
+    with pytest.raises(TrainingError, match="with other keys before, in this or another run"):
+        list(server.train())
+
+
+def test_a_site_takes_no_part_in_another_cohort_of_a_round_that_it_helped_to_sum(keys, tmp_path):
+    plan = plan_of(GMETA, agents=6, rounds=1, site_keys=public(keys, 6), participation=2 / 3)
+    *_, after = secure_server(plan, keys, tmp_path)[0].train()
+    taken = set(after.taken)
+    _, grid = secure_server(plan, keys, tmp_path, run="f" * 32)
+    agent, other = min(taken), min(set(range(6)) - taken)
+    terms = SumTerms("f" * 32, 1, "a" * 32, tuple(sorted({*taken, other} - {max(taken)})))
+    with pytest.raises(TrainingError, match="would reveal updates of few"):
+        send(grid, agent, "advertise", terms)
+
+
+def send(grid, agent, action, value, **more):
+    """A site's reply to one message."""
+    node = grid.node_of(agent)
+    content = RecordDict({SECURE: secure_record(value), **more})
+    return grid.app(Message(content, node, f"train.{action}"), grid.contexts[node]).content
+
+
+def test_an_attempt_is_begun_once(keys, tmp_path):
+    """Also after others, in another process, and in a run that was begun before."""
+    plan = plan_of(GMETA, agents=4, rounds=2, site_keys=public(keys, 4))
+    ids = [letter * 32 for letter in "abc"]
+    for attempt in ids:
+        _, grid = secure_server(plan, keys, tmp_path)  # a site that was started again
+        send(grid, 1, "advertise", SumTerms(RUN, 1, attempt, (0, 1, 2, 3)))
+    for attempt, round in zip(ids, (1, 2, 2), strict=True):
+        with pytest.raises(TrainingError, match="the id of this attempt was used before"):
+            send(grid, 1, "advertise", SumTerms(RUN, round, attempt, (0, 1, 2, 3)))
+    send(grid, 1, "advertise", SumTerms("f" * 32, 1, ids[0], (0, 1, 2, 3)))  # other keys and masks
+    for round in (0, 3):
+        with pytest.raises(TrainingError, match=f"is of round {round}, not of 1 … 2"):
+            send(grid, 1, "advertise", SumTerms(RUN, round, "d" * 32, (0, 1, 2, 3)))
+
+
+def test_the_list_of_attempts_is_bounded(keys, tmp_path):
+    plan = plan_of(GMETA, agents=4, rounds=2, site_keys=public(keys, 4))
+    _, grid = secure_server(plan, keys, tmp_path)
+    send(grid, 1, "advertise", SumTerms(RUN, 1, "a" * 32, (0, 1, 2, 3)))
+    file = tmp_path / RUN / "secure-agent-1"
+    full = tuple(f"{number:032x}" for number in range(1020))
+    _save(file, replace(_load(file, SecureRecord()), attempts=full))
+    with pytest.raises(TrainingError, match="in 1020 attempts of this run, which is the most"):
+        send(grid, 1, "advertise", SumTerms(RUN, 1, "b" * 32, (0, 1, 2, 3)))
+
+
+def test_two_messages_at_the_same_time_get_one_answer(keys, tmp_path, monkeypatch):
+    """A site that handles messages in several processes signs one list of survivors."""
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    with pytest.raises(TrainingError):  # phase 3 is done
+        list(secure_server(plan, keys, tmp_path, without({0, 1, 2, 3}, 2))[0].train())
+    _, grid = secure_server(replace(plan, deadline=60.0), keys, tmp_path)
+    attempt = _load(tmp_path / RUN / "secure-agent-1", SecureRecord()).secrets.terms.attempt
+    both, replies = threading.Barrier(2, timeout=0.3), []
+    confirm = secure_site.confirm
+
+    def slow(*arguments):
+        with suppress(threading.BrokenBarrierError):
+            both.wait()  # only if both messages are handled at the same time
+        return confirm(*arguments)
+
+    def ask(sites):
+        try:
+            replies.append(send(grid, 1, "confirm", Survivors(RUN, attempt, sites)))
+        except TrainingError as error:
+            replies.append(str(error))
+
+    monkeypatch.setattr(secure_site, "confirm", slow)
+    lists = ((0, 1, 2), (0, 1, 3))
+    threads = [threading.Thread(target=ask, args=(sites,)) for sites in lists]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(isinstance(reply, RecordDict) for reply in replies) == 1
+    assert any("phase 4 of this attempt was requested after phase 4" in str(r) for r in replies)
+
+
+def test_sums_of_version_1_are_named_with_what_to_do(keys, tmp_path):
+    """They do not say their rounds: no sum until the site's owner has decided."""
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    write_sealed(tmp_path / "secure-sums-2", {"sites": {"0" * 64: [0, 1, 2]}})
+    server, _ = secure_server(plan, keys, tmp_path)
+    with pytest.raises(TrainingError, match=r"secure-sums-2 in .* lists sums of version 1 .*again"):
+        list(server.train())
+    (tmp_path / "secure-sums-2").unlink()
+    (tmp_path / RUN).mkdir(exist_ok=True)
+    write_sealed(tmp_path / RUN / "secure-agent-1", {"secrets": None, "request": "0" * 64})
+    *_, after = secure_server(plan, keys, tmp_path)[0].train()
+    assert after.taken == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("protocol", [None, 3])
+def test_another_version_of_the_protocol_is_named_by_both_sides(protocol, keys, tmp_path):
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4), rules=Rules(attempts=1))
+
+    def changed(content):
+        record = content[SECURE]
+        del record["protocol"]
+        if protocol:
+            record["protocol"] = protocol
+
+    def tamper(agent, message, reply):
+        if message.metadata.message_type == PHASES[0]:
+            changed(reply.content)
+        return reply
+
+    sentence = f"has version {protocol or 1} of secure aggregation, not 2: install the same nufed"
+    with pytest.raises(TrainingError, match=f"{sentence} .* approve the app again"):
+        list(secure_server(plan, keys, tmp_path, tamper)[0].train())
+    _, grid = secure_server(plan, keys, tmp_path)
+    content = RecordDict({SECURE: secure_record(SumTerms(RUN, 1, "a" * 32, (0, 1, 2, 3)))})
+    changed(content)
+    node = grid.node_of(1)
+    with pytest.raises(TrainingError, match=f"{sentence} .* approve the app again"):
+        grid.app(Message(content, node, PHASES[0]), grid.contexts[node])
 
 
 def test_a_phase_is_answered_once(keys, tmp_path):

@@ -9,10 +9,12 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MessageType
 from pydantic import TypeAdapter, ValidationError
 
+from nufed.errors import shown
 from nufed.flower.app.payload import ARRAYS, STORED_AS, PayloadError, get_record, npy_header
+from nufed.flower.app.secure_sum.sum_terms import PROTOCOL
 from nufed.flower.app.secure_sum.words import Words
 
-SECURE, JSON, WORDS = "secure", "json", "words"
+SECURE, JSON, PROTOCOL_KEY, WORDS = "secure", "json", "protocol", "words"
 # the actions of messages
 ADVERTISE, SHARE, MASKED, CONFIRM, UNMASK = "advertise", "share", "masked", "confirm", "unmask"
 # kinds of messages that are answered with an update
@@ -23,12 +25,19 @@ Found = TypeVar("Found")
 
 def secure_record(value: object) -> ConfigRecord:
     """A message of the protocol."""
-    return ConfigRecord({JSON: TypeAdapter(type(value)).dump_json(value)})
+    return ConfigRecord({JSON: TypeAdapter(type(value)).dump_json(value), PROTOCOL_KEY: PROTOCOL})
 
 
 def read_secure(records: Mapping[str, object], kind: type[Found]) -> Found:
     """A message of the protocol, of the given class."""
-    text = get_record(records, SECURE, ConfigRecord).get(JSON)
+    record = get_record(records, SECURE, ConfigRecord)
+    text, protocol = record.get(JSON), record.get(PROTOCOL_KEY, 1)  # 1 was not sent
+    if protocol != PROTOCOL:
+        raise PayloadError(
+            f"its nufed has version {shown(protocol)} of secure aggregation, not {PROTOCOL}: "
+            "install the same nufed at the server and at all sites, and have every site approve "
+            "the app again"
+        )
     try:
         if not isinstance(text, bytes):
             raise ValueError("no JSON")

@@ -1,28 +1,37 @@
 """The site's answers to the messages of secure aggregation, and its secrets between them.
 
 They are in one file per run, written before a reply is sent: a phase is never answered twice, so no
-mask is used twice. Another file lists the sites of every sum that this site helped to unmask, over
-all runs: a second sum of the same updates (the server crashed, or a run is started again with the
-same seed) is unmasked only over the same sites, since the difference would reveal single updates.
+mask is used twice, and the ids of attempts are listed there, so none is used twice. Another file
+lists the sites of every sum that this site helped to unmask, by seed and round, over all runs: a
+second sum of a round (the server crashed, or a run is started again with the same seed) is unmasked
+only over the same sites, whatever its run, method and model, since updates of one seed and round
+can be equal, and the difference of two sums would reveal single ones. A site that has unmasked a
+sum takes no part in cohorts without the sites of that sum.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, RecordDict
 from pydantic import TypeAdapter, ValidationError
-from safetensors.torch import save
 
 from nufed.algorithms.protocol import State
 from nufed.errors import InputError, RunError
-from nufed.files import make_private, read_sealed, sha256, write_sealed
+from nufed.files import locked, make_private, read_sealed, sha256, write_sealed
 from nufed.flower.app.payload import read_run
-from nufed.flower.app.secure_payload import SECURE, read_secure, secure_record, words_record
+from nufed.flower.app.secure_payload import (
+    PROTOCOL_KEY,
+    SECURE,
+    read_secure,
+    secure_record,
+    words_record,
+)
 from nufed.flower.app.secure_sum.masking import (
     Secrets,
     advertise,
@@ -39,28 +48,48 @@ from nufed.flower.app.secure_sum.sum_messages import (
     SealedShares,
     Survivors,
 )
-from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms, as_json
+from nufed.flower.app.secure_sum.sum_terms import (
+    PROTOCOL,
+    SecureSumError,
+    SumTerms,
+    as_json,
+    statement,
+)
 from nufed.flower.app.secure_sum.words import encode
-from nufed.flower.app.signatures import sign
+from nufed.flower.app.signatures import checked_public, sign
 from nufed.flower.app.site import Site
 from nufed.flower.app.site_keys import SECURE_SUM, SiteKeys
+
+SUMS = "secure-sums-"  # files in a site's folder, with its number
 
 
 @as_json
 @dataclass(frozen=True)
 class SecureRecord:
-    """The secrets of the current attempt, and the digest of what its update was computed from."""
+    """The secrets of the current attempt, and the ids of all attempts of the run."""
 
     secrets: Secrets | None = None
-    request: str = ""
+    attempts: tuple[str, ...] = ()
+    protocol: int = PROTOCOL
+
+
+@as_json
+@dataclass(frozen=True)
+class SummedSites:
+    """The sites of a sum: their numbers, and the digest of their keys, since another app may give
+    their numbers to others."""
+
+    sites: tuple[int, ...]
+    keys: str
 
 
 @as_json
 @dataclass(frozen=True)
 class UnmaskedSums:
-    """The sites of unmasked sums, by the digest of what their updates were computed from."""
+    """The sites of unmasked sums, by seed and round."""
 
-    sites: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    seeds: Mapping[int, Mapping[int, SummedSites]] = field(default_factory=dict)
+    protocol: int = PROTOCOL
 
 
 Kept = TypeVar("Kept", SecureRecord, UnmaskedSums)
@@ -69,29 +98,46 @@ Kept = TypeVar("Kept", SecureRecord, UnmaskedSums)
 def advertise_keys(site: Site, request: RecordDict) -> RecordDict:
     """Phase 1; discards the secrets of an earlier attempt."""
     keys, terms, agent = _site_keys(site), read_secure(request, SumTerms), site.agent
-    path = _path(site, terms.run)
-    if len(terms.sites) != site.plan.cohort or not set(terms.sites) <= set(site.plan.seen):
+    plan, path = site.plan, _path(site, terms.run)
+    if len(terms.sites) != plan.cohort or not set(terms.sites) <= set(plan.seen):
         raise SecureSumError(
-            f"the sum is over {len(terms.sites)} sites, not over a cohort of {site.plan.cohort}"
+            f"the sum is over {len(terms.sites)} sites, not over a cohort of {plan.cohort}"
         )
+    if not 1 <= terms.round <= plan.rounds:  # also bounds the files
+        raise SecureSumError(f"the sum is of round {terms.round}, not of 1 … {plan.rounds}")
     key = _private_key(site)
-    own, advert = advertise(terms, agent, lambda message: sign(key, SECURE_SUM, message))
-    if not keys.verify(agent, signed_message(terms, agent, advert), advert.signature):
-        raise InputError(
-            f"this site's key is not federation.site_keys[{agent}]: start the site with that key; "
-            "or, if its key was rotated, put the line of the new .pub file there, have every site "
-            "approve the app again, and start a new run"
-        )
-    _save(path, SecureRecord(own))
+    with _only_one(site):
+        for summed in _sums_of(site, terms.round):
+            same = summed.keys == _keys_of(site, summed.sites)
+            if not same or not set(summed.sites) <= set(terms.sites):
+                raise _other_sites(site, terms.round, summed, terms.sites)
+        attempts = _load(path, SecureRecord()).attempts
+        if terms.attempt in attempts:
+            raise SecureSumError("the id of this attempt was used before: a retry needs another")
+        most = 1000 + 10 * plan.rounds
+        if len(attempts) >= most:
+            raise SecureSumError(
+                f"this site has taken part in {most} attempts of this run, which is the most that "
+                "it lists: start a new run"
+            )
+        own, advert = advertise(terms, agent, lambda message: sign(key, SECURE_SUM, message))
+        if not keys.verify(agent, signed_message(terms, agent, advert), advert.signature):
+            raise InputError(
+                f"this site's key is not federation.site_keys[{agent}]: start the site with that "
+                "key; or, if its key was rotated, put the line of the new .pub file there, have "
+                "every site approve the app again, and start a new run with another seed"
+            )
+        _save(path, SecureRecord(own, (*attempts, terms.attempt)))
     return RecordDict({SECURE: secure_record(advert)})
 
 
 def share_secrets(site: Site, request: RecordDict) -> RecordDict:
     """Phase 2."""
     found = read_secure(request, Adverts)
-    path, record, own = _current(site, found.run, found.attempt)
-    own, sealed = share(own, found.adverts, _site_keys(site).verify)
-    _save(path, replace(record, secrets=own))
+    with _only_one(site):
+        path, record, own = _current(site, found.run, found.attempt)
+        own, sealed = share(own, found.adverts, _site_keys(site).verify)
+        _save(path, replace(record, secrets=own))
     return RecordDict({SECURE: secure_record(SealedShares(found.run, found.attempt, sealed))})
 
 
@@ -100,45 +146,89 @@ def mask_update(
 ) -> ArrayRecord:
     """Phase 3: the masked update of a round."""
     found = read_secure(request, SealedShares)
-    path, record, own = _current(site, found.run, found.attempt)
-    if own.terms.round != round:
-        raise SecureSumError(f"the keys are of round {own.terms.round}, the request of {round}")
-    before = {name: received[name] for name in site.plan.algorithm.sent_in(round)}
-    words = encode(vectors, before, len(own.terms.sites))
-    own, total = masked(own, found.sealed, words)
-    digest = sha256(f"{site.plan.seed}/{round}/".encode() + save(dict(received)))
-    _save(path, replace(record, secrets=own, request=digest))
+    with _only_one(site):
+        path, record, own = _current(site, found.run, found.attempt)
+        if own.terms.round != round:
+            raise SecureSumError(f"the keys are of round {own.terms.round}, the request of {round}")
+        before = {name: received[name] for name in site.plan.algorithm.sent_in(round)}
+        words = encode(vectors, before, len(own.terms.sites))
+        own, total = masked(own, found.sealed, words)
+        _save(path, replace(record, secrets=own))
     return words_record(total)
 
 
 def confirm_sum(site: Site, request: RecordDict) -> RecordDict:
     """Phase 4."""
     found = read_secure(request, Survivors)
-    path, record, own = _current(site, found.run, found.attempt)
     key = _private_key(site)
-    own, signature = confirm(
-        own, frozenset(found.sites), lambda message: sign(key, SECURE_SUM, message)
-    )
-    _save(path, replace(record, secrets=own))
+    with _only_one(site):
+        path, record, own = _current(site, found.run, found.attempt)
+        own, signature = confirm(
+            own, frozenset(found.sites), lambda message: sign(key, SECURE_SUM, message)
+        )
+        _save(path, replace(record, secrets=own))
     return RecordDict({SECURE: secure_record(Confirmation(signature))})
 
 
 def unmask_sum(site: Site, request: RecordDict) -> RecordDict:
     """Phase 5."""
     found = read_secure(request, Confirmations)
-    path, record, own = _current(site, found.run, found.attempt)
-    sites, all_runs = own.survivors, site.folder / f"secure-sums-{site.agent}"
-    sums = _load(all_runs, UnmaskedSums())
-    if sums.sites.get(record.request, sites) != sites:
-        raise SecureSumError(
-            f"a sum of these updates over sites {list(sums.sites[record.request])} was unmasked "
-            f"before, and its difference to one over {list(sites)} would reveal updates of few; "
-            "use the same sites, or start a run with another seed"
-        )
-    own, released = unmask(own, found.signatures, _site_keys(site).verify)
-    _save(path, replace(record, secrets=own))
-    _save(all_runs, UnmaskedSums({**sums.sites, record.request: sites}))
+    with _only_one(site):
+        path, record, own = _current(site, found.run, found.attempt)
+        sum_of = SummedSites(own.survivors, _keys_of(site, own.survivors))
+        seed, round = site.plan.seed, own.terms.round
+        for summed in _sums_of(site, round):
+            if summed != sum_of:
+                raise _other_sites(site, round, summed, own.survivors)
+        own, released = unmask(own, found.signatures, _site_keys(site).verify)
+        _save(path, replace(record, secrets=own))
+        file = site.folder / f"{SUMS}{site.agent}"
+        seeds = _load(file, UnmaskedSums()).seeds
+        rounds = {**seeds.get(seed, {}), round: sum_of}
+        _save(file, UnmaskedSums({**seeds, seed: rounds}))
     return RecordDict({SECURE: secure_record(released)})
+
+
+def _sums_of(site: Site, round: int) -> Iterator[SummedSites]:
+    """The sites of the sums of a round that were unmasked, in any run and under any number that
+    this site had."""
+    for file in sorted(site.folder.glob(f"{SUMS}*")):
+        if PROTOCOL_KEY not in read_sealed(file).about:
+            raise InputError(
+                f"{file.name} in this site's folder lists sums of version 1 of secure aggregation, "
+                "which do not say their rounds: set `seeds` in the configuration to a number that "
+                "was never used, have every site approve the app again, and move that file away"
+            )
+        summed = _load(file, UnmaskedSums()).seeds.get(site.plan.seed, {}).get(round)
+        if summed is not None:
+            yield summed
+
+
+def _other_sites(
+    site: Site, round: int, summed: SummedSites, sites: tuple[int, ...]
+) -> SecureSumError:
+    changed = "" if summed.keys == _keys_of(site, summed.sites) else " with other keys"
+    return SecureSumError(
+        f"round {round} with seed {site.plan.seed} was summed over sites {list(summed.sites)}"
+        f"{changed} before, in this or another run, and the difference to a sum over "
+        f"{list(sites)} would reveal updates of few; use the same sites, or set `seeds` in the "
+        "configuration to another number, and have every site approve the app again"
+    )
+
+
+def _keys_of(site: Site, sites: Iterable[int]) -> str:
+    """The digest of the keys of sites."""
+    lines = _site_keys(site).lines
+    known = sorted(checked_public(lines[number]) for number in sites if number < len(lines))
+    return sha256(statement(known))
+
+
+@contextmanager
+def _only_one(site: Site) -> Iterator[None]:
+    """Messages of several runs may be handled at the same time: one reads and writes files."""
+    make_private(site.folder)
+    with locked(site.folder, f".secure-lock-{site.agent}", wait=site.plan.deadline):
+        yield
 
 
 def _private_key(site: Site) -> Path:
@@ -175,8 +265,11 @@ def _load(path: Path, empty: Kept) -> Kept:
     """The record in a file; ``empty`` if there is no file."""
     if not path.exists():
         return empty
+    about = read_sealed(path).about
+    if PROTOCOL_KEY not in about:  # secrets of version 1: nothing of theirs is valid any more
+        return empty
     try:
-        return TypeAdapter(type(empty)).validate_json(json.dumps(read_sealed(path).about))
+        return TypeAdapter(type(empty)).validate_json(json.dumps(about))
     except ValidationError as error:
         raise RunError(f"{path} is damaged: {error.error_count()} invalid fields") from None
 

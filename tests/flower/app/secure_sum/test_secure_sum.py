@@ -10,7 +10,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from nufed.algorithms.running_mean import fixed_point_mean
 from nufed.flower.app.secure_sum import words
-from nufed.flower.app.secure_sum.masking import advertise, confirm, masked, share, unmask
+from nufed.flower.app.secure_sum.ephemeral_keys import Advert
+from nufed.flower.app.secure_sum.masking import (
+    advertise,
+    confirm,
+    masked,
+    share,
+    signed_message,
+    unmask,
+)
 from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms
 from nufed.flower.app.secure_sum.unmasking import routed, unmasked_sum
 
@@ -183,6 +191,27 @@ def test_confirmations_must_be_signed_by_the_sites_themselves():
     for wrong in (forged, {0: signed[0], 5: signed[1]}, {}):
         with pytest.raises(SecureSumError, match="confirmed the same sum"):
             unmask(states[0], wrong, verify)
+
+
+def test_confirmations_hold_for_the_keys_that_a_site_was_sent():
+    """Of one attempt, the same survivors: signatures of other keys do not count."""
+    everyone = frozenset(range(4))
+    first, second = (
+        confirmed(at_phase_three(), dict.fromkeys(range(4), everyone)) for _ in range(2)
+    )
+    for mixed in (first[1], {**first[1], 0: second[1][0]}, {**first[1], 0: second[1][0], 1: b""}):
+        with pytest.raises(SecureSumError, match=r"only [01] of 4 sites confirmed the same sum"):
+            unmask(second[0][0], mixed, verify)
+    unmask(second[0][0], second[1], verify)
+
+
+def test_what_is_signed_has_one_reading():
+    """The borders between keys, sites and lists are part of it."""
+    terms = terms_of(range(4))
+    keys = [Advert(b"ab", b"c", b"d", b""), Advert(b"a", b"bc", b"d", b"")]
+    assert len({signed_message(terms, 1, advert) for advert in keys}) == 2
+    with pytest.raises(SecureSumError, match="32 hexadecimal digits"):
+        terms_of(range(4), "a" * 31 + "\n")
 
 
 def test_no_phase_is_answered_twice():

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from nufed.flower.app.secure_sum.sum_terms import SecureSumError, as_json
+from nufed.flower.app.secure_sum.sum_terms import SecureSumError, as_json, statement
 
 Sign: TypeAlias = Callable[[bytes], bytes]
 Verify: TypeAlias = Callable[[int, bytes, bytes], bool]  # site, message, signature
@@ -32,9 +32,9 @@ class Advert:
     signature: bytes
 
     @property
-    def signed(self) -> bytes:
+    def signed(self) -> list[str]:
         """What the signature covers, beside the terms and the site."""
-        return self.encryption + self.masking + self.commitment
+        return [part.hex() for part in (self.encryption, self.masking, self.commitment)]
 
 
 def new_private() -> bytes:
@@ -74,6 +74,6 @@ def decrypt(key: bytes, sealed: bytes, context: bytes, sender: int) -> bytes:
         ) from error
 
 
-def pair_context(digest: bytes, purpose: bytes, first: int, second: int) -> bytes:
+def pair_context(digest: bytes, purpose: str, first: int, second: int) -> bytes:
     """Binds a key or ciphertext to the terms, its purpose and an ordered pair of sites."""
-    return b"/".join([digest.hex().encode(), purpose, b"%d" % first, b"%d" % second])
+    return statement(digest.hex(), purpose, first, second)

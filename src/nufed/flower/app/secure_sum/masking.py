@@ -20,10 +20,10 @@ from nufed.flower.app.secure_sum.ephemeral_keys import (
     pair_context,
     public_of,
 )
-from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms, as_json
+from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms, as_json, statement
 from nufed.flower.app.secure_sum.words import KEY_BYTES, Words, add, mask, subtract
 
-ENCRYPTION, MASKING = b"encryption", b"masking"
+SHARE, ENCRYPTION, MASKING = "share", "encryption", "masking"
 
 
 @as_json
@@ -65,15 +65,18 @@ def advertise(terms: SumTerms, site: int, sign: Sign) -> tuple[Secrets, Advert]:
         raise SecureSumError(f"site {site} is not in the cohort of this sum")
     own = secrets.token_bytes(KEY_BYTES)
     made = Secrets(terms, site, 1, new_private(), new_private(), own)
-    advert = Advert(
-        public_of(made.encryption), public_of(made.masking), hashlib.sha256(own).digest(), b""
-    )
+    advert = _unsigned(made)
     return made, replace(advert, signature=sign(signed_message(terms, site, advert)))
 
 
 def signed_message(terms: SumTerms, site: int, advert: Advert) -> bytes:
     """What a site signs."""
-    return terms.digest + b"/%d/" % site + advert.signed
+    return statement("keys", terms.digest.hex(), site, advert.signed)
+
+
+def _unsigned(own: Secrets) -> Advert:
+    commitment = hashlib.sha256(own.own).digest()
+    return Advert(public_of(own.encryption), public_of(own.masking), commitment, b"")
 
 
 def share(
@@ -88,7 +91,7 @@ def share(
         if not known or not verify(site, signed_message(terms, site, advert), advert.signature):
             raise SecureSumError(f"the keys of site {site} are not signed by its registered key")
     mine = adverts.get(own.site)
-    if mine is None or mine.masking != public_of(own.masking):
+    if mine is None or mine.signed != _unsigned(own).signed:
         raise SecureSumError("the server sent other keys of this site than its own")
     sites = sorted(adverts)
     of_own, of_masking = (
@@ -99,7 +102,7 @@ def share(
         site: encrypt(
             _pair_key(own, advert.encryption, site),
             len(of_own[site]).to_bytes(2, "little") + of_own[site] + of_masking[site],
-            pair_context(terms.digest, b"share", own.site, site),
+            pair_context(terms.digest, SHARE, own.site, site),
         )
         for site, advert in adverts.items()
         if site != own.site
@@ -118,7 +121,7 @@ def masked(own: Secrets, sealed: Mapping[int, bytes], words: Words) -> tuple[Sec
     shares = dict(own.shares)
     for site, text in sealed.items():
         key = _pair_key(own, own.adverts[site].encryption, site)
-        plain = decrypt(key, text, pair_context(terms.digest, b"share", site, own.site), site)
+        plain = decrypt(key, text, pair_context(terms.digest, SHARE, site, own.site), site)
         end = 2 + int.from_bytes(plain[:2], "little")
         shares[site] = plain[2:end], plain[end:]
     total = add(words, mask(own.own, words.shape))
@@ -143,13 +146,19 @@ def confirm(own: Secrets, survivors: frozenset[int], sign: Sign) -> tuple[Secret
     if own.site not in survivors or not survivors <= own.shares.keys():
         raise SecureSumError("the server named sites of the sum that sent no shares")
     own.terms.check_enough(len(survivors), "sent their update")
-    sites = tuple(sorted(survivors))
-    return replace(own, phase=4, survivors=sites), sign(confirmed_message(own.terms, sites))
+    confirmed = replace(own, phase=4, survivors=tuple(sorted(survivors)))
+    return confirmed, sign(confirmed_message(confirmed))
 
 
-def confirmed_message(terms: SumTerms, survivors: tuple[int, ...]) -> bytes:
-    """What sites sign before they release shares."""
-    return terms.digest + b"/survivors/" + ",".join(map(str, survivors)).encode()
+def confirmed_message(own: Secrets) -> bytes:
+    """What sites sign before they release shares: the survivors, and the keys of all sites.
+
+    Keys are fresh in every attempt, so a signature counts only among sites that were sent the same
+    keys, and a site has one signature for these.
+    """
+    adverts = statement([[site, own.adverts[site].signed] for site in sorted(own.adverts)])
+    keys = hashlib.sha256(adverts).hexdigest()
+    return statement("survivors", own.terms.digest.hex(), keys, own.survivors)
 
 
 def unmask(
@@ -161,7 +170,7 @@ def unmask(
     different sites could collect what unmasks a single update.
     """
     own.expect(4)
-    message = confirmed_message(own.terms, own.survivors)
+    message = confirmed_message(own)
     valid = [
         site
         for site, signature in confirmations.items()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 
 from pydantic import ConfigDict, with_config
 
 from nufed.errors import TrainingError
 
+PROTOCOL = 2  # version: since 2, confirmations cover all keys, and attempt ids are used once
 MIN_SITES = 3  # with the sum of two, each of them knows the other's update
 # of dataclasses that are sent or stored as JSON
 as_json = with_config(
@@ -29,7 +31,8 @@ class SumTerms:
     Args:
         run: id of the run.
         round: its round.
-        attempt: random id of this attempt, 32 hexadecimal digits; a retry has another one.
+        attempt: random id of this attempt, 32 hexadecimal digits; a retry has another one, and a
+            site refuses one that it has seen.
         sites: numbers of the round's cohort, sorted.
     """
 
@@ -39,6 +42,8 @@ class SumTerms:
     sites: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9a-f]{32}", self.attempt):
+            raise SecureSumError("the id of an attempt must be 32 hexadecimal digits")
         if len(set(self.sites)) != len(self.sites) or list(self.sites) != sorted(self.sites):
             raise SecureSumError("the sites of a secure sum must be sorted and distinct")
         if len(self.sites) < MIN_SITES:
@@ -54,7 +59,7 @@ class SumTerms:
     @property
     def digest(self) -> bytes:
         """Binds keys, signatures and ciphertexts to this attempt."""
-        return hashlib.sha256(b"nufed secure sum 1" + json.dumps(asdict(self)).encode()).digest()
+        return hashlib.sha256(statement("nufed secure sum", PROTOCOL, asdict(self))).digest()
 
     def check_enough(self, sites: int, what: str) -> None:
         """Refuse to go on with too few sites."""
@@ -63,6 +68,11 @@ class SumTerms:
                 f"only {sites} of {len(self.sites)} sites {what}: a secure sum needs "
                 f"{self.threshold}"
             )
+
+
+def statement(*values: object) -> bytes:
+    """Values as bytes that no other values have: what is hashed, signed or authenticated."""
+    return json.dumps(values, sort_keys=True).encode()
 
 
 def threshold(sites: int) -> int:
