@@ -41,11 +41,13 @@ def held(number):
 
 
 class Actor:
-    """An actor, whose methods are called immediately."""
+    """An actor, whose methods are called immediately; ``failing`` decides whether it starts."""
+
+    failing = staticmethod(lambda kind: False)
 
     def __init__(self, kind, arguments):
-        self.here = kind(*arguments)
-        self.dead = False
+        self.dead = Actor.failing(kind.__name__)
+        self.here = None if self.dead else kind(*arguments)
 
     def __getattr__(self, name):
         def remote(*arguments):
@@ -98,10 +100,22 @@ def cluster_resources():
     return {"CPU": 3.0}
 
 
+NODES = {"here": True, "there": True}  # and whether they are alive
+
+
+def nodes():
+    return [{"NodeID": name, "Alive": alive} for name, alive in NODES.items()]
+
+
 def get_runtime_context():
     return SimpleNamespace(get_node_id=lambda: "here")
 
 
+def exit_actor():
+    raise Lost
+
+
+actor = SimpleNamespace(exit_actor=exit_actor)
 util = SimpleNamespace(
     scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda *_, **__: None)
 )

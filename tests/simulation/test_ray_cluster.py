@@ -4,6 +4,7 @@ Ray itself is replaced by tests/simulation/fake_ray.py here; test_ray_nodes.py u
 """
 
 import sys
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +110,95 @@ def test_a_task_that_costs_three_actors_is_named(tmp_path, monkeypatch):
     lose(monkeypatch, {1, 2, 3, 4, 5, 6, 7, 8, 9})
     with pytest.raises(TrainingError, match="3 actors of Ray were lost while working on"):
         nufed.run(PARTS, out=tmp_path / "run", ray="auto")
+
+
+def fail_to_start(monkeypatch, kind, times):
+    """The first actors of this kind do not start; the seconds that are waited for the next ones."""
+    left, waited = [None] * times, []
+
+    def failing(name):
+        return name == kind and bool(left) and not left.pop()
+
+    monkeypatch.setattr(fake_ray.Actor, "failing", staticmethod(failing))
+    clock = SimpleNamespace(sleep=waited.append, monotonic=lambda: sum(waited))
+    monkeypatch.setattr(ray_cluster, "time", clock)
+    return waited
+
+
+@pytest.mark.parametrize("actor", ["_Actor", "_Mailbox"])
+def test_an_actor_that_is_placed_on_a_dying_node_starts_elsewhere(
+    actor, job, tmp_path, monkeypatch, caplog
+):
+    kind, config, whole = job
+    waited = fail_to_start(monkeypatch, actor, 5)
+    alive = ({"here", "there", f"node {k}"} for k in count())  # one dies at each look
+
+    def nodes():
+        return [{"NodeID": name, "Alive": True} for name in next(alive)]
+
+    monkeypatch.setattr(fake_ray, "nodes", nodes)
+    nufed.run(config, out=tmp_path / "run", ray="auto")
+    used = actor == "_Actor" or kind == "parts"
+    assert caplog.text.count("was lost while it started") == (5 if used else 0)
+    assert not waited and file_hashes(tmp_path / "run") == file_hashes(whole)
+
+
+@pytest.mark.parametrize("actor", ["_Actor", "_Mailbox"])
+def test_only_a_start_that_keeps_failing_on_living_nodes_is_an_error(actor, tmp_path, monkeypatch):
+    fail_to_start(monkeypatch, actor, 2)
+    nufed.run(PARTS, out=tmp_path / "run", ray="auto")
+    waited = fail_to_start(monkeypatch, actor, 99)
+    with pytest.raises(TrainingError, match=r"could not start in 3 attempts .*same version"):
+        nufed.run(PARTS, out=tmp_path / "again", ray="auto")
+    assert sum(waited) >= 20  # longer than Ray takes to call a node dead
+
+
+def test_what_a_lost_mailbox_held_is_sent_again(tmp_path, monkeypatch, caplog):
+    """A checkpoint reaches the mailbox, which is lost before the driver takes it."""
+    nufed.run(PARTS, out=tmp_path / "whole")
+    taken, lost = ray_cluster._Mailbox.take, []
+
+    def take(self, stops):
+        if len(lost) < 2 and self._messages:
+            lost.append(self._messages)
+            raise fake_ray.Lost
+        return taken(self, stops)
+
+    monkeypatch.setattr(ray_cluster._Mailbox, "take", take)
+    nufed.run(PARTS, out=tmp_path / "run", ray="auto")
+    assert any(changes for _, (kind, (_, _, changes)) in lost[0] if kind == "notification")
+    assert "was lost while working on" in caplog.text
+    assert file_hashes(tmp_path / "run") == file_hashes(tmp_path / "whole")
+
+
+def test_an_actor_that_reaches_no_mailbox_is_a_loss_and_no_error(tmp_path, monkeypatch, caplog):
+    nufed.run(PARTS, out=tmp_path / "whole")
+    put, calls = ray_cluster._Mailbox.put, []
+
+    def unreachable_once(self, key, message):
+        calls.append(key)
+        if len(calls) == 3:
+            raise fake_ray.ActorLostError("unavailable")
+        return put(self, key, message)
+
+    monkeypatch.setattr(ray_cluster._Mailbox, "put", unreachable_once)
+    nufed.run(PARTS, out=tmp_path / "run", ray="auto")
+    assert caplog.text.count("was lost while working on") == 1
+    assert file_hashes(tmp_path / "run") == file_hashes(tmp_path / "whole")
+
+
+def test_idle_actors_of_a_lost_node_cost_no_task_its_attempts(tmp_path, monkeypatch):
+    """More idle actors than a task may cost are lost at once."""
+    monkeypatch.setattr(fake_ray, "cluster_resources", lambda: {"CPU": 6.0})
+    cluster = RayCluster("auto")
+    pool = cluster.workers(lambda task, notify: task)
+    assert pool.map(range(6), lambda *_: "a task") == [*range(6)]
+    while cluster.starting:
+        cluster.actor_started(next(iter(cluster.starting)))
+    for actor in cluster.idle[:5]:
+        fake_ray.kill(actor)
+    cluster.idle.reverse()  # the lost ones would be used first
+    assert pool.map(["one"], lambda *_: "a task") == ["one"]
 
 
 def test_a_killed_driver_is_resumed_with_or_without_a_cluster(job, tmp_path):

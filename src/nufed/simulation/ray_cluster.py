@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import platform
+import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +25,17 @@ from nufed.simulation.worker_pool import Notify, perform, receive
 
 LOG = logging.getLogger("nufed")
 MAX_LOSSES = 3  # of actors that one task may cost
+AGAIN_SECONDS = (1.0, 20.0)  # before a failed start is tried again; Ray sees a death after about 15
 POLL_SECONDS = 0.05  # between looks at what actors have sent
 KEPT_WORKS = 2  # that an actor holds: a part may use two engines in turns
+
+
+class _Start(NamedTuple):
+    """An actor that starts."""
+
+    actor: Any
+    failures: int  # before it, on nodes that all stayed alive
+    nodes: frozenset[str]  # that were alive when it was placed
 
 
 class RayCluster:
@@ -37,6 +47,8 @@ class RayCluster:
 
     ``slots`` is the number of actors that the cluster has cores for. An actor is used as soon as it
     has started. One that is lost, with its node or alone, is replaced when there is a free core.
+    Ray may place an actor on a node that has just died: a start that fails is tried again, and is
+    an error only if it keeps failing while all nodes stay alive.
     """
 
     def __init__(self, address: str, threads: int = 1) -> None:
@@ -54,16 +66,14 @@ class RayCluster:
             ) from error
         if self.slots < 1:
             raise InputError(f"--ray {address}: its nodes have fewer than {threads} cores")
-        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=False
-        )
-        self.mailbox = ray.remote(_Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
-        self.starting: dict[Any, Any] = {}  # the reply that an actor is ready with, and the actor
+        self.starting: dict[Any, _Start] = {}  # by the reply of an actor that is ready
+        self.later: list[tuple[float, int]] = []  # when to start an actor, and its failures
         self.idle: list[Any] = []
         self._known: set[tuple[str, ...]] = {_software()}
+        self._mailbox: list[Any] = []  # one, when it is used
         for _ in range(self.slots):
             self.start_actor()
-        actors = self.starting, self.idle, self.mailbox
+        actors = self.starting, self.idle, self._mailbox
         self.close = weakref.finalize(self, _end, *actors, disconnect=not connected)
 
     def workers(
@@ -72,24 +82,63 @@ class RayCluster:
         """The actors; what ``stops`` returns is what ``notify`` returns to ``work``."""
         return RayWorkers(self, work, stops)
 
-    def start_actor(self) -> None:
-        actor = ray_package().remote(_Actor).options(num_cpus=self.threads)
-        started = actor.remote(self.threads, self.mailbox)
-        self.starting[started.software.remote()] = started
+    def mailbox(self) -> Any:
+        """The mailbox, which has answered before."""
+        if not self._mailbox:
+            self._mailbox.append(self._new_mailbox())
+        return self._mailbox[0]
+
+    def forget_mailbox(self) -> None:
+        """It is lost: the next one is new."""
+        self._mailbox.clear()
+
+    def _new_mailbox(self) -> Any:
+        ray, failures = ray_package(), 0
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=True
+        )
+        while True:
+            nodes = _living_nodes()
+            actor = ray.remote(_Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
+            try:
+                ray.get(actor.take.remote(False))
+                return actor
+            except _losses() as error:
+                failures = _failures(_Start(actor, failures, nodes), error)
+            if failures:
+                time.sleep(AGAIN_SECONDS[failures - 1])
+
+    def start_actor(self, failures: int = 0) -> None:
+        nodes = _living_nodes()
+        actor = ray_package().remote(_Actor).options(num_cpus=self.threads).remote(self.threads)
+        self.starting[actor.software.remote()] = _Start(actor, failures, nodes)
+
+    def start_due(self) -> float | None:
+        """Start the actors whose time has come; the seconds until the next one."""
+        due = [entry for entry in self.later if entry[0] <= time.monotonic()]
+        for entry in due:
+            self.later.remove(entry)
+            self.start_actor(entry[1])
+        return max(min(self.later)[0] - time.monotonic(), 0.0) if self.later else None
+
+    def check_idle(self) -> None:
+        """Ask the idle actors whether they are there: a lost node may have had several."""
+        nodes = _living_nodes()
+        while self.idle:
+            actor = self.idle.pop()
+            self.starting[actor.software.remote()] = _Start(actor, 0, nodes)
 
     def actor_started(self, reply: Any) -> None:
         """Use an actor that has replied."""
-        actor = self.starting.pop(reply)
+        start = self.starting.pop(reply)
         try:
             software = ray_package().get(reply)
         except _losses() as error:
-            if getattr(error, "actor_init_failed", False):  # for example a missing package
-                raise TrainingError(
-                    f"an actor of Ray could not start ({in_short(error)}): every node needs the "
-                    "same version of nufed"
-                ) from error
-            LOG.warning("a node or actor of Ray was lost while it started")
-            self.start_actor()
+            failures = _failures(start, error)
+            if failures:
+                self.later.append((time.monotonic() + AGAIN_SECONDS[failures - 1], failures))
+            else:
+                self.start_actor()
             return
         if software not in self._known:
             self._known.add(software)
@@ -100,13 +149,41 @@ class RayCluster:
                 NumericalWarning,
                 stacklevel=2,
             )
-        self.idle.append(actor)
+        self.idle.append(start.actor)
 
 
-def _end(starting: dict[Any, Any], idle: list[Any], mailbox: Any, *, disconnect: bool) -> None:
+def _failures(start: _Start, error: Exception) -> int:
+    """How often a start has now failed on nodes that all stayed alive; too often is an error."""
+    healthy = start.nodes <= _living_nodes()
+    failures = start.failures + 1 if healthy else 0
+    if failures > len(AGAIN_SECONDS):
+        raise TrainingError(
+            f"an actor of Ray could not start in {failures} attempts ({_reason(error)}): every "
+            "node needs the same version of nufed"
+        ) from error
+    LOG.warning(
+        "a node or actor of Ray was lost while it started, which is tried again (%s)",
+        _reason(error),
+    )
+    return failures
+
+
+def _reason(error: Exception) -> str:
+    """What Ray says at the end of its text, for example a ModuleNotFoundError."""
+    lines = [line for line in str(error).splitlines() if "never ran" not in line]
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+def _living_nodes() -> frozenset[str]:
+    return frozenset(node["NodeID"] for node in ray_package().nodes() if node["Alive"])
+
+
+def _end(
+    starting: dict[Any, _Start], idle: list[Any], mailbox: list[Any], *, disconnect: bool
+) -> None:
     ray = ray_package()
     with suppress(Exception):  # the cluster may be gone
-        for actor in (*starting.values(), *idle, mailbox):
+        for actor in (*(start.actor for start in starting.values()), *idle, *mailbox):
             ray.kill(actor)
     if disconnect:
         ray.shutdown()
@@ -143,7 +220,8 @@ class RayWorkers:
         on_result: Callable[[Any, Any], None] = lambda task, result: None,
     ) -> list[Any]:
         """As :meth:`nufed.simulation.worker_pool.Workers.map`, but a lost actor is replaced; the
-        third one that a task costs ends with an error that names the task.
+        third one that a task costs ends with an error that names the task. Tasks start again, too,
+        if the mailbox is lost, with what they had sent.
 
         ``prepare(task)`` is what an actor gets, made when the task is sent, again after a loss;
         ``on_result(task, result)`` is called when a result arrives.
@@ -159,17 +237,29 @@ class RayWorkers:
                     break
                 if self._stops():
                     waiting.clear()
+                mailbox: Any = cluster.mailbox() if live else None
                 while waiting and cluster.idle:
                     (number, losses), actor = waiting.popleft(), cluster.idle.pop()
                     key, sent = (number, losses), prepare(tasks[number])
-                    busy[actor.run.remote(key, [self._work], sent, live)] = number, losses, actor
-                ready, _ = ray.wait(
-                    [*busy, *cluster.starting], timeout=POLL_SECONDS if live or stop else None
-                )
+                    reply = actor.run.remote(key, [self._work], sent, mailbox)
+                    busy[reply] = number, losses, actor
+                ready = self._ready(busy, polls=live or stop is not None)
                 if on_notify is not None:
                     current = {(number, losses) for number, losses, _ in busy.values()}
-                    for key, content in self._messages():
-                        if key in current:  # not of an actor that was lost since
+                    try:
+                        taken = ray.get(mailbox.take.remote(self._stops()))
+                    except _losses() as error:
+                        cluster.forget_mailbox()
+                        for reply in list(busy):
+                            number, losses, actor = busy.pop(reply)
+                            ray.kill(actor)
+                            self._lost(error, describe(tasks[number], last.get(number)), losses + 1)
+                            waiting.appendleft((number, losses + 1))
+                        continue
+                    for key, (kind, content) in taken:
+                        if kind != "notification":
+                            receive(kind, content)
+                        elif key in current:  # not of an actor that was lost since
                             last[key[0]] = content
                             on_notify(content)
                 for reply in ready:
@@ -196,15 +286,14 @@ class RayWorkers:
                 cluster.start_actor()
         return results
 
-    def _messages(self) -> Iterator[tuple[Any, Any]]:
-        """Notifications that actors have sent, with their keys."""
-        for key, (kind, content) in ray_package().get(
-            self._cluster.mailbox.take.remote(self._stops())
-        ):
-            if kind == "notification":
-                yield key, content
-            else:
-                receive(kind, content)
+    def _ready(self, busy: Iterable[Any], *, polls: bool) -> list[Any]:
+        """Replies that have come: waits for one, or until there is something else to do."""
+        next_start = self._cluster.start_due()
+        replies, seconds = [*busy, *self._cluster.starting], POLL_SECONDS if polls else next_start
+        if not replies:  # Ray would refuse to wait
+            time.sleep(seconds or 0.0)
+            return []
+        return list(ray_package().wait(replies, timeout=seconds)[0])
 
     def _lost(self, error: Exception, what: str, losses: int) -> None:
         if losses >= MAX_LOSSES:
@@ -213,6 +302,7 @@ class RayWorkers:
             ) from error
         LOG.warning("a node or actor of Ray was lost while working on %s, which starts again", what)
         self._cluster.start_actor()
+        self._cluster.check_idle()
 
 
 class _Mailbox:
@@ -235,18 +325,17 @@ class _Mailbox:
 class _Actor:
     """A worker on a node."""
 
-    def __init__(self, threads: int, mailbox: Any) -> None:
+    def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._mailbox = mailbox
         self._works: dict[Any, Callable[[Any, Notify], Any]] = {}
 
     def software(self) -> tuple[str, ...]:
         return _software()
 
     def run(
-        self, key: Any, work: list[Any], task: Any, live: bool
+        self, key: Any, work: list[Any], task: Any, mailbox: Any
     ) -> tuple[str, Any, list[tuple[str, Any]]]:
-        """Perform a task; ``live``: send messages while it runs instead of at its end."""
+        """Perform a task; a mailbox gets messages while it runs, None at its end."""
         (reference,) = work  # in a list, or Ray would get it for every task
         if reference not in self._works:
             while len(self._works) >= KEPT_WORKS:
@@ -255,10 +344,14 @@ class _Actor:
         messages: list[tuple[str, Any]] = []
 
         def send(message: tuple[str, Any]) -> bool:
-            if live:
-                return bool(ray_package().get(self._mailbox.put.remote(key, message)))
-            messages.append(message)
-            return False
+            if mailbox is None:
+                messages.append(message)
+                return False
+            try:
+                return bool(ray_package().get(mailbox.put.remote(key, message)))
+            except _losses():  # no error of the task: it starts again
+                ray_package().actor.exit_actor()
+                raise
 
         return (*perform(self._works[reference], task, send), messages)
 
