@@ -1,15 +1,20 @@
 """Nodes of Ray on this machine, in a process of its own.
 
 `python ray_nodes.py NODES MEGABYTES` prints the cluster's address and then obeys lines of its
-standard input: "kill" kills the node that was added last, "add" adds one; it ends with the input.
+standard input: "kill" kills a node that is seen to work, "kill idle" one that does not, "add" adds
+one. A node dies with all its processes. It ends with the input.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from processes import children, descendants, state_and_parent, wait_for
 
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -17,6 +22,9 @@ RAY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the future default; avoids a warning
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
+# a dead node is seen in about two seconds instead of fifteen; a slow one is not called dead
+SOON = {"RAY_health_check_period_ms": "400", "RAY_health_check_initial_delay_ms": "0"}
+AT_WORK = "ray::_Actor.run"  # Ray's title of a process that performs a task
 
 
 class Nodes:
@@ -30,11 +38,13 @@ class Nodes:
         """Do it, and wait until it is done."""
         self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
-        assert self._process.stdout.readline().strip() == command
+        answer = self._process.stdout.readline().strip()
+        assert answer == command, answer
 
 
 @contextmanager
-def nodes(number=3, megabytes=150):
+def nodes(number=3, megabytes=150, *, soon=False):
+    """``soon``: a death is noticed soon."""
     with tempfile.TemporaryDirectory(dir="/tmp") as short:  # Ray's sockets need a short path
         with (Path(short) / "printed").open("w") as printed:
             process = subprocess.Popen(
@@ -43,7 +53,13 @@ def nodes(number=3, megabytes=150):
                 stdout=subprocess.PIPE,
                 stderr=printed,
                 text=True,
-                env={**os.environ, **RAY, "RAY_TMPDIR": short},
+                env={
+                    **os.environ,
+                    **RAY,
+                    **(SOON if soon else {}),
+                    "RAY_TMPDIR": short,
+                    "PYTHONPATH": str(Path(__file__).parents[1]),
+                },
             )
         try:
             found = Nodes(process)
@@ -57,6 +73,35 @@ def nodes(number=3, megabytes=150):
                 process.kill()
                 process.wait()
             process.stdout.close()
+
+
+def title(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
+    except OSError:  # it has ended
+        return ""
+
+
+def stop_at_work(pid):
+    """Stop the process in the middle of a task, if it performs one."""
+    if title(pid) != AT_WORK:
+        return False
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: state_and_parent(Path(f"/proc/{pid}/stat"))[0] in "TZ")
+    if title(pid) == AT_WORK:
+        return True
+    os.kill(pid, signal.SIGCONT)  # it has just finished
+    return False
+
+
+def at_work(nodes, raylet, seconds=1200):
+    """One of these nodes, which has a process that is stopped in the middle of a task."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for node in nodes:
+            if any(map(stop_at_work, children(raylet(node)))):
+                return node
+    raise TimeoutError("no node was seen to work")
 
 
 def main():
@@ -77,12 +122,30 @@ def main():
     for _ in range(number - 1):
         add()
     print(cluster.address, flush=True)
+
+    def raylet(node):
+        return node.all_processes["raylet"][0].process.pid
+
+    def kill(node):
+        added.remove(node)
+        below = descendants(raylet(node))
+        cluster.remove_node(node, allow_graceful=False)
+        for pid in below:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     for line in sys.stdin:
-        if line.strip() == "kill":
-            cluster.remove_node(added.pop(), allow_graceful=False)
-        else:
-            add()
-        print(line.strip(), flush=True)
+        command = line.strip()
+        try:
+            if command == "kill":
+                kill(at_work(added, raylet))
+            elif command == "kill idle":
+                kill(added[-1])
+            else:
+                add()
+        except TimeoutError as error:
+            command = str(error)
+        print(command, flush=True)
     cluster.shutdown()
 
 
