@@ -100,6 +100,34 @@ def sha256(content: bytes | Pieces) -> str:
     return digest.hexdigest()
 
 
+def canonical(*parts: object) -> bytes:
+    r"""Parts of a digest or a signature as bytes, different ones for different parts.
+
+    Parts are None, booleans, numbers, text, bytes, lists (or tuples) of these, and mappings from
+    text. It is JSON with sorted keys, and bytes as ``b"HEX"``, which no JSON value is. Joined
+    strings are not different: ``"a\nb" + "\n" + "c"`` has two readings.
+
+    >>> canonical("a", 1, [b"\x01\x02", "0102"])
+    b'["a", 1, [b"0102", "0102"]]'
+    """
+    return _canonical(parts).encode()
+
+
+def _canonical(value: object) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f'b"{bytes(value).hex()}"'
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("a mapping in a digest must have text as keys")
+        pairs = (f"{_canonical(key)}: {_canonical(value[key])}" for key in sorted(value))
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_canonical, value)) + "]"
+    if isinstance(value, str):
+        value.encode()  # lone surrogates are refused: JSON writes a pair of them as one character
+    return json.dumps(value)
+
+
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, read in blocks."""
     with path.open("rb") as file:

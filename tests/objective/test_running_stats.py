@@ -1,6 +1,7 @@
 """Tracked running statistics are coordinates of the flat vector that move as torch moves them."""
 
 import copy
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -8,15 +9,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import nufed
-from nufed import InputError, Objective, fedavg, load_adapted, load_bundle
-from nufed.algorithms import FedBN, FedPer, Scaffold
+from nufed import Federation, InputError, Objective, fedavg, load_adapted, load_bundle
+from nufed.algorithms import AgentResult, Cost, Ditto, FedBN, FedPer, FedProx, Reptile, Scaffold
+from nufed.algorithms.aggregation import ClippedMean
+from nufed.algorithms.compression import Int8, TopK
 from nufed.algorithms.local_optimizer import SGD
 from nufed.bundle.from_run import NoBundleError, make_bundle
 from nufed.bundle.personal import make_personal
 from nufed.config.problem import Given, Problem
+from nufed.data import as_samples
 from nufed.meta.fine_tuning import trajectory
+from nufed.server import Rules
 from nufed.simulation import DirectEngine, Engines, train
-from support import agent_context, batches, federation, without_report
+from support import agent_context, batches, context, federation, update, without_report
 
 LR = 0.3
 SETTINGS = {"meta_lr": LR, "local_steps": 3, "batch_size": 6, "adapt_lr": 0.1}
@@ -212,6 +217,138 @@ def test_fedavg_averages_them():
     means = {name: sum(each[name] for each in every) / len(every) for name in every[0]}
     near(objective, after.server["model"], means)
     assert not torch.allclose(every[0]["1.running_mean"], means["1.running_mean"])
+
+
+def pulled_training(module, centre, given, weight, most):
+    """The tensors of a module after steps of torch's SGD near ``centre``, with clipping."""
+    module = copy.deepcopy(module).train()
+    optimizer = torch.optim.SGD(module.parameters(), LR)
+    for batch in given:
+        optimizer.zero_grad()
+        pairs = zip(module.parameters(), centre.parameters(), strict=True)
+        distance = sum((own - other.detach()).square().sum() for own, other in pairs)
+        loss = F.cross_entropy(module(batch.inputs.double()), batch.targets)
+        (loss + weight / 2 * distance).backward()
+        norm = nn.utils.get_total_norm([own.grad for own in module.parameters()])
+        for own in module.parameters():
+            own.grad *= min(1, most / float(norm))
+        optimizer.step()
+    return floats(module)
+
+
+class OwnPull(FedProx):
+    """FedProx as a user would write it: its gradient is a function of whole vectors."""
+
+    def agent_update(self, context, received, state):
+        w = received["model"]
+
+        def gradient(y, batch):
+            return context.objective.grad(y, batch) + self.weight * (y - w)
+
+        return AgentResult({"model": self.descend(context, w, gradient)}, state, Cost(3))
+
+
+def test_proximal_terms_with_clipping_do_not_count_them():
+    """Statistics far from the centre's would use up the norm to which a gradient is clipped."""
+    objective, data = Objective(batch_norm(), running_stats="tracked"), federation()
+    own = agent_context(objective, data.batches(2, 0, "train", 1))
+    settings = {**SETTINGS, "optimizer": SGD(clip_norm=0.2), "weight": 0.5}
+    w, v = objective.initial(), objective.initial()
+    w[objective.counted() :] += 30
+    given = {
+        purpose: [own.batches.draw(purpose, 6, step=t)[0] for t in range(3)]
+        for purpose in ("outer", "personal")
+    }
+    nets = objective.module(w), objective.module(v)
+    right = pulled_training(nets[0], nets[0], given["outer"], 0.5, 0.2)
+    for algorithm in (FedProx(**settings), OwnPull(**settings)):
+        near(objective, algorithm.agent_update(own, {"model": w}, {}).vectors["model"], right)
+    ditto = Ditto(**settings, personal_lr=LR, personal_steps=3)
+    found = ditto.agent_update(own, {"model": w}, {"personal": v}).state["personal"]
+    near(objective, found, pulled_training(nets[1], nets[0], given["personal"], 0.5, 0.2))
+
+
+def ten_times_larger(data, agent):
+    """The same data with the inputs of one agent times ten."""
+    inputs = data.samples.inputs.clone()
+    inputs[data.split.train[agent]] *= 10
+    return Federation(as_samples((inputs, data.samples.targets.numpy())), data.split)
+
+
+def test_norms_of_changes_do_not_count_them():
+    """An agent with inputs of another scale moves its parameters like others."""
+    data = ten_times_larger(federation(), 2)
+    objective = Objective(batch_norm(), running_stats="tracked")
+    engine = DirectEngine(objective, data, 5)
+    rules = Rules(max_update_norm=3.0)
+    for algorithm in (fedavg(**SETTINGS), FedPer(**SETTINGS)):
+        start = objective.initial()
+        before, after = train(algorithm, engine, start, rounds=1, participation=1.0, rules=rules)
+        assert not after.rejected
+        (name,) = algorithm.sends
+        number = algorithm.counted(objective, after.server)[name]
+        moved = (after.server[name] - before.server[name])[:number]
+        assert after.update_norm == pytest.approx(float(moved.norm()))
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The update with the smallest change."""
+
+    def combine(self, updates, name, before):
+        return min((own.vectors[name] for own in updates), key=lambda v: float((v - before).norm()))
+
+
+@pytest.mark.parametrize("rule", [ClippedMean(), Nearest()])
+def test_robust_rules_combine_them_apart(rule):
+    """So that norms count parameters alone, and statistics are still bounded."""
+    rng = torch.Generator().manual_seed(0)
+    before = torch.randn(8, generator=rng, dtype=torch.float64)
+    sent = [before + torch.randn(8, generator=rng, dtype=torch.float64) for _ in range(5)]
+    sent[1][6:] += 40
+    updates = [update(agent, vector) for agent, vector in enumerate(sent)]
+    algorithm = Reptile(**SETTINGS, aggregation=rule)
+    at = replace(context(), counted={"model": 6})
+    found = algorithm.server_update(at, {"model": before}, updates)["model"]
+    blocks = [
+        rule.combine([update(a, v[own]) for a, v in enumerate(sent)], "model", before[own])
+        for own in (slice(6), slice(6, 8))
+    ]
+    right = before + algorithm.server_lr * (torch.cat(blocks) - before)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-14)
+    assert float((found - before)[6:].norm()) < 5
+
+
+@pytest.mark.parametrize("codec", [Int8(), TopK(0.2)])
+def test_codecs_send_them_as_they_are(codec):
+    """Rounded to a large block, or sent a round late, a small variance would become negative."""
+    data = ten_times_larger(federation(), 2)
+    objective = Objective(batch_norm(), running_stats="tracked")
+    engine, w = DirectEngine(objective, data, 5), objective.initial()
+    plain, packed = (
+        list(train(fedavg(**SETTINGS), engine, w, rounds=2, participation=1.0, rules=rules))
+        for rules in (Rules(), Rules(codec=codec))
+    )
+    number = objective.counted()
+    same = [
+        torch.equal(a.server["model"][:number], b.server["model"][:number])
+        for a, b in zip(plain, packed, strict=True)
+    ]
+    assert same == [True, False, False]
+    assert torch.equal(plain[1].server["model"][number:], packed[1].server["model"][number:])
+    assert packed[2].update_bytes > 8 * (objective.size - number)
+    for agent in data.split.seen:
+        assert not packed[2].states.get(agent)["residual/model"][number:].any()
+
+
+def test_of_parts_of_the_model():
+    objective = Objective(instance_norm(), running_stats="tracked")
+    assert objective.counted() == sum(p.numel() for p in instance_norm().parameters())
+    for name in ("all", "head", "norm", "body", "none", "*.running_var"):
+        part = objective.part(name)
+        inside = part.take(torch.arange(objective.size)) < objective.counted()
+        assert objective.counted(part) == int(inside.sum())
+        assert inside.tolist() == sorted(inside.tolist(), reverse=True)  # they come first
 
 
 @pytest.mark.parametrize("make", MAKERS)

@@ -7,7 +7,8 @@ decodes w + D(E(y − w)). A codec with error feedback adds what was lost before
 
 so that the sum of all that was decoded, plus r, is the sum of all changes (Seide et al., 2014;
 Karimireddy et al., 2019). r is a part of the agent's state and takes effect, like the rest of it,
-once the server has accepted the update.
+once the server has accepted the update. Running statistics are sent as they are: a variance that
+is rounded, or sent late, may become negative.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +25,14 @@ from torch import Tensor
 
 from nufed.algorithms.round_records import State
 
+STATISTICS = "statistics"
 RESIDUAL = "residual/"  # begins the names of r in an agent's state
 BLOCK = 1024  # numbers that share a scale in int8
+
+
+Counted: TypeAlias = Mapping[str, int]
+"""Of vectors that end in running statistics, how many numbers are parameters (``Context``)."""
+NO_STATISTICS: Counted = MappingProxyType({})
 
 
 class CodeError(ValueError):
@@ -112,7 +120,9 @@ class Sent(NamedTuple):
     residuals: State
 
 
-def compress(codec: Codec, vectors: State, before: State, state: State) -> Sent:
+def compress(
+    codec: Codec, vectors: State, before: State, state: State, counted: Counted = NO_STATISTICS
+) -> Sent:
     """Encode an agent's vectors.
 
     Args:
@@ -120,6 +130,7 @@ def compress(codec: Codec, vectors: State, before: State, state: State) -> Sent:
         vectors: to be sent.
         before: the server's vectors that they replace.
         state: the agent's, with its residuals if it has any yet.
+        counted: as in the server's context.
     """
     codes, residuals = dict[str, Tensor](), dict[str, Tensor]()
     for name, vector in vectors.items():
@@ -127,37 +138,44 @@ def compress(codec: Codec, vectors: State, before: State, state: State) -> Sent:
         residual = state.get(RESIDUAL + name) if codec.feedback else None
         if residual is not None:
             change = change + residual
-        own = codec.encode(change)
+        first = counted.get(name, len(change))
+        own = _encode(codec, torch.cat([change[:first], _wide(vector)[first:]]), counted.get(name))
         codes |= {f"{name}/{part}": tensor for part, tensor in own.items()}
         if codec.feedback:
-            residuals[RESIDUAL + name] = change - codec.decode(own, change)
+            lost = change[:first] - codec.decode(own, change[:first])
+            residuals[RESIDUAL + name] = F.pad(lost, (0, len(change) - first))
     sent = {name: before[name] for name in vectors}
     kept = {name: r for name, r in state.items() if name.startswith(RESIDUAL)}
-    return Sent(codes, decompress(codec, codes, sent), {**kept, **residuals})
+    return Sent(codes, decompress(codec, codes, sent, counted), {**kept, **residuals})
 
 
-def decompress(codec: Codec, codes: State, before: State) -> dict[str, Tensor]:
+def decompress(
+    codec: Codec, codes: State, before: State, counted: Counted = NO_STATISTICS
+) -> dict[str, Tensor]:
     """The vectors that replace the server's ``before``; raises :class:`CodeError`."""
     found = {}
     for name, vector in before.items():
         start, wide = f"{name}/", _wide(vector)
         own = {key.removeprefix(start): code for key, code in codes.items() if _is_of(key, name)}
-        found[name] = (wide + codec.decode(own, wide)).to(vector.dtype)
+        first = wide[: counted.get(name)]
+        after = first + codec.decode(own, first)
+        after = torch.cat([after, own[STATISTICS]]) if name in counted else after
+        found[name] = after.to(vector.dtype)
     return found
 
 
-def codes_like(codec: Codec, before: State) -> State:
+def codes_like(codec: Codec, before: State, counted: Counted = NO_STATISTICS) -> State:
     """Tensors with the names, shapes and dtypes of the codes of such vectors."""
     return {
         f"{name}/{part}": code
         for name, vector in before.items()
-        for part, code in codec.encode(torch.zeros_like(_wide(vector))).items()
+        for part, code in _encode(codec, torch.zeros_like(_wide(vector)), counted.get(name)).items()
     }
 
 
-def update_bytes(codec: Codec | None, before: State) -> int:
+def update_bytes(codec: Codec | None, before: State, counted: Counted = NO_STATISTICS) -> int:
     """The bytes of an update in place of these vectors."""
-    sent = before if codec is None else codes_like(codec, before)
+    sent = before if codec is None else codes_like(codec, before, counted)
     return sum(tensor.nbytes for tensor in sent.values())
 
 
@@ -172,6 +190,13 @@ def without_residuals(state: State | None) -> State | None:
     """The part of an agent's state that its algorithm knows; None if there is none."""
     own = {n: t for n, t in (state or {}).items() if not n.startswith(RESIDUAL)}
     return own or None
+
+
+def _encode(codec: Codec, change: Tensor, counted: int | None) -> dict[str, Tensor]:
+    """The codes of a change; behind ``counted`` numbers it has statistics instead of changes."""
+    if counted is None:
+        return codec.encode(change)
+    return {**codec.encode(change[:counted]), STATISTICS: change[counted:].clone()}
 
 
 def _is_of(key: str, name: str) -> bool:

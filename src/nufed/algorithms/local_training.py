@@ -111,7 +111,7 @@ class LocalTraining(Algorithm):
         Args:
             context: the agent's.
             w: where to start.
-            gradient: the direction; ∇f by default.
+            gradient: the direction; ∇f by default. Of tracked statistics it is ignored.
             lr: η, ``meta_lr`` by default.
             batches: those of :meth:`local_batches` by default.
             part: the coordinates that are trained, all by default; the others stay bit-equal,
@@ -132,6 +132,8 @@ class LocalTraining(Algorithm):
             gradient, in_place = partial(_pulled, objective, *pull), True
         if shift is not None:
             gradient, in_place = partial(_shifted, objective, shift), True
+        if gradient is not None and objective.base.tracks_statistics:
+            gradient = partial(_of_parameters, objective.base, gradient)
         if part is not None:
             w = w if overwrite else w.clone()
             return _descend_part(objective.base, w, gradient, batches, step, part)
@@ -163,6 +165,10 @@ def _pulled(
 
 def _shifted(objective: AnyObjective, shift: Tensor, y: Tensor, batch: Batch) -> Tensor:
     return objective.grad(y, batch).add_(shift)
+
+
+def _of_parameters(objective: Objective, gradient: Gradient, y: Tensor, batch: Batch) -> Tensor:
+    return objective.of_parameters(gradient(y, batch))
 
 
 def _descend_part(

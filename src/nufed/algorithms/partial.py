@@ -66,6 +66,11 @@ class Masked(LocalTraining):
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         return {"shared": self.parts(objective)[1].take(w).clone()}
 
+    def counted(self, objective: AnyObjective, server: State) -> dict[str, int]:
+        shared = self.parts(objective)[1]
+        number = objective.base.counted(shared)
+        return {"shared": number} if number < shared.size else {}
+
     def doubt(self, context: AgentContext, received: State) -> str | None:
         if self.private == "none" or self.parts(context.objective)[0].size:
             return None

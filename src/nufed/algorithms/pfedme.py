@@ -105,7 +105,7 @@ class PFedMe(LocalTraining):
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
     ) -> State:
         w, beta = server["model"], self.server_lr
-        mean = self.aggregation.combine(updates, "model", w)
+        mean = self.aggregate(context, updates, "model", w)
         return {**server, "model": (1 - beta) * w + beta * mean}
 
     def personal_model(

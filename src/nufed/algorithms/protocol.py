@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from nufed.algorithms.round_records import (
@@ -41,6 +42,7 @@ from nufed.algorithms.round_records import (
     TheorySettings,
 )
 from nufed.algorithms.server_optimizer import OPTIMIZER_STATE, Plain
+from nufed.algorithms.summed_updates import SummedUpdates
 from nufed.errors import InputError
 from nufed.meta.fine_tuning import Rate, trajectory
 from nufed.objective import AnyObjective, Inputs
@@ -129,9 +131,45 @@ class Algorithm(ABC):
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
     ) -> State:
         """The server's state after a round, from checked updates sorted by agent."""
-        rule = self.aggregation  # type: ignore[attr-defined]
         names = self.sent_in(context.round)
-        return {**server, **{name: rule.combine(updates, name, server[name]) for name in names}}
+        found = {name: self.aggregate(context, updates, name, server[name]) for name in names}
+        return {**server, **found}
+
+    def aggregate(
+        self, context: Context, updates: Sequence[AgentUpdate], name: str, before: Tensor
+    ) -> Tensor:
+        """The ``aggregation`` of the vectors ``name``, which replace the server's ``before``.
+
+        A rule combines running statistics apart from parameters, so that norms and distances of
+        changes count parameters alone. Means have the same values either way.
+        """
+        rule = self.aggregation  # type: ignore[attr-defined]
+        counted = context.counted.get(name, before.numel())
+        if counted >= before.numel() or isinstance(updates, SummedUpdates):
+            found: Tensor = rule.combine(updates, name, before)
+            return found
+        blocks = [
+            rule.combine(
+                [replace(own, vectors={name: own.vectors[name][block]}) for own in updates],
+                name,
+                before[block],
+            )
+            for block in (slice(counted), slice(counted, None))
+            if before[block].numel()
+        ]
+        return torch.cat(blocks)
+
+    def counted(self, objective: AnyObjective, server: State) -> dict[str, int]:
+        """How many numbers of the vectors that agents send are parameters: the first ones.
+
+        Only vectors that end in tracked running statistics are named
+        (:meth:`nufed.Objective.counted`).
+        """
+        base = objective.base
+        if not base.tracks_statistics:
+            return {}
+        like = [n for n in self.sends if n in server and server[n].shape == (base.size,)]
+        return dict.fromkeys(like, base.counted())
 
     def sent_in(self, round: int) -> Sequence[str]:
         """The vectors sent in this round: all of ``sends``, unless training has phases."""

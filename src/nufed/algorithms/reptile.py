@@ -57,5 +57,5 @@ class Reptile(LocalTraining):
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
     ) -> State:
         w = server["model"]
-        mean = self.aggregation.combine(updates, "model", w)
+        mean = self.aggregate(context, updates, "model", w)
         return {**server, "model": w + self.server_lr * (mean - w)}

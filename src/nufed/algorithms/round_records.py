@@ -130,11 +130,14 @@ class Context:
         round: the number k of the round, from 1; 0 at evaluation.
         agents: N, how many agents take part in training.
         cohort: how many of them are picked in a round; 0 at evaluation.
+        counted: of vectors that end in running statistics, how many numbers are parameters
+            (``Algorithm.counted``).
     """
 
     round: int
     agents: int
     cohort: int
+    counted: Mapping[str, int] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Scaffold(LocalTraining):
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
     ) -> State:
         x, c = server["model"], server["control"]
-        y = self.aggregation.combine(updates, "model", x)
+        y = self.aggregate(context, updates, "model", x)
         change = Mean().combine(updates, "control", c) - c
         return {
             "model": (y - x).mul_(self.server_lr).add_(x),

@@ -137,11 +137,16 @@ class ScaleFL(LocalTraining):
             pairs = zip(updates, levels, strict=True)
             holders = [update for update, own in pairs if own >= level]
             if part.size:
-                self.combine(holders, part, before, w)
+                self.combine(context, holders, part, before, w)
         return {**server, "model": w}
 
     def combine(
-        self, holders: Sequence[AgentUpdate], part: Part, before: Tensor, w: Tensor
+        self,
+        context: Context,
+        holders: Sequence[AgentUpdate],
+        part: Part,
+        before: Tensor,
+        w: Tensor,
     ) -> None:
         """Write the aggregate of a part of these updates into w."""
         if self.aggregation == Mean():  # of views, where they are long
@@ -153,7 +158,9 @@ class ScaleFL(LocalTraining):
             replace(update, vectors={"model": part.take(update.vectors["model"])})
             for update in holders
         ]
-        part.fill(w, self.aggregation.combine(own, "model", part.take(before)))
+        counted = part.below(context.counted.get("model", len(before)))
+        inside = replace(context, counted={"model": counted})
+        part.fill(w, self.aggregate(inside, own, "model", part.take(before)))
 
     def personal_model(
         self, context: AgentContext, received: State, state: State | None

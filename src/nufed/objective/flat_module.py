@@ -118,6 +118,23 @@ class FlatModule:
         """Whether running statistics are coordinates of the flat vector."""
         return bool(self._statistics)
 
+    def counted(self, part: Part | None = None) -> int:
+        """How many coordinates of a vector, or of a part of it, are parameters: the first ones.
+
+        Tracked statistics follow them. Batches move these and not gradients, so no norm, clipping,
+        proximal term, aggregation rule or codec counts them; all of these ask here.
+        """
+        number = self.size - sum(self._sizes[i] for i in self._statistics.values())
+        return number if part is None else part.below(number)
+
+    def of_parameters(self, direction: Tensor) -> Tensor:
+        """A direction in which tracked statistics do not move."""
+        if not self._statistics:
+            return direction
+        own = direction.clone()
+        own[..., self.counted() :] = 0
+        return own
+
     def part(self, name: str) -> Part:
         """A named part of the model as an index set of the flat vector.
 

@@ -151,8 +151,9 @@ class Objective(LocalSteps):
         return self
 
     def norm(self, w: Tensor) -> Tensor:
-        """‖w‖; for a stack, one per row."""
-        norm: Tensor = torch.linalg.vector_norm(w, dim=-1, keepdim=w.ndim > 1)
+        """‖w‖, of whole vectors without tracked statistics; for a stack, one per row."""
+        own = w[..., : self.counted()] if w.shape[-1] == self.size else w
+        norm: Tensor = torch.linalg.vector_norm(own, dim=-1, keepdim=w.ndim > 1)
         return norm
 
     def grad(self, w: Tensor, batch: AnyBatch, part: Part | None = None) -> Tensor:

@@ -51,6 +51,12 @@ class Part:
         """Whether it is one slice, of which :meth:`take` gives a view."""
         return isinstance(self.index, slice)
 
+    def below(self, number: int) -> int:
+        """How many of its coordinates are among the first ``number`` of the vector."""
+        if isinstance(self.index, slice):
+            return len(range(self.size)[: max(0, number - self.index.start)])
+        return int((self.index < number).sum())
+
     def take(self, w: Tensor) -> Tensor:
         """The values of this part; for a stack, row by row."""
         if not self._blocks:

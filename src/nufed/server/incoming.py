@@ -44,6 +44,7 @@ class Incoming:
         cohort: the agents of the round; None: any agent.
         max_norm: ``max_update_norm`` (:class:`~nufed.server.norms.NormBound`); None: no bound.
         medians: those of earlier rounds, for ``max_norm``.
+        counted: as in :class:`~nufed.algorithms.Context`.
         summed: whether valid updates are added to a sum as they arrive and not kept. Those that
             ``max_norm`` may yet reject wait in a temporary file until the round is closed.
     """
@@ -56,12 +57,13 @@ class Incoming:
         cohort: Collection[int] | None = None,
         max_norm: float | None = None,
         medians: Mapping[str, float] | None = None,
+        counted: Mapping[str, int] | None = None,
         summed: bool = False,
     ) -> None:
         self._expected, self._round, self._cohort = expected, round, cohort
         grids = {name: FixedPointGrid.of(vector) for name, vector in expected.items()}
         self._grid_bounds = {name: grid.bound for name, grid in grids.items()}
-        self._norms = NormBound(max_norm, expected, medians or {})
+        self._norms = NormBound(max_norm, expected, medians or {}, counted or {})
         self._means = (
             {name: RunningMean(vector, grids[name]) for name, vector in expected.items()}
             if summed

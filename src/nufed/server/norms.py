@@ -14,9 +14,13 @@ LEAST_FOR_MEDIAN = 3  # updates
 PIECE = 2**16  # numbers of a vector that are compared at once, in the cache
 
 
-def change_norm(vector: Tensor, before: Tensor) -> float:
-    """‖vector − before‖ in float64, in pieces, so that a large model is not copied."""
-    pieces = (torch.split(each.detach().flatten(), PIECE) for each in (vector, before))
+def change_norm(vector: Tensor, before: Tensor, counted: int | None = None) -> float:
+    """‖vector − before‖ in float64, in pieces, so that a large model is not copied.
+
+    With ``counted`` only so many of the first numbers count (:meth:`nufed.Objective.counted`).
+    """
+    own = (each.detach().flatten()[:counted] for each in (vector, before))
+    pieces = (torch.split(each, PIECE) for each in own)
     changes = (a.to(torch.float64, copy=True).sub_(b) for a, b in zip(*pieces, strict=True))
     return math.sqrt(math.fsum(float(torch.dot(change, change)) for change in changes))
 
@@ -35,17 +39,29 @@ class NormBound:
         factor: ``max_update_norm``; None: no bound.
         expected: the server's vectors, by name, that agents send.
         last: m_{k−1} by name, from :attr:`medians` of an earlier round.
+        counted: of vectors with running statistics, how many numbers are parameters, which alone
+            count in norms.
     """
 
-    def __init__(self, factor: float | None, expected: State, last: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        factor: float | None,
+        expected: State,
+        last: Mapping[str, float],
+        counted: Mapping[str, int],
+    ) -> None:
         self._factor, self._expected, self._last = factor, expected, last
+        self._counted = counted
         self._norms: dict[int, dict[str, float]] = {}  # by agent and vector
 
     def accepts(self, update: AgentUpdate) -> bool:
         """Note a valid update; whether it is accepted whatever others send."""
         if self._factor is None:
             return True
-        norms = {n: change_norm(update.vectors[n], b) for n, b in self._expected.items()}
+        counted = self._counted
+        norms = {
+            n: change_norm(update.vectors[n], b, counted.get(n)) for n, b in self._expected.items()
+        }
         self._norms[update.agent] = norms
         return all(x <= self._factor * self._last.get(n, 0.0) for n, x in norms.items())
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from nufed.algorithms.compression import Codec
 from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, State
 from nufed.algorithms.summed_updates import SummedUpdates
@@ -18,11 +16,11 @@ from nufed.errors import TrainingError, UpdateError, require
 from nufed.seeding import stream
 from nufed.server.checks import DIVERGES, NOT_FINITE
 from nufed.server.incoming import Incoming, sums_suffice
+from nufed.server.norms import change_norm
 from nufed.server.states import AgentStates, MemoryStates
 
 LOG = logging.getLogger("nufed")
 TOO_LATE = "it answered too late"
-PIECE = 2**20  # numbers of a vector that are compared at once
 
 
 @dataclass(frozen=True)
@@ -96,21 +94,15 @@ def to_send(algorithm: Algorithm, server: State) -> State:
     return {name: server[name] for name in algorithm.receives}
 
 
-def update_norm(algorithm: Algorithm, before: State, after: State) -> float:
+def update_norm(algorithm: Algorithm, before: State, after: State, context: Context) -> float:
     """‖w_k − w_{k−1}‖: the Euclidean norm of the server's change of its model in a round.
 
-    Where the server holds a part of the model only, it is the change of that part. The sum of
-    squares is taken in float64 and in pieces, so that a large model is not copied.
+    Where the server holds a part of the model only, it is the change of that part; running
+    statistics do not count.
     """
     name = algorithm.server_model
     names = [name] if name in after else list(algorithm.receives)
-    pairs = [tuple(torch.split(s[n].flatten(), PIECE) for s in (after, before)) for n in names]
-    norms = (
-        float(torch.linalg.vector_norm(a - b, dtype=torch.float64))
-        for own in pairs
-        for a, b in zip(*own, strict=True)
-    )
-    return math.hypot(*norms)
+    return math.hypot(*(change_norm(after[n], before[n], context.counted.get(n)) for n in names))
 
 
 class QuorumError(TrainingError):
@@ -205,6 +197,7 @@ def open_round(
         cohort=cohort,
         max_norm=rules.max_update_norm,
         medians=progress.medians,
+        counted=context.counted,
         summed=sums_suffice(algorithm, context, progress.server),
     )
 

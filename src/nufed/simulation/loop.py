@@ -88,7 +88,7 @@ def run_round(
 
     A round below the quorum is retried with another cohort.
     """
-    context = _context(engine, progress.round + 1, participation)
+    context = _context(algorithm, engine, progress, participation)
     attempts = Attempts(
         context.round,
         engine.federation.split.seen,
@@ -120,7 +120,7 @@ def replay(
     progress = Progress(0, algorithm.initial_server(engine.objective, w))
     yield progress
     for agents in taken:
-        context = _context(engine, progress.round + 1, participation)
+        context = _context(algorithm, engine, progress, participation)
         progress = _attempt(
             algorithm, engine, progress, context, Rules(codec=codec), Faults(), "", list(agents), 0
         )
@@ -138,7 +138,7 @@ def _check_curvature(
     if k != 10 ** (len(str(k)) - 1):
         return
     agent = choose_cohort(federation.split.seen, participation, seed, k)[0]
-    context = _agent_context(engine, agent, _context(engine, k, participation))
+    context = _agent_context(engine, agent, _context(algorithm, engine, progress, participation))
     with work_of([agent], f"round {k}"):
         found = algorithm.doubt(context, to_send(algorithm, progress.server))
     if found:
@@ -171,7 +171,8 @@ def _attempt(
             states[agent], vectors = result.state, result.vectors
             cost += result.cost
             if rules.codec:
-                sent = compress(rules.codec, vectors, before, progress.states.get(agent) or {})
+                own_state = progress.states.get(agent) or {}
+                sent = compress(rules.codec, vectors, before, own_state, context.counted)
                 states[agent], vectors = {**result.state, **sent.residuals}, sent.vectors
             if agent not in fates.late:
                 samples = len(federation.split.train[agent])
@@ -201,9 +202,9 @@ def _attempt(
         dropped=tuple(fates.dropped),
         taken=tuple(taken),
         cost=cost,
-        update_norm=update_norm(algorithm, progress.server, server),
+        update_norm=update_norm(algorithm, progress.server, server, context),
         medians=incoming.medians,
-        update_bytes=update_bytes(rules.codec, before) if rules.codec else None,
+        update_bytes=update_bytes(rules.codec, before, context.counted) if rules.codec else None,
     )
 
 
@@ -236,9 +237,14 @@ def _parts(
         yield part
 
 
-def _context(engine: Engine, round: int, participation: float) -> Context:
+def _context(
+    algorithm: Algorithm, engine: Engine, progress: Progress, participation: float
+) -> Context:
+    """The context of the round after ``progress``."""
     agents = len(engine.federation.split.seen)
-    return Context(round, agents, cohort_size(agents, participation))
+    counted = algorithm.counted(engine.objective, progress.server)
+    size = cohort_size(agents, participation)
+    return Context(progress.round + 1, agents, size, counted=counted)
 
 
 def _agent_context(engine: Engine, agent: int, context: Context) -> AgentContext:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from torch import nn
 
 from flower.app.in_memory import RUN, MemoryGrid, agents_data, federate, plan_of
-from nufed import FirstOrder, GMeta, InputError
+from nufed import FirstOrder, GMeta, InputError, Objective
 from nufed.algorithms import Scaffold
 from nufed.algorithms.aggregation import Mean, Median
 from nufed.errors import TrainingError
@@ -374,3 +375,14 @@ def test_what_epsilon_does_not_hold_for_is_refused(algorithm, rules, what):
     with pytest.raises(InputError, match=f"epsilon does not hold with .*{what}"):
         plan_of(algorithm, rules=rules, privacy=NOISY)
     plan_of(algorithm, rules=rules)
+
+
+def test_noisy_running_statistics_are_refused():
+    """Noise would make variances negative, and their changes would use up the clipping norm."""
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+    plan = replace(plan_of(FEDAVG), objective=Objective(net, running_stats="tracked"))
+    with pytest.raises(
+        InputError, match=r"\"tracked\" can't be combined with \[privacy\].*GroupNorm"
+    ):
+        replace(plan, privacy=NOISY)
+    replace(plan, privacy=NOISY, objective=Objective(net, running_stats="frozen"))

@@ -12,7 +12,9 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
-from nufed.flower.ops.app_bundle import build_bundle
+from flower.ops.test_approvals import digest_before, zipped
+from nufed.errors import InputError
+from nufed.flower.ops.app_bundle import build_bundle, bundled_files
 from nufed.flower.ops.app_process import AppProcess, deflate
 from nufed.flower.ops.approvals import Approvals
 from nufed.flower.ops.site_health import Health
@@ -216,3 +218,32 @@ def test_an_app_runs_only_once_it_is_approved(tmp_path):
     assert site.answer_next()
     assert server.reply().content["about"]["said"] == ["one"] and marker.exists()
     apps.close()
+
+
+def test_the_approval_of_one_app_does_not_run_another(tmp_path):
+    """A file's name held the line of another file in the digest: both apps had the same one."""
+    marker = tmp_path / "ran"
+    evil = f"open({str(marker)!r}, 'w')\n" + APP
+    files = bundled_files(build_bundle(write_small_app(tmp_path / "small", evil)))
+    line = f"{hashlib.sha256(evil.encode()).hexdigest()} app.py"
+    harmless = {f"A.md\n{line}": b"text", "pyproject.toml": files["pyproject.toml"]}
+    bundles = [zipped(own) for own in (harmless, {"A.md": b"text", **files})]
+    assert digest_before(bundles[0]) == digest_before(bundles[1])
+    approvals = Approvals.of_site(tmp_path / "state")
+    with pytest.raises(InputError, match="control characters"):
+        approvals.add(bundles[0])
+    approvals.folder.mkdir(parents=True)
+    old = approvals.folder / f"000001-{digest_before(bundles[0])}.fab"  # approved in the past
+    old.write_bytes(bundles[0])
+    health, apps = Health(tmp_path / "health"), AppProcess()
+    reasons = []
+    for bundle in bundles:
+        server = Server(bundle)
+        site = SiteProcess(server.fleet(), apps, {"x": 3}, tmp_path / "apps", health, approvals)
+        server.ask("one")
+        assert site.answer_next()
+        reasons.append(server.reply().error.reason)
+    apps.close()
+    assert "refuses this app: the app's bundle has a file 'A.md\\n" in reasons[0]
+    assert "has not approved this app" in reasons[1] and "do not count: approve again" in reasons[1]
+    assert not marker.exists() and not (tmp_path / "apps").exists()

@@ -52,7 +52,7 @@ class Collector:
             if self._account:
                 records = self._account.charge(agent, records)
             update, spent, began = read_update(
-                records, agent, self._expected, self._plan.rules.codec
+                records, agent, self._expected, self._plan.rules.codec, self._plan.counted
             )
             wrong = privacy and implausible(update.vectors, self._expected, privacy)
             if wrong:

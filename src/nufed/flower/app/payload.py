@@ -17,7 +17,14 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from nufed.algorithms.compression import Codec, CodeError, codes_like, decompress
+from nufed.algorithms.compression import (
+    NO_STATISTICS,
+    Codec,
+    CodeError,
+    Counted,
+    codes_like,
+    decompress,
+)
 from nufed.algorithms.protocol import AgentUpdate, Cost, State
 from nufed.errors import InputError, shown
 from nufed.flower.app.versions import VERSION, works_with
@@ -139,7 +146,11 @@ def _read_id(value: object, what: str) -> str:
 
 
 def read_update(
-    records: Mapping[str, object], agent: int, expected: State, codec: Codec | None = None
+    records: Mapping[str, object],
+    agent: int,
+    expected: State,
+    codec: Codec | None = None,
+    counted: Counted = NO_STATISTICS,
 ) -> tuple[AgentUpdate, Cost, int]:
     """An agent's update (not checked yet, :mod:`nufed.server.incoming`), its cost, and the round
     of the state that the agent started from."""
@@ -150,7 +161,7 @@ def read_update(
     check_agent(claimed, agent)
     vectors: Mapping[str, Tensor | Unreadable]
     if codec is not None:
-        vectors = _read_codes(records, expected, codec)
+        vectors = _read_codes(records, expected, codec, counted)
     else:
         arrays = get_record(records, ARRAYS, ArrayRecord)
         vectors = {
@@ -162,11 +173,13 @@ def read_update(
     return update, cost, read_int(began, "began", 10**9)
 
 
-def _read_codes(records: Mapping[str, object], expected: State, codec: Codec) -> State:
+def _read_codes(
+    records: Mapping[str, object], expected: State, codec: Codec, counted: Counted
+) -> State:
     """The vectors of a compressed update."""
     try:
-        codes = read_vectors(records, codes_like(codec, expected))
-        return decompress(codec, codes, expected)
+        codes = read_vectors(records, codes_like(codec, expected, counted))
+        return decompress(codec, codes, expected, counted)
     except CodeError as error:
         raise PayloadError(str(error)) from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -111,6 +111,12 @@ class Plan:
                 raise InputError(
                     f"[privacy]: epsilon does not hold with {what}; remove that, or [privacy]"
                 )
+        if self.counted:
+            raise InputError(
+                'model.running_stats = "tracked" can\'t be combined with [privacy]: running '
+                "statistics, which are no parameters, would be clipped with them, and noise makes "
+                'variances negative; use a model with GroupNorm, or running_stats = "frozen"'
+            )
 
     def _check_secure(self, keys: SiteKeys) -> None:
         """Refuse settings that need single updates, which secure aggregation hides."""
@@ -145,12 +151,19 @@ class Plan:
 
     def context(self, round: int) -> Context:
         """The context of a round, known to server and sites."""
-        return Context(round, len(self.seen), self.cohort if round else 0)
+        cohort = self.cohort if round else 0
+        return Context(round, len(self.seen), cohort, counted=self.counted)
+
+    @cached_property
+    def counted(self) -> Mapping[str, int]:
+        """Of vectors that end in running statistics, how many numbers are parameters."""
+        return self.algorithm.counted(self.objective, self.start())
 
     def update_bytes(self, server: State, round: int) -> int | None:
         """The bytes of a compressed update in a round; None: it is not compressed."""
         codec, sent = self.rules.codec, self.algorithm.sent_in(round)
-        return update_bytes(codec, {name: server[name] for name in sent}) if codec else None
+        before = {name: server[name] for name in sent}
+        return update_bytes(codec, before, self.counted) if codec else None
 
     @property
     def sends_scores(self) -> bool:

@@ -159,7 +159,7 @@ class Server:
             dropped=tuple(found.dropped),
             taken=tuple(taken),
             cost=found.cost,
-            update_norm=update_norm(plan.algorithm, before.server, server),
+            update_norm=update_norm(plan.algorithm, before.server, server, plan.context(k)),
             medians=found.updates.medians if isinstance(found.updates, Incoming) else {},
             update_bytes=plan.update_bytes(before.server, k),
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
 from nufed.errors import InputError
+from nufed.files import canonical
 
 PREFIX = "nufed site signature"
 HASH = ec.ECDSA(hashes.SHA384())
@@ -76,19 +76,19 @@ def digest_of(records: Mapping[str, object]) -> bytes:
     """SHA-256 of a message's records: of every name, type and value, in a fixed order."""
     digest = hashlib.sha256()
 
-    def update(*values: object) -> None:
-        digest.update(json.dumps(values, sort_keys=True, default=bytes.hex).encode())
-
     for key in sorted(records):
         record = records[key]
         if isinstance(record, ArrayRecord):
-            update(key, "arrays", len(record))
+            digest.update(canonical(key, "arrays", len(record)))
             for name in sorted(record):
                 array = record[name]
-                update(name, array.dtype, array.shape, array.stype, len(array.data))
+                about = (name, array.dtype, array.shape, array.stype, len(array.data))
+                digest.update(canonical(*about))
                 digest.update(array.data)
         elif isinstance(record, ConfigRecord | MetricRecord):
-            update(key, type(record).__name__, dict(record))
+            digest.update(canonical(key, type(record).__name__, dict(record)))
+        else:
+            raise TypeError(f"a record of type {type(record).__name__} can't be signed")
     return digest.digest()
 
 

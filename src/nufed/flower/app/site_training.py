@@ -32,7 +32,7 @@ def train(site: Site, request: RecordDict) -> RecordDict:
     result, codec = _agent_update(site, task), site.plan.rules.codec
     vectors, state = result.vectors, result.state
     if codec is not None:
-        sent = compress(codec, vectors, task.received, task.state)
+        sent = compress(codec, vectors, task.received, task.state, site.plan.counted)
         vectors, state = sent.codes, {**state, **sent.residuals}
     if state:
         record = load_record(task.file, task.state)

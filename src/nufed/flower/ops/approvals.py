@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tokenize
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import unified_diff
+from io import BytesIO
 from pathlib import Path
 
 from nufed.errors import InputError
-from nufed.files import make_private, write_durably
+from nufed.files import make_private, sha256, write_durably
 from nufed.flower.ops.app_bundle import build_bundle, bundle_digest, bundled_files
 
 SUFFIX = ".fab"
+OUTDATED = "; approvals by an earlier version of nufed do not count: approve again"
 
 
 @dataclass(frozen=True)
@@ -30,27 +34,41 @@ class Approvals:
 
     def last(self) -> Path | None:
         """The bundle that was approved last."""
-        return max(self.folder.glob(f"*-*{SUFFIX}"), default=None)
+        return next((path for path in reversed(self._files()) if _counts(path)), None)
+
+    def outdated(self) -> str:
+        """What to add to "not approved" if there are approvals with the digest of the past."""
+        return "" if all(map(_counts, self._files())) else OUTDATED
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob(f"*-*{SUFFIX}"))
 
     def diff(self, bundle: bytes) -> list[str]:
-        """The lines in which a bundle differs from the last approved one, or from nothing."""
+        """How a bundle differs from the last approved one, or from nothing.
+
+        A line "file NAME: …" for every file that differs, then its lines that do. Lines of files
+        begin with +, - or a space, so that none can look like a "file" line. Control characters
+        are not escaped.
+        """
         last = self.last()
         before = bundled_files(last.read_bytes()) if last else {}
         after = bundled_files(bundle)
         lines: list[str] = []
         for name in sorted(before | after):
-            old, new = (_lines(files.get(name, b"")) for files in (before, after))
-            old_name, new_name = (
-                name if name in files else "/dev/null" for files in (before, after)
-            )
-            lines += unified_diff(old, new, old_name, new_name, lineterm="")
+            old, new = before.get(name), after.get(name)
+            if old != new:
+                # not ASCII: it could be reversed, invisible or look like another name
+                shown = name.encode("unicode_escape").decode()
+                old_name, new_name = ("/dev/null" if x is None else shown for x in (old, new))
+                lines.append(f"file {shown}: {_changed(old, new)}{_warnings(name, new)}")
+                lines += unified_diff(_lines(old), _lines(new), old_name, new_name, lineterm="")
         return lines
 
     def add(self, bundle: bytes) -> str:
         """Approve a bundle; returns its digest."""
-        digest, last = bundle_digest(bundle), self.last()
+        digest, files = bundle_digest(bundle), self._files()
         if not self.has(digest):
-            number = int(last.name.partition("-")[0]) + 1 if last else 1
+            number = int(files[-1].name.partition("-")[0]) + 1 if files else 1
             make_private(self.folder)
             write_durably(self.folder / f"{number:06d}-{digest}{SUFFIX}", bundle)
         return digest
@@ -70,5 +88,54 @@ def read_app(app: Path) -> bytes:
     return bundle
 
 
-def _lines(content: bytes) -> list[str]:
-    return content.decode("utf-8", "backslashreplace").splitlines()
+def _counts(path: Path) -> bool:
+    """Whether an approval has the digest of its bundle."""
+    with suppress(InputError):
+        return path.stem.partition("-")[2] == bundle_digest(path.read_bytes())
+    return False
+
+
+def _changed(old: bytes | None, new: bytes | None) -> str:
+    if new is None:
+        return "removed"
+    size = f"{len(new)} bytes, SHA-256 {sha256(new)}"
+    return f"added, {size}" if old is None else f"changed from SHA-256 {sha256(old)} to {size}"
+
+
+def _warnings(name: str, content: bytes | None) -> str:
+    """Why the lines that are shown of a file may not be what is in it."""
+    if content is None:
+        return ""
+    text = _text(content)
+    if text is None:
+        return "; not text, so its lines are not shown"
+    lines = text.removesuffix("\n").split("\n")
+    odd = [n for n, line in enumerate(lines, 1) if not line.replace("\t", "").isprintable()]
+    said = ""
+    if odd:
+        listed = ", ".join(map(str, odd[:20])) + (", …" if len(odd) > 20 else "")
+        said += f"; control or invisible characters in line {listed}, escaped below"
+    if name.endswith(".py"):
+        try:
+            encoding = tokenize.detect_encoding(BytesIO(content).readline)[0]
+        except SyntaxError:
+            encoding = "unknown"
+        if encoding not in ("utf-8", "utf-8-sig"):
+            said += f"; Python reads it as {encoding[:40]}, not as the UTF-8 below"
+    return said
+
+
+def _text(content: bytes) -> str | None:
+    """The content as text; None if it is not."""
+    with suppress(UnicodeDecodeError):
+        return None if b"\0" in content else content.decode()
+    return None
+
+
+def _lines(content: bytes | None) -> list[str]:
+    """Lines of a text; other characters that end lines elsewhere stay in them, to be seen."""
+    text = _text(content) if content else None
+    if not text:
+        return []
+    *lines, rest = text.split("\n")
+    return [*lines, rest, "\\ No newline at end of file"] if rest else lines

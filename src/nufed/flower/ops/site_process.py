@@ -175,9 +175,12 @@ class SiteProcess:
             return self._run[1:]
         about = self._fleet.get_run(run)
         fab = self._fleet.get_fab(about.fab_hash, run)
-        digest = bundle_digest(fab.content)
+        try:
+            digest = bundle_digest(fab.content)
+        except InputError as error:
+            raise InputError(f"refuses this app: {error}") from None
         if self._approvals is not None and not self._approvals.has(digest):
-            raise InputError(NOT_APPROVED.format(digest))
+            raise InputError(NOT_APPROVED.format(digest) + self._approvals.outdated())
         with redirect_stdout(StringIO()):  # it prints a line, which is none of the log's
             folder = install_from_fab(fab.content, self._home / digest, skip_prompt=True)
         context = Context(

@@ -85,7 +85,8 @@ def run_site(site: SiteOptions, link: Link, say: Callable[[str], None] = print) 
     for warning in link_expiry(link):
         say(warning)
     if site.approvals and site.approvals.last() is None:
-        say("this site has approved no app, so it runs none: nufed federate approve APP")
+        none = "this site has approved no app, so it runs none: nufed federate approve APP"
+        say(none + site.approvals.outdated())
     of = site.folder or default_folder(), site.number
     with (
         serving(site.metrics_port, lambda: site_metrics(read_activity(*of), is_connected(*of))),
