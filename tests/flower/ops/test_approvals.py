@@ -152,7 +152,7 @@ def test_common_names_are_taken(tmp_path):
 
 @pytest.mark.parametrize("times", [150, pytest.param(5000, marks=pytest.mark.slow)])
 def test_what_is_unpacked_is_what_has_the_digest(tmp_path, times):
-    """Bundles with names made of hostile pieces are refused, or unpack to the files of the digest."""
+    """Bundles with names of hostile pieces are refused, or unpack to the files of the digest."""
     rng, digests = random.Random(times), {}
     pieces = ["a", "B", "b", "/", ".", "..", "\n", " ", "\\", "é", "\u200b", ".py", "con"]
     pieces.append(EVIL_SHA)
