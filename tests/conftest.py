@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, settings
 from support import report_without_figures, with_figures, without_report
 
 # `make test` runs the same examples every time; `make test-slow` searches for new ones
-settings.register_profile("repeatable", derandomize=True, max_examples=60, deadline=None)
-settings.register_profile(
-    "search", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+# neither depends on the machine's speed
+UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, max_examples=60, **UNTIMED)
+settings.register_profile("search", max_examples=1000, **UNTIMED)
 settings.load_profile(os.environ.get("NUFED_HYPOTHESIS", "repeatable"))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from nufed.errors import NufedError, NumericalWarning
 
 NUFED = [sys.executable, "-m", "nufed.cli"]  # the command in its own process
+PATIENCE = 900  # seconds: only what hangs takes as long, however busy the machine is
 
 
 def can_become(user):
@@ -97,7 +98,7 @@ def state_and_parent(stat):
     return state, int(parent)
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=PATIENCE):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "timed out"

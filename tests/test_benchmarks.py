@@ -127,7 +127,6 @@ def test_every_algorithm_has_a_plain_loop():
     assert set(LOOPS) == set(ALGORITHMS)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(start_method() != "fork", reason="needs Linux")
 def test_every_job_of_the_benchmark_runs_to_its_end(tmp_path):
     command = [sys.executable, ROOT / "benchmarks/bench.py", "--quick", "--out", tmp_path]

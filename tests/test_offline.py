@@ -51,7 +51,6 @@ def sockets(work, cwd):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, (cwd / "sockets").read_text()

@@ -153,6 +153,7 @@ def results(tmp_path, monkeypatch):
     summary.summary.cache_clear()
 
 
+@pytest.mark.usefixtures("no_report")  # which other tests look at
 def test_every_stage_runs_to_its_end_and_is_on_the_page(tmp_path):
     """`make paper` on a few digits: every search, run, summary, claim, figure and table."""
     text = run_all(tmp_path).read_text("utf-8")

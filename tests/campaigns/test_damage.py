@@ -74,7 +74,7 @@ def checks(run):
         yield part / name, loaded(str(part), name)
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("times", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_any_damage_of_any_file_is_detected_and_named(finished, tell, times):
     rng, kinds = random.Random(times), list(checks(finished))

@@ -28,7 +28,7 @@ def accuracy(rounds, seeds, dropout, out):
     return run, 100 * row.personal.mean
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("rounds", "seeds", "points"),
     [(20, 1, 10), pytest.param(200, 10, 2, marks=pytest.mark.slow)],

@@ -98,7 +98,7 @@ def one_method(config):
     return {**config, "methods": {"scaffold": {}}, "baselines": [], "engine": "direct"}
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "config", [CONFIG, one_method(CONFIG)], ids=["workers of parts", "workers of rounds"]

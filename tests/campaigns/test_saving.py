@@ -252,7 +252,7 @@ def test_a_save_on_a_disk_with_any_space_left_keeps_the_last_checkpoint(two, tmp
 
 @pytest.mark.usefixtures("no_report")
 @linux
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("step", [40, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_on_a_disk_with_any_space_left_resumes_when_there_is_more(tmp_path, tell, step):
 

@@ -62,7 +62,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 
 def test_help_list_and_completion_import_nothing_heavy(tmp_path):
     found = subprocess.run(
-        [sys.executable, "-c", START], capture_output=True, text=True, cwd=tmp_path, timeout=300
+        [sys.executable, "-c", START], capture_output=True, text=True, cwd=tmp_path
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout == "[]\n"
@@ -70,7 +70,7 @@ def test_help_list_and_completion_import_nothing_heavy(tmp_path):
 
 def test_modules_are_attributes_without_an_import_of_their_own():
     use = "import nufed; print(nufed.data.Samples is nufed.Samples, nufed.config.load_config)"
-    found = subprocess.run([sys.executable, "-c", use], capture_output=True, text=True, timeout=300)
+    found = subprocess.run([sys.executable, "-c", use], capture_output=True, text=True)
     assert found.stdout.startswith("True <function load_config"), found.stderr
 
 

@@ -54,7 +54,7 @@ def each(commands, folder, *, stdout=None, unbuffered=False, changes=()):
         env=environment(unbuffered, dict(changes)),
         stdout=stdout,
     )
-    assert process.wait(200) == 0
+    assert process.wait() == 0
     for number, code in enumerate(json.loads((folder / "codes").read_text())):
         files = [folder / f"{number}.{stream}" for stream in (1, 2)]
         yield code, *(file.read_bytes() if file.exists() else b"" for file in files)
@@ -66,7 +66,7 @@ def done(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("work")
     utf8 = {"PYTHONIOENCODING": "utf-8:strict"}
     run = start("run", "quickstart", *QUICK, "--out", NOT_UTF8, cwd=cwd, changes=utf8)
-    out, err = run.communicate(timeout=200)
+    out, err = run.communicate()
     return cwd, run.returncode, out.decode(), err.decode()
 
 
@@ -110,7 +110,7 @@ def test_a_full_device_for_progress_does_not_end_a_run(tmp_path):
     with Path("/dev/full").open("wb") as full:
         arguments = ["run", "quickstart", *QUICK, "--no-figures", "--out", "run"]
         process = start(*arguments, cwd=tmp_path, stderr=full)
-        out, _ = process.communicate(timeout=200)
+        out, _ = process.communicate()
     assert process.returncode == 0 and b"report: run/report.html" in out
 
 
@@ -128,5 +128,5 @@ def test_a_run_whose_progress_nobody_reads_can_be_resumed(tmp_path, nufed):
     arguments = ["run", "quickstart", *QUICK, "--no-figures", "--out", "run"]
     process = start(*arguments, cwd=tmp_path, stderr=subprocess.STDOUT)
     process.stdout.close()
-    assert process.wait(100) == 141
+    assert process.wait() == 141
     assert nufed("run", "--resume", "run", "--no-figures", cwd=tmp_path).returncode == 0

@@ -16,6 +16,7 @@ import pytest
 from nufed import InputError
 from nufed.data import SOURCES, download, fetch
 from nufed.data.store import MNIST_WRITERS, STORED, Stored
+from processes import PATIENCE
 
 CONTENT = {
     "tiny/a.bin": np.random.default_rng(0).bytes(5000),
@@ -100,7 +101,7 @@ def server(monkeypatch):
             self.wfile.write(body[first:stop])
             if wrong == "stalls":
                 self.wfile.flush()
-                done.wait(10)
+                done.wait(PATIENCE)
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=http.serve_forever, args=(0.01,))
@@ -129,7 +130,7 @@ def start_of_a_download(directory, archive=ARCHIVE, version='"1"'):
 
 
 def get(server, **settings):
-    return fetch.fetch(TINY, url=server.url, timeout=5, **settings)
+    return fetch.fetch(TINY, url=server.url, timeout=PATIENCE, **settings)
 
 
 def test_a_download_is_checked_unpacked_and_not_repeated(directory, server):
@@ -162,7 +163,7 @@ def test_an_interrupted_download_is_resumed(plan, ranges, directory, server):
 
 def test_a_stalled_connection_times_out_and_is_retried(directory, server):
     server.plan = ["stalls"]
-    assert fetch.fetch(TINY, url=server.url, timeout=0.2)
+    assert fetch.fetch(TINY, url=server.url, timeout=1)
     assert server.asked == [None, f"bytes={HALF}-"]
     assert_complete(directory)
 

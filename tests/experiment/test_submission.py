@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from experiment.test_array_parts import CONFIG
 from nufed.config import load_config
 from nufed.errors import InputError, RunError
 from nufed.experiment.submission import Command, Resources, submit
-from processes import Child, wait_for
+from processes import Child, state_and_parent, wait_for
 from support import file_hashes
 
 pytest.importorskip("submitit", reason='no submitit: pip install "nufed[slurm]"')
@@ -106,7 +105,8 @@ def test_before_the_time_limit_a_job_saves_and_is_submitted_again(tmp_path, monk
 
     process = Child(work, tmp_path)
     wait_for((tmp_path / "waiting").exists)
-    time.sleep(0.1)
+    stat = Path(f"/proc/{process.pid}/stat")
+    wait_for(lambda: state_and_parent(stat)[0] == "S")  # it waits for the command
     os.killpg(process.pid, signal.SIGUSR2)  # as Slurm does, to all processes of the job
     assert process.wait() == 7
     assert (tmp_path / "saved").exists()

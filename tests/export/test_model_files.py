@@ -86,7 +86,6 @@ def test_predictions_without_nufed_are_those_with_it(work, nufed):
         cwd=work,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -11,6 +11,7 @@ from nufed.errors import ReportWarning
 from nufed.report import build_report, figures, save_bounds_charts
 from nufed.runs import load_run
 from nufed.runs.bounds_record import BoundsRecord, Stationarity
+from processes import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("figures")
 
@@ -58,7 +59,7 @@ def drawing(monkeypatch, tmp_path):
 def limited(*arguments, cwd):
     """The command line with 8 GB of address space, which is not enough for V8."""
     command = [sys.executable, "-c", UNDER_A_LIMIT, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 
 def test_a_run_with_little_address_space_completes_without_charts(tmp_path):
@@ -113,7 +114,7 @@ def test_the_command_run_takes_no_figures(tmp_path, nufed):
 def test_if_the_drawing_process_fails_the_page_has_the_charts_drawn_so_far(
     run, tmp_path, drawing, monkeypatch, end, reason
 ):
-    monkeypatch.setattr(figures, "TIMEOUT", 1 if "sleep" in end else 60)
+    monkeypatch.setattr(figures, "TIMEOUT", 1 if "sleep" in end else PATIENCE)
     drawing(f"{STEPS}\n{end}")
     with pytest.warns(ReportWarning) as warned:
         build_report([run], tmp_path / "out")

@@ -81,7 +81,7 @@ def test_a_script_is_not_run_again_in_a_worker(tmp_path):
     """Without `if __name__ == "__main__"`, too; its own objects mean one process."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "started\nended\n"), done.stderr
     assert done.stderr.count("this run uses one process") == 1
     assert (tmp_path / "plain/report.html").exists() and (tmp_path / "own/report.html").exists()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nufed.algorithms.gmeta import local_sgd
+from nufed.algorithms.protocol import Algorithm
 from nufed.config.build import resolved_partition
 from nufed.config.problem import Recorded
 from nufed.config.schema import Config
@@ -129,6 +132,10 @@ class Run:
 
     def lines(self) -> list[Line]:
         """Lines of the results: each method by number of fine-tuning steps, then null baselines."""
+        return list(self._lines)
+
+    @cached_property  # a report asks for lines and rows many times
+    def _lines(self) -> list[Line]:
         found = []
         usual = self.config.steps_shown
         for name, part in self.methods.items():
@@ -147,19 +154,22 @@ class Run:
 
         A line without scores from any agent has no row.
         """
-        return results_table(self.lines(), self.groups, self.measure, self._adapt_lr)
+        return list(self._rows)
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        algorithms = self.config.algorithms()
+        return results_table(
+            self._lines, self.groups, self.measure, lambda line: _adapt_lr(line, algorithms)
+        )
 
     def paired(self) -> list[Paired]:
         """Each method minus the null baselines and the best method, on the same agents."""
-        return paired_differences(self.lines(), self.rows(), self.measure)
+        return list(self._paired)
 
-    def _adapt_lr(self, line: Line) -> float | None:
-        """The step size that a line's scales multiply; None if it is not a single number."""
-        algorithms = self.config.algorithms()
-        if line.kind == "method":
-            return algorithms[line.name].fixed_rate
-        first = next(iter(algorithms.values()))
-        return local_sgd(first).meta_lr if line.name == "local" else first.initial_rate
+    @cached_property
+    def _paired(self) -> list[Paired]:
+        return paired_differences(self._lines, self._rows, self.measure)
 
     def frame(self) -> pd.DataFrame:
         """Every score of the final models as a pandas data frame, one row per method (or null
@@ -343,3 +353,11 @@ class Run:
             "paired": [finite(asdict(each)) for each in self.paired()],
             "warnings": [asdict(warned) for warned in self.warnings()],
         }
+
+
+def _adapt_lr(line: Line, algorithms: Mapping[str, Algorithm]) -> float | None:
+    """The step size that a line's scales multiply; None if it is not a single number."""
+    if line.kind == "method":
+        return algorithms[line.name].fixed_rate
+    first = next(iter(algorithms.values()))
+    return local_sgd(first).meta_lr if line.name == "local" else first.initial_rate

@@ -33,6 +33,7 @@ from nufed.flower.app.site_app import client_app
 from nufed.flower.app.site_store import load_record
 from nufed.server import TOO_LATE, Rules
 from nufed.simulation import DirectEngine, train
+from processes import PATIENCE
 from support import mlp
 
 FEDAVG = GMeta(
@@ -255,7 +256,7 @@ def test_an_incomplete_reply_times_out_and_blocks_no_other():
     over = Event()  # Flower itself waits for missing parts up to two hours
 
     def trickle(message, reply):
-        over.wait(30)
+        over.wait(PATIENCE)
         return reply
 
     plan = plan_of(FEDAVG)

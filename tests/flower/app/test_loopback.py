@@ -6,7 +6,7 @@ from flower.ops.small_app import files_of, simulate, write_app
 from nufed.flower.ops.local import run_locally
 
 
-@pytest.mark.timeout(900)  # a busy machine
+@pytest.mark.timeout(7200)  # a busy machine
 def test_a_real_federation_leaves_the_simulators_files(tmp_path):
     app = write_app(tmp_path / "app", sites=2, rounds=2, deadline=120.0)
     out, said = tmp_path / "run", []

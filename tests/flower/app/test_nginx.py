@@ -25,13 +25,14 @@ from nufed.flower.ops.registration import register_site
 from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.submit import follow
 from nufed.flower.ops.superlink import is_listening, start_superlink
+from processes import PATIENCE
 
 CONFIG = Path(__file__).parents[3] / "examples" / "federation" / "nginx.conf"
 NGINX = shutil.which("nginx", path=os.pathsep.join((os.environ["PATH"], "/usr/sbin")))
-TIMEOUT = 240  # seconds
+TIMEOUT = PATIENCE
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),  # the first test waits for all processes to import torch
+    pytest.mark.timeout(7200),  # the first test waits for all processes to import torch
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed here"),
 ]
 CONTROL = "/v1/control/list-runs"

@@ -13,7 +13,7 @@ from processes import NUFED, alive, descendants, wait_for
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(7200),
     pytest.mark.skipif(find_spec("ray") is None, reason='no Ray: pip install "nufed[flower,ray]"'),
 ]
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # as in /proc/net

@@ -6,9 +6,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nufed.flower.ops.flower_processes import free_ports, wait
-from processes import NUFED
+from processes import NUFED, PATIENCE
 
-TIMEOUT = 240  # seconds
+TIMEOUT = PATIENCE
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.registration import register_site
 from support import json_lines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 LIAR, VICTIM = 0, 1
 
 

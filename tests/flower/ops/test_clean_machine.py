@@ -25,7 +25,7 @@ BASE = "docker.io/library/python:3.11-slim-bookworm"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(3600),
+    pytest.mark.timeout(7200),
     pytest.mark.skipif("NUFED_DEPLOYMENT" not in os.environ, reason="run by make test-deployment"),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
     pytest.mark.skipif(

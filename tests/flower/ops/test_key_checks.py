@@ -16,6 +16,7 @@ from nufed.flower.ops.key_checks import (
 )
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import Link
+from processes import PATIENCE
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660, 0o644])
@@ -64,7 +65,7 @@ def tls_server(folder):
         thread = Thread(target=answer, daemon=True)
         thread.start()
         yield f"127.0.0.1:{listening.getsockname()[1]}"
-        thread.join(30)
+        thread.join(PATIENCE)
 
 
 def test_a_run_and_a_site_name_the_certificate_that_the_server_presents(tmp_path):

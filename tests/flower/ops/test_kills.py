@@ -14,7 +14,7 @@ from nufed.flower.ops.flower_processes import wait
 from nufed.runs.audit_log import audit
 from processes import descendants
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 KILLS, SITES = 5, 2
 ROUNDS = 50  # more than are done before the last kill
 

@@ -13,7 +13,7 @@ from nufed.flower.ops.flower_processes import wait
 from processes import descendants
 from support import json_lines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 LIAR = 2
 # site 2 sends an array of 300 equal chunks of 5 MiB, of which Flower sends one

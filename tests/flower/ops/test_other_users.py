@@ -39,7 +39,7 @@ REQUESTS = [
 NO_ROUTE = REQUESTS[-2:]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(7200),
     pytest.mark.skipif(not can_become(NOBODY), reason="only root can become another user"),
 ]
 

@@ -14,7 +14,7 @@ from nufed.flower.ops.flower_processes import wait
 from nufed.runs import load_run
 from processes import descendants
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 ROUNDS, NOISE = 3, 4.0
 PRIVACY = f"[privacy]\nclip = 0.5\nnoise = {NOISE}\nepsilon_server = "
 

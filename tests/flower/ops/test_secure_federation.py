@@ -10,7 +10,7 @@ from nufed.flower.ops.flower_processes import free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.registration import register_site
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 SITES = 4
 
 

@@ -14,9 +14,10 @@ from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import NAME, Link, flwr_json
 from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.superlink import is_listening, start_superlink, superlink_command
+from processes import PATIENCE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-TIMEOUT = 200  # seconds
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+TIMEOUT = PATIENCE
 
 
 @pytest.fixture(scope="module")

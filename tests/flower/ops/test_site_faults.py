@@ -13,7 +13,7 @@ from nufed.flower.ops.flower_processes import Flower, wait
 from processes import descendants
 from support import json_lines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 FAULTY = (
     DATA

@@ -7,7 +7,7 @@ from flower.ops.commands import TIMEOUT, nufed_federate
 from flower.ops.small_app import files_of, simulate, write_app
 from nufed.files import read_sealed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "ditto"])

@@ -8,7 +8,7 @@ from flower.ops.commands import TIMEOUT, Federation
 from flower.ops.small_app import DATA, write_app
 from support import json_lines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 VERSIONS = (
     DATA
     + """

@@ -13,7 +13,7 @@ from flower.ops.small_app import files_of, simulate, write_app
 from nufed.flower.ops.flower_processes import free_ports, wait
 from nufed.runs.federation_status import read_traffic
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 def test_a_wrong_input_shape_stops_the_run_at_the_first_answers(tmp_path):
