@@ -11,10 +11,16 @@ from safetensors.torch import load_file
 
 import nufed
 from nufed import GMeta, InputError, Objective
-from nufed.algorithms import fedavg
+from nufed.algorithms import ALGORITHMS, fedavg
 from nufed.bundle import load_bundle
 from nufed.config import build
-from nufed.evaluate import AgentScores, Measure, choose_step_sizes, evaluate_with_choice
+from nufed.evaluate import (
+    AgentScores,
+    Measure,
+    choose_step_sizes,
+    evaluate_with_choice,
+    preferred,
+)
 from nufed.meta.curvature import FirstOrder
 from nufed.simulation import BatchedEngine, DirectEngine, WorkerEngine
 from support import federation, file_hashes, mlp
@@ -22,8 +28,9 @@ from support import federation, file_hashes, mlp
 ACCURACY, LOSS = Measure("accuracy"), Measure("loss", None)
 
 
-def measured(score, loss=lambda scale, step: 1.0, steps=3, agents=2, unseen=()):
-    """A function that scores agents, from score and loss as functions of scale and step."""
+def measured(loss, score=lambda scale, step: 0.5, steps=3, agents=12, unseen=(), groups=0):
+    """A function that scores agents, from loss and score as functions of scale, step and, for the
+    loss, agent (and group of samples)."""
 
     def validate(scales):
         validate.asked += scales
@@ -35,8 +42,12 @@ def measured(score, loss=lambda scale, step: 1.0, steps=3, agents=2, unseen=()):
                     agent not in unseen,
                     9,
                     5,
-                    tuple(loss(scale, s) for s in range(steps + 1)),
+                    tuple(loss(scale if s else 0, s, agent) for s in range(steps + 1)),
                     tuple(score(scale, s) - 0.01 * agent for s in range(steps + 1)),
+                    group_loss=tuple(
+                        tuple(loss(scale if s else 0, s, 100 * agent + g) for g in range(groups))
+                        for s in range(steps + 1)
+                    ),
                 )
                 for agent in range(agents)
             ]
@@ -47,84 +58,195 @@ def measured(score, loss=lambda scale, step: 1.0, steps=3, agents=2, unseen=()):
     return validate
 
 
-def peak(best):
-    """A score that falls with the distance from the best scale, which is 3^best(steps)."""
-    return lambda scale, step: 1 - abs(math.log(scale, 3) - best(step)) / 100
+def valley(best, start=9.0):
+    """A loss that rises with the distance from the best scale, which is 3^best(steps), equally for
+    all agents; ``start`` without a step."""
+    return lambda scale, step, agent: (
+        abs(math.log(scale, 3) - best(step)) + 0.1 * agent if scale else start
+    )
+
+
+def noisy(losses, spread):
+    """The loss of ``losses(scale)``, with agents of which about half prefer larger steps and half
+    smaller ones: on average steps of three times the size seem better by spread/10."""
+
+    def loss(scale, step, agent):
+        slope = (-1) ** agent - 0.1
+        return losses(scale) + (spread * slope * math.log(scale, 3) if scale else 0)
+
+    return loss
+
+
+def choices(validate, steps=(1,), prefer="trained", measure=ACCURACY):
+    return choose_step_sizes(validate, list(steps), measure, prefer)
 
 
 def test_every_number_of_steps_gets_its_own_scale():
-    validate = measured(peak(lambda step: 2 - step))
-    sizes = choose_step_sizes(validate, [1, 2, 3], ACCURACY)
-    assert [own.scale for own in sizes.chosen] == [3.0, 1.0, 3.0**-1]
+    validate = measured(valley(lambda step: 2 - step))
+    sizes = choices(validate, [1, 2, 3])
+    assert [choice.scale for choice in sizes.chosen] == [3.0, 1.0, 3.0**-1]
     assert [sizes.scale(s) for s in (0, 1, 2, 3)] == [1.0, 3.0, 1.0, 3.0**-1]
-    assert sizes.tried == tuple(3.0**k for k in range(-2, 3))
-    assert sizes.gradients == 2 * 3 * 5  # agents, steps, scales
-    assert not any(own.at_edge for own in sizes.chosen)
-    assert sizes.chosen[0].score == pytest.approx(1 - 0.005)  # the mean over both agents
+    assert {3.0**k for k in range(-2, 3)} < set(sizes.tried)
+    assert sorted(validate.asked) == list(sizes.tried)  # each once
+    assert sizes.gradients == 12 * 3 * len(sizes.tried)  # agents, steps, scales
+    assert not any(choice.at_edge for choice in sizes.chosen)
+    assert sizes.chosen[0].loss == pytest.approx(0.55)  # the mean over agents
+    assert (sizes.agents, sizes.samples) == (12, 60)
 
 
 @pytest.mark.parametrize(("best", "last"), [(4, 5), (-5, -6), (9, 6), (-9, -6)])
 def test_the_grid_is_extended_until_the_best_lies_inside_or_at_six_factors(best, last):
-    validate = measured(peak(lambda step: best))
-    sizes = choose_step_sizes(validate, [1, 2, 3], ACCURACY)
-    assert {own.scale for own in sizes.chosen} == {3.0 ** max(-6, min(6, best))}
-    assert {own.at_edge for own in sizes.chosen} == {abs(best) > 6}
-    tried = [round(math.log(scale, 3)) for scale in sizes.tried]
-    assert tried == (list(range(-2, last + 1)) if last > 0 else list(range(last, 3)))
-    assert sorted(validate.asked) == list(sizes.tried)  # each once
+    validate = measured(valley(lambda step: best, start=99))
+    sizes = choices(validate, [1, 2, 3])
+    assert {choice.scale for choice in sizes.chosen} == {3.0 ** max(-6, min(6, best))}
+    assert {choice.at_edge for choice in sizes.chosen} == {abs(best) > 6}
+    tried = [sizes.tried[0], sizes.tried[-1]]
+    assert tried == ([3.0**-2, 3.0**last] if last > 0 else [3.0**last, 3.0**2])
+
+
+def test_the_grid_is_refined_to_factors_of_a_half_around_the_best():
+    sizes = choices(measured(valley(lambda step: math.log(2.25, 3))))
+    assert sizes.chosen[0].scale == 2.0  # of 1.33, 2, 3 and 4.5
+    near = [scale for scale in sizes.tried if 1 < scale < 9]
+    ratios = np.divide(near[1:], near[:-1])
+    assert ratios.max() <= 1.5 + 1e-12
+
+
+def test_the_grid_is_refined_where_instability_begins():
+    """A narrow optimum beyond the coarse grid's best, below the first scale that diverges."""
+
+    def loss(scale, step, agent):
+        return math.inf if scale > 5 else 0.1 if scale > 4 else 1 if scale > 1 else 0.5 + scale / 9
+
+    sizes = choices(measured(lambda scale, step, agent: loss(scale, step, agent) if scale else 2.0))
+    assert sizes.chosen[0].scale == 4.5
 
 
 def test_divergence_stops_the_extension():
-    def score(scale, step):
-        return math.nan if scale > 9 else math.log(scale, 3) / 10
+    def loss(scale, step, agent):
+        return math.nan if scale > 9 else 5 - math.log(scale or 1e-9, 3)
 
-    sizes = choose_step_sizes(measured(score), [1], ACCURACY)
+    sizes = choices(measured(loss))
     assert sizes.tried[-1] == 27.0 and sizes.chosen[0].scale == 9.0
     assert not sizes.chosen[0].at_edge
 
 
-def test_a_scale_with_a_diverging_agent_ranks_worst():
-    def validate(scales):
-        scores = measured(lambda scale, step: 0.5 + scale / 100)(scales)
-        for scale, own in zip(scales, scores, strict=True):
-            if scale > 1:
-                own[1] = replace(own[1], score=(math.nan,) * 4, loss=(math.inf,) * 4)
-        return scores
+def test_a_scale_with_a_diverging_agent_ranks_last():
+    def loss(scale, step, agent):
+        return math.inf if agent == 1 and scale > 1 else 3 - scale / 100
 
-    assert choose_step_sizes(validate, [3], ACCURACY).chosen[0].scale == 1.0
+    assert choices(measured(loss), [3]).chosen[0].scale == 1.0
 
 
-def test_ties_go_to_the_lower_loss_and_then_to_the_smaller_step():
-    flat = measured(lambda scale, step: 0.5, lambda scale, step: abs(math.log(scale, 3) - 1))
-    assert choose_step_sizes(flat, [1], ACCURACY).chosen[0].scale == 3.0
-    equal = choose_step_sizes(measured(lambda scale, step: 0.5), [1], ACCURACY)
-    assert equal.chosen[0].scale == 3.0**-6 and equal.chosen[0].at_edge
+def test_the_loss_decides_and_the_score_breaks_ties():
+    higher = measured(valley(lambda step: -1), lambda scale, step: scale / 100)
+    assert choices(higher).chosen[0].scale == 3.0**-1
+    flat = measured(lambda scale, step, agent: 1.0 if scale else 2.0, lambda c, s: -abs(c - 3))
+    (choice,) = choose_step_sizes(flat, [1], ACCURACY, "best").chosen
+    assert choice.scale == 3.0
+    (choice,) = choose_step_sizes(flat, [1], LOSS, "best").chosen  # lower is better
+    assert choice.scale == 3.0**-6 or choice.scale == 3.0**6
+
+
+def test_within_one_standard_error_the_trained_step_size_is_kept():
+    """A lower loss by luck, in a part of the agents, does not move the choice; a clear one does."""
+    lucky = measured(noisy(lambda scale: 1.0 if scale else 9.0, spread=0.3))
+    assert choices(lucky).scale(1) == 1.0
+    assert choices(lucky, prefer="best").scale(1) == 3.0**6
+    clear = measured(noisy(lambda c: 1 + abs(math.log(c, 3) - 1) if c else 9.0, spread=0.3))
+    assert choices(clear).scale(1) == 3.0
+
+
+def test_a_model_that_was_not_trained_for_a_step_size_takes_the_smallest_good_one():
+    """Between 1/3 and 3 losses differ by less than their noise; beyond they are higher."""
+
+    def losses(scale):
+        return 9.0 if not scale else 1 + 5 * max(0, abs(math.log(scale, 3)) - 1)
+
+    flat = measured(noisy(losses, spread=0.1), agents=40)
+    assert choices(flat, prefer="best").scale(1) == 3.0
+    assert choices(flat, prefer="smallest").scale(1) == 3.0**-1
+    assert choices(flat, prefer="trained").scale(1) == 1.0
+
+
+@pytest.mark.parametrize("prefer", ["trained", "smallest"])
+def test_no_step_is_taken_where_none_gains(prefer):
+    harm = measured(noisy(lambda scale: 1 + scale, spread=0.001))
+    sizes = choices(harm, [2], prefer=prefer)
+    assert sizes.scale(2) == 0 and 0.0 not in sizes.tried
+    assert sizes.chosen[0].loss == pytest.approx(1, abs=0.01)
+    assert list(sizes.notes(2)) == [
+        "no step size clearly lowers the loss on validation samples: no step is taken."
+    ]
+
+
+def test_a_trained_step_size_that_harms_is_never_chosen():
+    """The trained one harms a little, within noise, and a smaller one may gain."""
+
+    def losses(scale):
+        return {0: 1.0}.get(scale, 1.02 if scale == 1 else 0.99 if scale < 1 else 3.0)
+
+    assert choices(measured(noisy(losses, 0.001))).scale(1) < 1
+    assert choices(measured(noisy(losses, 0.2))).scale(1) == 0  # it can't be told
+
+
+def test_too_few_samples_keep_what_was_trained_and_say_so():
+    few = measured(noisy(lambda scale: 1.0 - 0.01 * (scale > 0), spread=1.0), agents=3)
+    sizes = choices(few, [1])
+    (note,) = [note for note in sizes.notes(1) if "edge" not in note]
+    assert sizes.chosen[0].undecided and sizes.scale(1) == 1.0
+    assert "too small to choose a step size: on 15 samples of 3 agents" in note
+
+
+def test_below_ten_agents_the_standard_error_is_over_samples():
+    """Agents that differ widely, whose samples all agree that 3 is better than 1."""
+
+    def loss(scale, step, unit):
+        agent = unit if unit < 100 else unit // 100
+        return 5 - (0.1 + 0.5 * (agent == 1)) * (scale == 3) - (scale > 0) - abs(scale - 3) / 1e6
+
+    alone = choices(measured(loss, agents=2))  # the agents' differences alone are too uncertain
+    assert alone.scale(1) == 1.0
+    assert choices(measured(loss, agents=2, groups=10)).scale(1) == 3.0
 
 
 def test_where_less_is_better_the_lowest_loss_is_chosen():
-    def loss(scale, step):
-        return 1 + abs(math.log(scale, 3) + 1)
-
-    assert choose_step_sizes(measured(loss, loss), [2], LOSS).chosen[0].scale == 3.0**-1
+    assert choices(measured(valley(lambda step: -1)), [2], measure=LOSS).scale(2) == 3.0**-1
 
 
 def test_unseen_agents_and_those_without_every_reply_are_excluded():
-    right = measured(peak(lambda step: 1), agents=2)
+    right = measured(valley(lambda step: 1), agents=12)
 
     def validate(scales):
         scores = right(scales)
-        liars = measured(peak(lambda step: -6), agents=4, unseen=[2])(scales)
+        liars = measured(valley(lambda step: -6), agents=14, unseen=[12])(scales)
         for scale, own, lies in zip(scales, scores, liars, strict=True):
-            own.append(lies[2])  # unseen
+            own.append(lies[12])  # unseen
             if scale >= 1 / 9:
-                own.append(lies[3])  # seen, and missing when the grid is extended
+                own.append(lies[13])  # seen, and missing when the grid is extended
         return scores
 
-    assert choose_step_sizes(validate, [1], ACCURACY).chosen[0].scale == 3.0
-    nobody = measured(peak(lambda step: 1), agents=1, unseen=[0])
-    assert choose_step_sizes(nobody, [1], ACCURACY) is None
+    assert choices(validate).chosen[0].scale == 3.0
+    nobody = measured(valley(lambda step: 1), agents=1, unseen=[0])
+    assert choices(nobody) is None
     kept = evaluate_with_choice(right, nobody, 3, ACCURACY)
-    assert kept.chosen is None and len(kept.as_trained) == 2
+    assert kept.chosen is None and len(kept.as_trained) == 12
+
+
+def test_scores_of_no_step_are_those_before_fine_tuning():
+    def score(scale, step):
+        return 0.9 - 0.1 * step * scale
+
+    harm = measured(lambda scale, step, agent: 1 + scale * step, score, steps=2)
+    found = evaluate_with_choice(harm, harm, 2, ACCURACY)
+    assert [found.scale(s) for s in (1, 2)] == [0, 0]
+    assert found.chosen[0].score == (0.9, 0.9, 0.9)
+    assert found.as_trained[0].score == pytest.approx((0.9, 0.8, 0.7))
+
+
+def test_methods_say_whether_their_training_uses_the_step_size():
+    trained = {name for name in ALGORITHMS if preferred(ALGORITHMS[name]()) == "trained"}
+    assert trained == {"gmeta", "per_fedavg", "anil", "fedl2p"}
 
 
 def engine_of(kind, algorithm, data):
@@ -250,12 +372,14 @@ def test_the_chosen_scores_are_those_of_that_step_size(run):
         for own in sizes.chosen:
             s = own.steps
 
-            def rank(scale, s=s, validation=validation):
-                seen = [agent for agent in validation[scale] if agent.seen]
-                means = np.mean([(agent.score[s], -agent.loss[s]) for agent in seen], axis=0)
-                return *np.nan_to_num(means, nan=-np.inf), -scale
+            def mean(scale, s=s, validation=validation):
+                seen = [agent.loss[s] for agent in validation[scale] if agent.seen]
+                return np.nan_to_num(np.mean(seen), nan=np.inf)
 
-            assert own.scale == max(sizes.tried, key=rank)
+            start = np.mean([a.loss[0] for a in validation[1.0] if a.seen])
+            best = min(sizes.tried, key=mean)
+            assert own.gain == pytest.approx(start - mean(best), rel=1e-4)
+            assert own.scale == 0 or mean(own.scale) < start
             right = scored(model, 0.02 * own.scale, "test")
             for mine, other in zip(part[0].chosen, right, strict=True):
                 assert mine.score[s] == other.score[s]

@@ -280,6 +280,11 @@ class Algorithm(ABC):
         return found
 
     @property
+    def trains_adapt_lr(self) -> bool:
+        """Whether training uses ``adapt_lr``, so that a model suits fine-tuning of that size."""
+        return getattr(self, "adapt_steps", 0) > 0
+
+    @property
     def initial_rate(self) -> float | None:
         """The step size of fine-tuning before training, ``adapt_lr``; None if not one number."""
         lr = getattr(self, "adapt_lr", None)

@@ -126,12 +126,12 @@ class AdaptAbout(_AboutRecord):
 
     ``lr`` is one number, or one for every parameter by its name (learned step sizes). If it was
     chosen on validation samples of agents seen in training, ``lr_scale`` is its ratio to that of
-    training.
+    training; 0: no step lowered the loss there, so that ``steps`` is 0.
     """
 
     steps: Annotated[int, Field(ge=0, le=100_000)]
     lr: Annotated[Finite, Field(ge=0)] | dict[str, Annotated[Finite, Field(ge=0)]]
-    lr_scale: Annotated[Finite, Field(gt=0)] | None = None
+    lr_scale: Annotated[Finite, Field(ge=0)] | None = None
     batch_size: Size
     optimiser: Literal["sgd"] = "sgd"
 

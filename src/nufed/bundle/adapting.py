@@ -49,6 +49,7 @@ class Report:
         noise: its standard error.
         majority: the accuracy of always predicting the most frequent class.
         outside: a sentence, if the inputs are on another scale than those of training.
+        refused: whether the model is returned unadapted, because adapting harms.
     """
 
     samples: int
@@ -59,6 +60,7 @@ class Report:
     noise: float
     majority: float | None
     outside: str | None = None
+    refused: bool = False
 
     @property
     def before(self) -> Score:
@@ -122,7 +124,8 @@ class Report:
         elif self.steps:
             yield {
                 "helped": "adapting helped: the loss decreased significantly",
-                "harmed": "adapting harmed: the loss increased significantly; try steps=auto",
+                "harmed": "adapting harmed: the loss increased significantly"
+                + "; this model is the unadapted one" * self.refused,
                 "undecided": "can't be told whether adapting helped: the change of the loss is "
                 "within noise",
             }[self.verdict]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -95,7 +96,8 @@ class Bundle:
                 data on another scale is then warned about.
             adapt_lr, adapt_steps, batch_size: α (one number, or one per parameter by name), ν and
                 D of fine-tuning.
-            lr_scale: if α was chosen on validation samples, its ratio to that of training.
+            lr_scale: if α was chosen on validation samples, its ratio to that of training; 0: no
+                step lowered the loss.
             classes: names of classes, in the order of outputs; none for regression.
             loss: ``"cross_entropy"``, ``"mse"``, an import path, or a function, which then has to
                 be passed again when the bundle is loaded; by default cross-entropy with classes,
@@ -181,12 +183,15 @@ class Bundle:
         *,
         steps: int | Literal["auto"] | None = None,
         max_steps: int | None = None,
+        lr: float | None = None,
         seed: int = 0,
+        anyway: bool = False,
     ) -> Adapted:
         """Fine-tune the meta-model on a user's data, and measure the effect.
 
         The effect is measured by cross-validation: each of five folds is scored by a model that
-        was fine-tuned on the others. The returned model is fine-tuned on all of the data.
+        was fine-tuned on the others. The returned model is fine-tuned on all of the data; if the
+        verdict is that this harms, it is the unadapted model (``report.refused``).
 
         Args:
             inputs: one sample per row, in the units of the training data (bytes stay bytes).
@@ -195,11 +200,18 @@ class Bundle:
                 chooses between 0 and ``max_steps`` by cross-validation.
             max_steps: with ``"auto"``, at most so many; by default at least 10, and twice those
                 that the model was trained for.
+            lr: the step size; by default the bundle's.
             seed: of the batches.
+            anyway: return the fine-tuned model even if fine-tuning harms.
 
         Returns:
             ``.module``, a plain ``nn.Module`` that takes raw inputs as here, and ``.report``.
         """
+        if lr is not None:
+            ok = isinstance(lr, int | float) and 0 < lr < math.inf
+            require(ok, "lr", lr, "must be a number above 0")
+            size = self.about.adapt.model_copy(update={"lr": float(lr), "lr_scale": None})
+            self = replace(self, about=self.about.model_copy(update={"adapt": size}))
         if steps is None:
             steps = self.about.adapt.steps
         whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
@@ -217,7 +229,9 @@ class Bundle:
         outside = self.about.warn_outside(samples.inputs)
         with torch_threads(1):  # the same bits everywhere on this machine
             report = cross_validate(self, samples, steps, most, seed, outside)
-            *_, w = fine_tuned(self, samples, range(len(samples)), report.steps, seed)
+            report = replace(report, refused=report.verdict == "harmed" and not anyway)
+            taken = 0 if report.refused else report.steps
+            *_, w = fine_tuned(self, samples, range(len(samples)), taken, seed)
         return Adapted(self.about, prepared(self.about, self.objective.module(w)), report)
 
     def unadapted(self) -> Adapted:

@@ -36,7 +36,9 @@ def _lines(about: About) -> Iterator[str]:
     yield ""
     yield "## Use"
     rate = f"{adapt.lr:.4g}" if isinstance(adapt.lr, float) else "one per parameter, learned"
-    if adapt.lr_scale is not None:
+    if adapt.lr_scale == 0:
+        rate += " (no step lowered the loss on validation samples of agents seen in training)"
+    elif adapt.lr_scale is not None:
         rate += (
             f" (chosen on validation samples of agents seen in training: {adapt.lr_scale:.3g} "
             "times that of training)"

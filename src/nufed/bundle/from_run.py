@@ -77,6 +77,7 @@ def bundle_of(
     if algorithm.only_fine_tunes:
         steps = shown_steps(run, method)
         scale = sizes.scale(steps) if sizes else None
+        steps = 0 if scale == 0 else steps
     else:  # the chosen step size is that of other models
         steps, scale = run.config.steps_shown, None
     return Bundle.of(

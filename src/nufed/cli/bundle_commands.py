@@ -143,9 +143,15 @@ def adapt(
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="With --steps auto: the largest number to try.")
     ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Step size of fine-tuning; default: the bundle's.")
+    ] = None,
     label: Label = "label",
     targets: Targets = None,
     seed: Annotated[int, typer.Option(min=0, help="The seed of the batches.")] = 0,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Write the model even if adapting harms.")
+    ] = False,
     force: Force = False,
     trust: Trust = False,
     as_json: AsJson = False,
@@ -161,9 +167,23 @@ def adapt(
         raise InputError(f"--max-steps {max_steps}: is for --steps auto; add that, or leave it out")
     found = load_bundle(bundle, trust=trust)
     given = _read(found.about, data, label, targets)
-    adapted = found.adapt(given.inputs, given.labels, steps=chosen, max_steps=max_steps, seed=seed)
-    adapted.save(out)
+    adapted = found.adapt(
+        given.inputs,
+        given.labels,
+        steps=chosen,
+        max_steps=max_steps,
+        lr=lr,
+        seed=seed,
+        anyway=anyway,
+    )
     assert adapted.report is not None
+    if adapted.report.refused:
+        before, after = adapted.report.before.loss, adapted.report.after.loss
+        raise InputError(
+            f"adapting harms: on held-out samples the loss rises from {before:.3f} to {after:.3f}; "
+            "nothing was written: try --steps auto or a smaller --lr, or write it with --anyway"
+        )
+    adapted.save(out)
     if as_json:
         report = {**asdict(adapted.report), "verdict": adapted.report.verdict}
         print(json.dumps({"model": str(out), "report": finite(report)}))

@@ -3,6 +3,7 @@
 from nufed.evaluate.fits import Fit, can_be_drawn, fits
 from nufed.evaluate.metrics import METRICS, Metric, accuracy, auc, balanced_accuracy, f1
 from nufed.evaluate.scores import (
+    GROUPS,
     AgentScores,
     Measure,
     Summary,
@@ -21,10 +22,12 @@ from nufed.evaluate.step_size import (
     choose_step_sizes,
     chooses,
     evaluate_with_choice,
+    preferred,
 )
 from nufed.evaluate.training_loss import training_loss
 
 __all__ = [
+    "GROUPS",
     "METRICS",
     "AgentScores",
     "ByScale",
@@ -48,6 +51,7 @@ __all__ = [
     "f1",
     "fits",
     "majority_class",
+    "preferred",
     "score_agent",
     "summarise",
     "training_loss",

@@ -62,6 +62,9 @@ def outputs_of(
 
     def tuned(scale: float) -> Iterator[Any]:
         yield first
+        if not scale:  # no step, which differs from steps of size 0 where statistics are tracked
+            yield from [first] * steps
+            return
         models = algorithm.fine_tune(context, received, personal.tensors, steps, scale)
         next(models)  # the personal model itself
         for tensors in models:

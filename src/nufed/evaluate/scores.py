@@ -8,7 +8,7 @@ models (:mod:`nufed.evaluate.outputs`), and only the functions here read the tar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from nufed.evaluate.outputs import outputs_of
 from nufed.objective import AnyObjective, Objective
 
 NO_COST = Cost()
+ENOUGH_AGENTS = 10  # from which standard errors are over agents, below over groups of samples
+GROUPS = 10  # of an agent's validation samples, whose losses are compared
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,11 @@ class AgentScores:
     personal_gradients: int = 0  # evaluated to compute the personal model, beyond training
     personal_hvps: int = 0  # the same of Hessian-vector products
     newcomer: bool = False  # its personal model was computed without a state
+    group_loss: tuple[tuple[float, ...], ...] = ()  # by steps, of groups of validation samples
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        """As in ``agents.jsonl``."""
+        return {name: value for name, value in asdict(self).items() if name != "group_loss"}
 
 
 @dataclass(frozen=True)
@@ -198,10 +202,18 @@ def score_agent(
     """
     targets = federation.samples.targets[federation.scored_rows(agent)]
     by_class = measure.metric is accuracy and bool(federation.samples.classes)
-    most = _most_frequent(federation, agent) if by_class else None
+    most, outputs = _most_frequent(federation, agent) if by_class else None, list(outputs)
     scored = [_scores(objective, each, targets, measure, most) for each in outputs]
     whole = None if shared is None else _scores(objective, shared, targets, measure, most)
-    return _record(federation, agent, scored, whole, cost, newcomer)
+    record = _record(federation, agent, scored, whole, cost, newcomer)
+    if federation.scored_on == "validation" and len(federation.split.seen) < ENOUGH_AGENTS:
+        groups = torch.arange(len(targets)).tensor_split(min(len(targets), GROUPS))
+        losses = [
+            tuple(float(objective.loss(each[group], targets[group])) for group in groups)
+            for each in outputs
+        ]
+        record = replace(record, group_loss=tuple(losses))
+    return record
 
 
 def _scores(

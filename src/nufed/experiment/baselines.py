@@ -76,7 +76,10 @@ def baselines(
     sizes = None
     if config.tune_local:
         sizes = choose_step_sizes(
-            lambda scales: [train_and_score(scale, validation) for scale in scales], [0], measure
+            lambda scales: [train_and_score(scale, validation) for scale in scales],
+            [0],
+            measure,
+            "best",
         )
     scores = train_and_score(sizes.scale(0) if sizes else 1.0, final)
     yield "local", Evaluation(scores, step_sizes=sizes)

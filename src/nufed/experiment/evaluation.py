@@ -15,6 +15,7 @@ from nufed.evaluate import (
     chooses,
     evaluate_with_choice,
     fits,
+    preferred,
     summarise,
     training_loss,
 )
@@ -68,7 +69,9 @@ def evaluate(
     score = _scorer(setup, engine, algorithm, progress, setup.config.eval_on, agents, steps)
     seen = [agent for agent in agents if agent in setup.validated(engine.seed)]
     validate = _scorer(setup, engine, algorithm, progress, "validation", seen, steps)
-    return evaluate_with_choice(score, validate if choose and seen else None, steps, setup.measure)
+    return evaluate_with_choice(
+        score, validate if choose and seen else None, steps, setup.measure, preferred(algorithm)
+    )
 
 
 def with_fits(setup: Setup, engine: Engine, name: str, final: Final) -> Evaluation:

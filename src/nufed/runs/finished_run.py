@@ -218,13 +218,11 @@ class Run:
                 "between methods may be due to α."
             ]
         return [
-            f"{line.label}, seed {seed}: the best step size is at the edge of the search range "
-            f"(scale {own.scale:.3g}); a better one may lie outside."
+            f"{line.label}, seed {seed}: {note}"
             for line in self.lines()
             for seed, trained in line.seeds.items()
             if trained.step_sizes
-            for own in trained.step_sizes.chosen
-            if own.steps == line.steps and own.at_edge
+            for note in trained.step_sizes.notes(line.steps)
         ]
 
     @property

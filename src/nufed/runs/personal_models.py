@@ -23,8 +23,9 @@ def personal_after(
 ) -> State:
     """An agent's personal model after so many fine-tuning steps, as evaluation scores it.
 
-    ``scale`` multiplies their step size; results show the scale that evaluation chose.
+    ``scale`` multiplies their step size; results show the scale that evaluation chose. 0: no step.
     """
+    steps = steps if scale else 0
     personal = algorithm.personal_model(context, received, state)
     *_, last = algorithm.fine_tune(context, received, personal.tensors, steps, scale)
     return last

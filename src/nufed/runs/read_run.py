@@ -171,10 +171,10 @@ class _Reader:
         steps = range(1, self._config.steps_evaluated + 1) if of_fine_tuning else [0]
         if [own.steps for own in found.chosen] != list(steps):
             raise RunError(f"{path} is invalid: it must have a choice for steps {list(steps)}")
-        if {own.scale for own in found.chosen} - set(found.tried):
+        if {own.scale for own in found.chosen} - {0.0, *found.tried}:
             raise RunError(f"{path} is invalid: a scale was chosen that was not tried")
         chosen = tuple(ScaleChoice(**dict(own)) for own in found.chosen)
-        return StepSizes(tuple(found.tried), chosen, found.gradients, found.hvps)
+        return StepSizes(**{**dict(found), "tried": tuple(found.tried), "chosen": chosen})
 
     def _scores(self, path: Path, seed: int) -> list[AgentScores]:
         lines = read_lines(path, ScoresLine)

@@ -25,6 +25,7 @@ Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Number = Annotated[float | None, AfterValidator(lambda value: math.nan if value is None else value)]
 Numbers = list[Number]
 Scale = Annotated[float, Field(gt=0, le=1e9)]
+ScaleOrNone = Annotated[float, Field(ge=0, le=1e9)]  # 0: no step
 Group = Literal["seen", "unseen"]
 T = TypeVar("T", bound="Record")
 
@@ -232,7 +233,7 @@ class MetricsLine(Record):
     evaluation_gradients: Whole = 0
     evaluation_hvps: Whole = 0
     evaluation_chosen: dict[Group, Curves] = {}
-    scales: list[Scale] = []
+    scales: list[ScaleOrNone] = []
     unscored: list[AgentReason] = []
     epsilon: dict[Literal["released", "server"], Number] = {}
 
@@ -279,10 +280,12 @@ class ChosenScale(Record):
     """See :class:`nufed.evaluate.ScaleChoice`."""
 
     steps: Whole
-    scale: Scale
+    scale: ScaleOrNone
     score: Number
     loss: Number
     at_edge: bool
+    gain: Number = None
+    noise: Number = None
 
 
 class StepSizesRecord(Record):
@@ -292,6 +295,8 @@ class StepSizesRecord(Record):
     chosen: list[ChosenScale]
     gradients: Whole
     hvps: Whole
+    agents: Whole = 0
+    samples: Whole = 0
 
 
 class TimingLine(Record):

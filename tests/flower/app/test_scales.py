@@ -16,7 +16,6 @@ FEDAVG = GMeta(
     "scales",
     [
         [],
-        [0.0],
         [-1.0],
         [float("nan")],
         [float("inf")],
@@ -25,10 +24,10 @@ FEDAVG = GMeta(
         ["1"],
         "1.0",
         None,
-        [1.0] * 33,
+        [1.0] * 65,
     ],
 )
-def test_scales_that_are_not_positive_numbers_are_refused(scales):
+def test_scales_that_are_not_numbers_from_0_are_refused(scales):
     with pytest.raises(PayloadError, match="scales is"):
         read_scales(scales)
 
@@ -72,5 +71,5 @@ def test_a_site_that_replies_with_too_few_scales_is_left_out():
     plan = plan_of(FEDAVG, agents=4, rounds=1, validation=0.25)
     _, outcome, _ = federate(plan, agents_data(4, samples=40), tamper, choose=True)
     assert [error.agent for error in outcome.missing] == [1]
-    assert "is not a list of 9 numbers" in outcome.missing[0].reason
+    assert "is not a list of " in outcome.missing[0].reason
     assert [s.agent for s in outcome.evaluation.chosen] == [0, 2, 3]

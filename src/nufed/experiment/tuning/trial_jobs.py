@@ -17,7 +17,7 @@ from nufed.algorithms.protocol import Algorithm, State
 from nufed.config.methods import MethodConfig
 from nufed.config.tune_table import ScoredAgents
 from nufed.errors import InputError, TrainingError, UpdateError
-from nufed.evaluate import ByScale, choose_step_sizes, summarise
+from nufed.evaluate import ByScale, choose_step_sizes, preferred, summarise
 from nufed.experiment.jobs import Job
 from nufed.experiment.observers import Event, Listener
 from nufed.experiment.run_parts import open_engine
@@ -209,7 +209,9 @@ def validation_score(
 
     scale, gradients, hvps = 1.0, 0, 0
     if steps and config.eval_lr != "as_trained":
-        sizes = choose_step_sizes(on(sorted(setup.validated(seed))), [steps], measure)
+        sizes = choose_step_sizes(
+            on(sorted(setup.validated(seed))), [steps], measure, preferred(algorithm)
+        )
         if sizes is not None:
             scale, gradients, hvps = sizes.scale(steps), sizes.gradients, sizes.hvps
             if job.agents == "seen":

@@ -11,7 +11,7 @@ from flwr.app import MetricRecord, RecordDict
 
 from nufed.data import ScoredOn
 from nufed.errors import shown
-from nufed.evaluate import AgentScores
+from nufed.evaluate import GROUPS, AgentScores
 from nufed.flower.app.payload import (
     ABOUT,
     SCORES,
@@ -27,7 +27,8 @@ from nufed.server.checks import MOST_SAMPLES
 
 BY_CLASS = ("balanced", "minority", "majority")
 GLOBAL = "global"  # loss and score of the global model, if there is one
-MAX_SCALES = 32  # step sizes per request
+GROUP_LOSS = "group_loss"  # of groups of validation samples, if the site sends it
+MAX_SCALES = 64  # step sizes per request
 
 
 def scores_content(
@@ -50,6 +51,8 @@ def scores_content(
     )
     names = ("loss", "score", *(("balanced", "minority") if scores.balanced else ()))
     lists = {name: [x for own in by_scale for x in getattr(own, name)] for name in names}
+    if scores.group_loss:
+        lists[GROUP_LOSS] = [x for own in by_scale for losses in own.group_loss for x in losses]
     if scores.global_score is not None and scores.global_loss is not None:
         lists[GLOBAL] = [scores.global_loss, scores.global_score]
     if majority is not None:
@@ -96,7 +99,7 @@ def read_scores(
         raise PayloadError(f"newcomer is {shown(newcomer)}, not true or false")
     lists = get_record(records, SCORES, MetricRecord)
     keys = {"loss", "score", *(BY_CLASS if by_class else ()), *([GLOBAL] if has_global else ())}
-    if lists.keys() != keys:
+    if lists.keys() - {GROUP_LOSS} != keys:
         raise PayloadError(f"its scores have keys {shown(sorted(lists))} instead of {sorted(keys)}")
     test_samples = read_int(test, "test_samples", MOST_SAMPLES, least=1)
     most = test_samples if by_class else 0
@@ -114,6 +117,11 @@ def read_scores(
         "balanced": read("balanced", share=True) if by_class else [()] * scales,
         "minority": read("minority", share=True, none=none) if by_class else [()] * scales,
     }
+    groups = min(test_samples, GROUPS)
+    losses: tuple[float, ...] = ()
+    if GROUP_LOSS in lists:
+        losses = _numbers(lists[GROUP_LOSS], GROUP_LOSS, length * groups, diverged=diverged)
+    by_group = [losses[at : at + groups] for at in range(0, len(losses), groups)]
     train_samples = read_int(train, "train_samples", MOST_SAMPLES, least=1)
     shared: list[float | None] = [None, None]
     if has_global:
@@ -139,8 +147,11 @@ def read_scores(
             personal_gradients=read_int(gradients, "personal_gradients", 10**9),
             personal_hvps=read_int(hvps, "personal_hvps", 10**9),
             newcomer=newcomer,
+            group_loss=tuple(by_group[at : at + steps + 1]),
         )
-        for loss, score, balanced, on_minority in zip(*by_steps.values(), strict=True)
+        for at, loss, score, balanced, on_minority in zip(
+            range(0, length, steps + 1), *by_steps.values(), strict=True
+        )
     ]
     if not by_class:
         return scores, None
@@ -162,6 +173,7 @@ def read_scores(
         "personal_gradients": 0,
         "personal_hvps": 0,
         "newcomer": False,
+        "group_loss": (),
     }
     return scores, replace(scores[0], **cast(Any, constant))
 
@@ -169,8 +181,8 @@ def read_scores(
 def read_scales(scales: object) -> list[float]:
     """The requested scales of the step size."""
     ok = isinstance(scales, list) and 1 <= len(scales) <= MAX_SCALES
-    if not ok or not all(isinstance(s, float) and 0 < s < math.inf for s in cast(Any, scales)):
-        raise PayloadError(f"scales is {shown(scales)}, not up to {MAX_SCALES} numbers above 0")
+    if not ok or not all(isinstance(s, float) and 0 <= s < math.inf for s in cast(Any, scales)):
+        raise PayloadError(f"scales is {shown(scales)}, not up to {MAX_SCALES} numbers, 0 or more")
     return cast(list[float], scales)
 
 

@@ -9,7 +9,7 @@ from flwr.app import MessageType
 
 from nufed.data import ScoredOn
 from nufed.errors import UpdateError
-from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice
+from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice, preferred
 from nufed.flower.app.collected import usable
 from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.messaging import LOG
@@ -72,7 +72,11 @@ class Scoring:
 
         possible = choose and plan.validation > 0
         evaluation = evaluate_with_choice(
-            score, validate if possible else None, plan.eval_steps, plan.measure
+            score,
+            validate if possible else None,
+            plan.eval_steps,
+            plan.measure,
+            preferred(plan.algorithm),
         )
         return Outcome(evaluation, tuple(missing), tuple(majority))
 

@@ -55,13 +55,14 @@ def _evaluations(plan: Plan, ask: Ask) -> Iterator[tuple[str, Evaluation]]:
                 (lambda scales: ask(UNTRAINED, scales, "validation")) if validate else None,
                 plan.eval_steps,
                 plan.measure,
+                "smallest",
             ),
         )
     if LOCAL in plan.baselines:
         sizes = None
         if plan.tune_local and possible:
             sizes = choose_step_sizes(
-                lambda scales: ask(LOCAL, scales, "validation"), [0], plan.measure
+                lambda scales: ask(LOCAL, scales, "validation"), [0], plan.measure, "best"
             )
         (scores,) = ask(LOCAL, [sizes.scale(0) if sizes else 1.0], plan.scored_on)
         yield LOCAL, Evaluation(scores, step_sizes=sizes)

@@ -1,0 +1,231 @@
+"""The rule that chooses the step size of fine-tuning at use, beside two others, on four problems.
+
+For every problem, method and seed one model is trained and scored after the shown number of steps
+with the step size as trained, with that of the rule of nufed.evaluate.step_size, and with the
+argmax of the validation score over powers of 3, which was the rule before. Prints paired
+differences over agents and seeds with Holm's correction, and writes docs/results/step-size.json.
+
+    python benchmarks/step_size_rule.py --data DIR    # DIR has heart/, and CIFAR-10 as archives
+
+Finished runs are reused, interrupted ones resumed; to repeat one, remove its directory under runs/step-size. A few minutes.
+"""
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+import nufed
+from nufed.config import load_config
+from nufed.config.problem import Given, Problem
+from nufed.evaluate import choose_step_sizes, preferred
+from nufed.runs.json_files import finite
+from nufed.runs.part_files import read_received
+from nufed.simulation import BatchedEngine
+
+RUNS, RESULTS = Path("runs/step-size"), Path("docs/results/step-size.json")
+SEEDS = list(range(5))
+HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+HEART = {
+    "name": "heart",
+    "rounds": 60,
+    "metric": "balanced_accuracy",
+    "eval_every": 60,
+    "data": {"validation": 0.15, "test": 0.35},
+    "model": {"name": "fcnn", "args": {"hidden": [16], "activation": "tanh"}},
+    "method": {
+        "adapt_steps": 3,
+        "adapt_lr": 0.05,
+        "meta_lr": 0.1,
+        "local_steps": 4,
+        "batch_size": 20,
+    },
+    "methods": {
+        "fedavg": {},
+        "per-fedavg": {"algorithm": "per_fedavg"},
+        "gmeta": {"algorithm": "gmeta"},
+    },
+}
+
+
+def heart(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Columns, standardised, with indicators of missing values; disease or not; the hospital."""
+    tables = [
+        np.genfromtxt(folder / f"processed.{name}.data", delimiter=",", missing_values="?")
+        for name in HOSPITALS
+    ]
+    owners = np.repeat(HOSPITALS, [len(table) for table in tables])
+    table = np.concatenate(tables)
+    columns, disease = table[:, :-1], (table[:, -1] > 0).astype(np.int64)
+    missing = np.isnan(columns)
+    filled = np.where(missing, np.nanmedian(columns, axis=0), columns)
+    scaled = (filled - filled.mean(axis=0)) / filled.std(axis=0)
+    often = missing.mean(axis=0) > 0.05
+    return np.hstack([scaled, missing[:, often]]).astype(np.float32), disease, owners
+
+
+def problems(data: Path, quick: bool) -> dict[str, tuple[dict, tuple | None]]:
+    """Configurations by name, and the data of those that do not name it."""
+    seeds = {"seeds": SEEDS[: 2 if quick else None], "baselines": []}
+    found = {"digits": ({**preset("quickstart"), **seeds}, None)}
+    if quick:
+        found["digits"][0]["rounds"] = 2
+        return found
+    if (data / "heart").is_dir():
+        found["heart"] = ({**HEART, **seeds}, heart(data / "heart"))
+    found["sinusoid"] = ({**preset("sinusoid"), **seeds}, None)
+    if (data / "cifar-10-batches-bin").is_dir():
+        os.environ["NUFED_DATA"] = str(data)
+        cifar = preset("fig1-smoke")
+        cifar["data"]["validation"] = 0.1
+        found["fig1-smoke"] = ({**cifar, **seeds}, None)
+    return found
+
+
+def preset(name: str) -> dict:
+    return load_config(name).model_dump(exclude_unset=True)
+
+
+def old_rule(validate, steps: int, higher: bool) -> float:
+    """The scale with the best mean validation score; ties go to the lower loss."""
+    scores = {}
+
+    def rank(k: int) -> tuple[float, float, int]:
+        score = np.mean([agent.score[steps] for agent in scores[k]])
+        loss = np.mean([agent.loss[steps] for agent in scores[k]])
+        ranked = [
+            x if math.isfinite(x) else -math.inf for x in (score * (1 - 2 * (not higher)), -loss)
+        ]
+        return (*ranked, -k)
+
+    low, high = -2, 2
+    while True:
+        wanted = [k for k in range(low, high + 1) if k not in scores]
+        scores |= dict(zip(wanted, validate([3.0**k for k in wanted]), strict=True))
+        best = max(scores, key=rank)
+        if best == low and low > -6:
+            low -= 1
+        elif best == high and high < 6:
+            high += 1
+        else:
+            return 3.0**best
+
+
+def compare(run: nufed.Run, data: tuple | None) -> list[dict]:
+    """Every agent's test scores under each rule, by method and seed."""
+    problem = Problem.rebuild(run.recorded, Given(data=data), trust=False)
+    return [
+        scored(run, problem, name, seed) for name in problem.algorithms for seed in run.config.seeds
+    ]
+
+
+def scored(run: nufed.Run, problem: Problem, name: str, seed: int) -> dict:
+    """Every agent's test scores under each rule, of one method and seed."""
+    algorithm, objective = problem.algorithms[name], problem.objectives[seed]
+    path = run.path / "methods" / name / f"seed-{seed}" / "model.safetensors"
+    received = read_received(path, algorithm, objective)
+    engine = BatchedEngine(objective, problem.federations[seed], seed)
+    split, steps = engine.federation.split, run.config.steps_of(name)[0]
+
+    def scores(part, agents, scales):
+        states = {agent: {} for agent in agents}
+        how = {"steps": steps, "measure": problem.measure, "scales": scales, "part": part}
+        return engine.evaluate_scales(algorithm, received, states, **how)
+
+    def validate(scales):
+        return scores("validation", split.seen, scales)
+
+    sizes = choose_step_sizes(validate, [steps], problem.measure, preferred(algorithm))
+    old = old_rule(validate, steps, problem.measure.higher_is_better)
+    scales = {"new": sizes.scale(steps), "old": old, "trained": 1.0}
+    by_rule = dict(zip(scales, scores("test", split.agents, list(scales.values())), strict=True))
+    return {
+        "method": name,
+        "seed": seed,
+        "scales": scales,
+        "undecided": sizes.chosen[0].undecided,
+        "samples": sizes.samples,
+        "unadapted": [agent.score[0] for agent in by_rule["trained"]],
+        "scores": {rule: [agent.score[steps] for agent in own] for rule, own in by_rule.items()},
+    }
+
+
+def differences(rows: list[dict], higher: bool) -> list[dict]:
+    """The new rule minus each other one, by method: mean over agents and seeds, in the metric's
+    better direction, and the p-value of a t-test over the means of seeds."""
+    found = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        for against in ("trained", "old"):
+            means = [
+                float(np.mean(np.subtract(row["scores"]["new"], row["scores"][against])))
+                * (1 if higher else -1)
+                for row in own
+            ]
+            same = all(row["scales"]["new"] == row["scales"][against] for row in own)
+            p = 1.0 if same or np.ptp(means) == 0 else stats.ttest_1samp(means, 0).pvalue
+            half = stats.t.ppf(0.975, len(means) - 1) * np.std(means, ddof=1) / len(means) ** 0.5
+            found.append(
+                {
+                    "method": method,
+                    "against": against,
+                    "gain": float(np.mean(means)),
+                    "half_width": float(half),
+                    "p": float(p),
+                    "seeds": means,
+                }
+            )
+    return found
+
+
+def holm(rows: list[dict]) -> None:
+    """Add the p-values corrected for the number of all comparisons."""
+    highest = 0.0
+    for place, row in enumerate(sorted(rows, key=lambda row: row["p"])):
+        highest = max(highest, min(1.0, (len(rows) - place) * row["p"]))
+        row["holm"] = highest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--quick", action="store_true", help="two seeds of few rounds")
+    options = parser.parse_args()
+    results, every = {}, []
+    for name, (config, data) in problems(options.data, options.quick).items():
+        path = options.runs / name
+        run = (
+            nufed.resume(path, data=data)
+            if path.exists()
+            else nufed.run(config, data=data, out=path)
+        )
+        rows = compare(run, data)
+        gains = differences(rows, run.measure.higher_is_better)
+        results[name] = {"measure": run.measure.name, "rows": rows, "gains": gains}
+        every += gains
+    holm(every)
+    options.out.write_text(json.dumps(finite(results), indent=1) + "\n")
+    for name, result in results.items():
+        for gain in result["gains"]:
+            verdict = "" if gain["holm"] > 0.05 else "better" if gain["gain"] > 0 else "WORSE"
+            scales = [
+                f"{row['scales']['new']:.3g}/{row['scales']['old']:.3g}"
+                for row in result["rows"]
+                if row["method"] == gain["method"]
+            ]
+            print(
+                f"{name:11} {gain['method']:14} − {gain['against']:8} {gain['gain']:+.4f} "
+                f"± {gain['half_width']:.4f}  p {gain['p']:.3f}, Holm {gain['holm']:.3f} "
+                f"{verdict:6} scales new/old {' '.join(scales)}"
+            )
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()
