@@ -7,7 +7,8 @@ differences over agents and seeds with Holm's correction, and writes docs/result
 
     python benchmarks/step_size_rule.py --data DIR    # DIR has heart/, and CIFAR-10 as archives
 
-Finished runs are reused, interrupted ones resumed; to repeat one, remove its directory under runs/step-size. A few minutes.
+Finished runs are reused and interrupted ones resumed; to repeat one, remove its directory under
+runs/step-size. A few minutes.
 """
 
 import argparse

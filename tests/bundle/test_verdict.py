@@ -39,12 +39,20 @@ def test_the_verdict(changed, verdict, words):
     assert re.search(words, found.words()[-1])
 
 
+SETTINGS = {
+    "input_shape": (5,),
+    "adapt_lr": 1.0,
+    "classes": ("a", "b"),
+    "batch_size": 8,
+    "build": "logistic",
+    "args": {"input_shape": [5], "outputs": 2},
+}
+
+
 def bundle(**settings):
     torch.manual_seed(0)
-    usual = {"input_shape": (5,), "adapt_lr": 1.0, "classes": ("a", "b"), "batch_size": 8}
-    build = {"build": "logistic", "args": {"input_shape": [5], "outputs": 2}}
     module = nn.Sequential(nn.Flatten(), nn.Linear(5, 2))
-    return Bundle.of(module, **build, **{**usual, **settings})
+    return Bundle.of(module, **{**SETTINGS, **settings})
 
 
 def data(rows):
@@ -86,3 +94,31 @@ def test_the_largest_number_of_steps_is_for_auto():
     for wrong in ({"steps": 2, "max_steps": 3}, {"steps": "auto", "max_steps": 0}):
         with pytest.raises(ValueError, match="max_steps = "):
             bundle().adapt(x, y, **wrong)
+
+
+def test_a_model_that_adapting_harms_is_returned_unadapted(tmp_path):
+    """With steps that are far too large; one call returns the model that is the better one."""
+    x, y = data(40)
+    good = bundle().adapt(x, y, steps=200).module[1]
+    made = Bundle.of(good, **{**SETTINGS, "adapt_lr": 500.0})
+    found = made.adapt(x, y)
+    assert found.report.verdict == "harmed" and found.report.refused
+    assert "this model is the unadapted one" in found.report.words()[-1]
+    x = torch.as_tensor(x, dtype=torch.float32)
+    assert torch.equal(found.module(x), good(x))
+    kept = load_adapted(found.save(tmp_path / "m.safetensors"))
+    assert kept.report == found.report
+    anyway = made.adapt(x, y, anyway=True)
+    assert not anyway.report.refused and not torch.equal(anyway.module(x), good(x))
+    small = made.adapt(x, y, lr=1e-3)
+    assert small.report.verdict != "harmed" and small.about.adapt.lr == 1e-3
+    for wrong in (0, -1.0, float("nan"), float("inf"), "1"):
+        with pytest.raises(ValueError, match=r"lr = .*must be a number above 0"):
+            made.adapt(x, y, lr=wrong)
+
+
+def test_a_bundle_whose_steps_gained_nothing_takes_none():
+    made = bundle(adapt_steps=0, lr_scale=0.0)
+    assert "no step lowered the loss on validation samples" in made.card
+    found = made.adapt(*data(40))
+    assert found.report.steps == 0 and found.report.words()[-1] == "the model is left unchanged"

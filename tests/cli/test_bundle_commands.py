@@ -64,6 +64,17 @@ def test_bundle_inspect_adapt_predict(work, nufed):
     assert json.loads(printed.stdout)["report"]["chosen"] is True
 
 
+def test_adapt_writes_no_model_that_it_finds_harmed(work, nufed):
+    words = ("adapt", "run/bundles/gmeta.nufed", "my_digits.csv", "--out", "harmed.safetensors")
+    refused = nufed(*words, "--lr", "30", cwd=work)
+    assert refused.returncode == 2 and not (work / "harmed.safetensors").exists()
+    assert "adapting harms: on held-out samples the loss rises from" in refused.stderr
+    assert "--anyway" in refused.stderr
+    written = nufed(*words, "--lr", "30", "--anyway", cwd=work)
+    assert written.returncode == 0 and "adapting harmed" in written.stdout
+    assert (work / "harmed.safetensors").exists()
+
+
 def test_a_personal_model_with_training_data_needs_a_flag(tmp_path, nufed):
     """And says what it holds; `predict` uses it."""
     tables = {"methods": {"knn": {"algorithm": "knn_per", "neighbours": 3}}, "baselines": []}

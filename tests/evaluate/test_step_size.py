@@ -229,7 +229,7 @@ def test_unseen_agents_and_those_without_every_reply_are_excluded():
     assert choices(validate).chosen[0].scale == 3.0
     nobody = measured(valley(lambda step: 1), agents=1, unseen=[0])
     assert choices(nobody) is None
-    kept = evaluate_with_choice(right, nobody, 3, ACCURACY)
+    kept = evaluate_with_choice(right, nobody, 3, ACCURACY, "trained")
     assert kept.chosen is None and len(kept.as_trained) == 12
 
 
@@ -238,7 +238,7 @@ def test_scores_of_no_step_are_those_before_fine_tuning():
         return 0.9 - 0.1 * step * scale
 
     harm = measured(lambda scale, step, agent: 1 + scale * step, score, steps=2)
-    found = evaluate_with_choice(harm, harm, 2, ACCURACY)
+    found = evaluate_with_choice(harm, harm, 2, ACCURACY, "trained")
     assert [found.scale(s) for s in (1, 2)] == [0, 0]
     assert found.chosen[0].score == (0.9, 0.9, 0.9)
     assert found.as_trained[0].score == pytest.approx((0.9, 0.8, 0.7))

@@ -149,7 +149,7 @@ def evaluate_with_choice(
     validate: ByScale | None,
     steps: int,
     measure: Measure,
-    prefer: Prefer = "trained",
+    prefer: Prefer,
 ) -> Evaluation:
     """Score agents after 0, …, ``steps`` steps: as trained, and with step sizes chosen for each.
 

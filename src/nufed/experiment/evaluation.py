@@ -117,7 +117,8 @@ def _validate(
         return {}
     steps, agents = setup.config.steps_of(name)[0], sorted(setup.validated(engine.seed))
     score = _scorer(setup, engine, setup.algorithms[name], progress, "validation", agents, steps)
-    found = evaluate_with_choice(score, None, steps, setup.measure)
+    prefer = preferred(setup.algorithms[name])
+    found = evaluate_with_choice(score, None, steps, setup.measure, prefer)
     mean = summarise(found.as_trained, steps, setup.measure).mean
     recorder.files.validation.add(progress.round, mean)
     return {

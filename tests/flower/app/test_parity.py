@@ -6,7 +6,7 @@ import torch
 from flower.app.in_memory import agents_data, federate, federation_of, plan_of
 from nufed import Exact, FirstOrder, GMeta, HessianFree
 from nufed.algorithms import Ditto, Scaffold
-from nufed.evaluate import evaluate_with_choice
+from nufed.evaluate import evaluate_with_choice, preferred
 from nufed.server import Rules, to_send
 from nufed.simulation import DirectEngine, train
 from support import same, states_of
@@ -51,7 +51,8 @@ def simulated(plan, data):
 
     validate = on("validation", plan.seen) if plan.validation else None
     score = on("test", range(plan.agents))
-    return rounds, evaluate_with_choice(score, validate, plan.eval_steps, plan.measure)
+    prefer = preferred(plan.algorithm)
+    return rounds, evaluate_with_choice(score, validate, plan.eval_steps, plan.measure, prefer)
 
 
 @pytest.mark.parametrize("method", METHODS)
