@@ -36,7 +36,7 @@ HEART = {
     "rounds": 60,
     "metric": "balanced_accuracy",
     "eval_every": 60,
-    "data": {"validation": 0.15, "test": 0.35},
+    "data": {"validation": 0.1, "test": 0.4},  # 30, 29, 12 and 20 validation samples
     "model": {"name": "fcnn", "args": {"hidden": [16], "activation": "tanh"}},
     "method": {
         "adapt_steps": 3,
@@ -152,6 +152,7 @@ def scored(run: nufed.Run, problem: Problem, name: str, seed: int) -> dict:
         "samples": sizes.samples,
         "unadapted": [agent.score[0] for agent in by_rule["trained"]],
         "scores": {rule: [agent.score[steps] for agent in own] for rule, own in by_rule.items()},
+        "losses": {rule: [agent.loss[steps] for agent in own] for rule, own in by_rule.items()},
     }
 
 
@@ -167,6 +168,7 @@ def differences(rows: list[dict], higher: bool) -> list[dict]:
                 * (1 if higher else -1)
                 for row in own
             ]
+            losses = [np.subtract(row["losses"][against], row["losses"]["new"]) for row in own]
             same = all(row["scales"]["new"] == row["scales"][against] for row in own)
             p = 1.0 if same or np.ptp(means) == 0 else stats.ttest_1samp(means, 0).pvalue
             half = stats.t.ppf(0.975, len(means) - 1) * np.std(means, ddof=1) / len(means) ** 0.5
@@ -175,6 +177,7 @@ def differences(rows: list[dict], higher: bool) -> list[dict]:
                     "method": method,
                     "against": against,
                     "gain": float(np.mean(means)),
+                    "loss": float(np.mean(losses)),
                     "half_width": float(half),
                     "p": float(p),
                     "seeds": means,
@@ -222,7 +225,7 @@ def main() -> None:
             ]
             print(
                 f"{name:11} {gain['method']:14} − {gain['against']:8} {gain['gain']:+.4f} "
-                f"± {gain['half_width']:.4f}  p {gain['p']:.3f}, Holm {gain['holm']:.3f} "
+                f"± {gain['half_width']:.4f} (loss {-gain['loss']:+.4f})  p {gain['p']:.3f}, Holm {gain['holm']:.3f} "
                 f"{verdict:6} scales new/old {' '.join(scales)}"
             )
     print(options.out)
