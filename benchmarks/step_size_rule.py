@@ -225,8 +225,8 @@ def main() -> None:
             ]
             print(
                 f"{name:11} {gain['method']:14} − {gain['against']:8} {gain['gain']:+.4f} "
-                f"± {gain['half_width']:.4f} (loss {-gain['loss']:+.4f})  p {gain['p']:.3f}, Holm {gain['holm']:.3f} "
-                f"{verdict:6} scales new/old {' '.join(scales)}"
+                f"± {gain['half_width']:.4f} (loss {-gain['loss']:+.4f})  p {gain['p']:.3f}, "
+                f"Holm {gain['holm']:.3f} {verdict:6} scales new/old {' '.join(scales)}"
             )
     print(options.out)
 

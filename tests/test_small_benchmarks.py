@@ -1,5 +1,6 @@
 """Benchmarks outside of `make bench`, with tiny sizes, to their end."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,25 @@ def test_a_federation_is_measured_in_seconds_and_memory():
 
     seconds, peaks = large_federation.measure(rounds=2, sites=1, width=8, codec="int8")
     assert seconds > 0 and {"ServerApp", "SuperLink", "site"} <= peaks.keys()
+
+
+def test_the_rules_for_the_step_size_at_use_are_compared(monkeypatch, tmp_path, capsys):
+    import step_size_rule
+
+    out = tmp_path / "rules.json"
+    words = ["--quick", "--runs", str(tmp_path / "runs"), "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["step_size_rule.py", *words])
+    step_size_rule.main()
+    (problem,) = json.loads(out.read_text()).values()
+    assert {gain["against"] for gain in problem["gains"]} == {"trained", "old"}
+    for row in problem["rows"]:
+        assert row["samples"] > 0 and row["scales"]["trained"] == 1
+    assert "Holm" in capsys.readouterr().out
+
+
+def test_p_values_are_corrected_for_their_number():
+    import step_size_rule
+
+    rows = [{"p": 0.01}, {"p": 0.5}, {"p": 0.02}]
+    step_size_rule.holm(rows)
+    assert [row["holm"] for row in rows] == pytest.approx([0.03, 0.5, 0.04])
