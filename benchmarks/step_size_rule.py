@@ -75,6 +75,7 @@ def problems(data: Path, quick: bool) -> dict[str, tuple[dict, tuple | None]]:
     found = {"digits": ({**preset("quickstart"), **seeds}, None)}
     if quick:
         found["digits"][0]["rounds"] = 2
+        found["digits"][0]["data"] |= {"agents": 12, "unseen_agents": 2}
         return found
     if (data / "heart").is_dir():
         found["heart"] = ({**HEART, **seeds}, heart(data / "heart"))
