@@ -1,8 +1,8 @@
 """Metrics for Prometheus, on loopback only: of a run at the server, and of a site.
 
 They are read from the files that the server and the site write, at every scrape. No metric names
-the sites of a round, which are secret in a private run. Requests that name another host are refused,
-as by ``nufed watch``.
+the sites of a round, which are secret in a private run. Requests that name another host are
+refused, as by ``nufed watch``.
 """
 
 from __future__ import annotations
