@@ -38,6 +38,7 @@ import torch
 from flwr.app import RecordDict
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 
+from nufed.files import canonical
 from nufed.flower.app import secure_site
 from nufed.flower.app.payload import ARRAYS
 from nufed.flower.app.secure_payload import SECURE, read_secure, read_words, secure_record
@@ -52,7 +53,7 @@ from nufed.flower.app.secure_sum.sum_messages import (
     SealedShares,
     Survivors,
 )
-from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms, statement, threshold
+from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms, threshold
 from nufed.flower.app.secure_sum.words import add, encode, mask, shape_of, subtract
 from nufed.flower.app.signatures import sign
 from nufed.flower.app.site_keys import SECURE_SUM, SiteKeys
@@ -77,7 +78,7 @@ class Rules:
 
 
 def old_message(own):
-    return statement("survivors", own.terms.digest.hex(), own.survivors)
+    return canonical("survivors", own.terms.digest.hex(), own.survivors)
 
 
 @dataclass(frozen=True)
