@@ -7,10 +7,12 @@ import tracemalloc
 import zipfile
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nufed import InputError
-from nufed.data import limits
+from nufed.data import limits, parquet_file
 from nufed.data.csv_file import from_cell, to_cell
 from nufed.data.data_file import read_data
 from nufed.data.limits import LIMIT, read_npz
@@ -100,6 +102,43 @@ def test_a_member_that_is_larger_than_the_directory_says_is_not_unpacked(tmp_pat
     path.write_bytes(content)
     said, memory = refused(path)
     assert "not an NPZ file" in said and memory < 20 * MB
+
+
+def text(length, distinct, rows=30_000):
+    return pa.array([f"{row % distinct:0{length}d}" for row in range(rows)])
+
+
+@pytest.mark.parametrize(
+    ("label", "owner"),
+    [
+        (text(7, 10), None),
+        (text(12, 30_000), text(12, 30_000)),
+        (text(2000, 3), None),  # 60 MB, if rows did not share their text
+        (text(200, 30_000), None),
+        (pa.array(range(30_000)), pa.array(range(10**6, 10**6 + 30_000))),
+        (pa.array(np.linspace(0, 1, 30_000)), None),
+    ],
+    ids=["classes", "texts", "long and few", "long and many", "numbers", "regression"],
+)
+@pytest.mark.parametrize("features", [1, 20])
+def test_a_parquet_file_takes_no_more_memory_than_is_counted(
+    tmp_path, monkeypatch, label, owner, features
+):
+    columns = {f"f{place}": np.zeros(30_000) for place in range(features)} | {"label": label}
+    path, counted = tmp_path / "a.parquet", []
+    pq.write_table(pa.table(columns | ({"who": owner} if owner is not None else {})), path)
+    check = parquet_file.check_size
+    monkeypatch.setattr(
+        parquet_file, "check_size", lambda size, *rest: counted.append(size) or check(size, *rest)
+    )
+    own_pool = pa.proxy_memory_pool(pa.system_memory_pool())
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(own_pool)
+    try:
+        read = most_memory(lambda: read_data(path, owner="who" if owner is not None else None))
+    finally:
+        pa.set_memory_pool(before)
+    assert read + own_pool.max_memory() - path.stat().st_size < counted[0]
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])

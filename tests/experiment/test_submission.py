@@ -61,6 +61,19 @@ def test_slurm_is_given_an_array_and_a_job_that_collects_it(slurm, tmp_path):
     assert not out.exists() and Path(array["output"]).parent == found.logs
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_only_the_user_can_write_what_jobs_will_run(slurm, tmp_path, exists):
+    before = os.umask(0o002)
+    try:
+        if exists:
+            (tmp_path / "run-jobs").mkdir(0o775)
+        found = submit("quickstart", [], tmp_path / "run", 2, Resources())
+    finally:
+        os.umask(before)
+    assert found.logs.stat().st_mode & 0o777 == 0o700
+    assert list(found.logs.rglob("*.pkl"))
+
+
 def test_what_cannot_be_submitted_is_one_sentence(slurm, tmp_path, monkeypatch):
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho no such partition >&2\nexit 1\n")
     with pytest.raises(RunError, match=r"the jobs could not be submitted: .*no such partition"):

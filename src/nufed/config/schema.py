@@ -6,6 +6,7 @@ of its own (:mod:`nufed.config.methods`). :mod:`nufed.config.load` reads files a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
@@ -332,6 +333,11 @@ class Config(_Table):
     def fingerprint(self) -> str:
         """The SHA-256 of everything that determines bits, except ``rounds``."""
         others = {"name", "note", "rounds", "workers", "tune", "tuned"}
+        exact = self.model_dump(exclude=others)
+        try:
+            json.dumps(exact, allow_nan=False, default=str)
+        except ValueError:  # inf, -inf and nan, which are all null in pydantic's JSON
+            return sha256(json.dumps(exact, default=str).encode())
         return sha256(self.model_dump_json(exclude=others).encode())
 
     def to_toml(self) -> str:

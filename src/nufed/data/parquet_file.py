@@ -10,7 +10,10 @@ from nufed.data.limits import check_size, data_limit
 from nufed.data.sample_table import Data, places_of
 from nufed.errors import InputError, in_short, shown
 
-NUMBER_BYTES = 8
+# the most that reading takes in memory (measured: tests/data/test_limits.py)
+NUMBER_BYTES = 16  # for a feature of a row
+TEXT_BYTES = 200  # for the label or the owner of a row, besides its characters
+TEXT_COPIES = 4  # of its characters, at the same time
 
 
 def read_parquet(content: bytes, label: str, owner: str | None, labelled: bool) -> Data:
@@ -40,14 +43,19 @@ def read_parquet(content: bytes, label: str, owner: str | None, labelled: bool) 
     rows = file.metadata.num_rows
     if not rows:
         raise InputError("it is empty: give one row per sample")
-    check_size(rows * len(names) * NUMBER_BYTES, "it unpacks to", data_limit())
+    places_of_text = [place for place in places if place is not None]
+    size = rows * (len(features) * NUMBER_BYTES + len(places_of_text) * TEXT_BYTES)
+    for group in range(file.metadata.num_row_groups):
+        columns = file.metadata.row_group(group)
+        for place in places_of_text:
+            size += TEXT_COPIES * columns.column(place).total_uncompressed_size
+    check_size(size, "reading it takes up to", data_limit())
     try:
-        table = file.read()
         inputs = np.empty((rows, len(features)))
         for place, name in enumerate(features):
-            inputs[:, place] = table.column(name).cast(pa.float64()).to_numpy()
-        labels = None if places.label is None else table.column(label).to_pylist()
-        owners = None if places.owner is None else table.column(owner).to_pylist()
+            inputs[:, place] = file.read([name]).column(name).cast(pa.float64()).to_numpy()
+        labels = None if places.label is None else _values(file.read([label]).column(label))
+        owners = None if places.owner is None else _values(file.read([owner]).column(owner))
     except Exception as error:  # of a damaged file
         raise InputError(f"it can't be read as Parquet ({in_short(error)})") from None
     for row, place in np.argwhere(~np.isfinite(inputs))[:1]:
@@ -57,6 +65,21 @@ def read_parquet(content: bytes, label: str, owner: str | None, labelled: bool) 
         )
     named = None if owners is None else [str(name) for name in owners]
     return Data(inputs, _labels(labels, label, labelled), named)
+
+
+def _values(column: Any) -> list[Any]:
+    """Floating-point numbers or text by row, None if missing; rows with equal text share it."""
+    import pyarrow as pa
+
+    if pa.types.is_floating(column.type):
+        return list(column.to_pylist())
+    found: list[str | None] = []
+    for chunk in column.chunks:
+        coded = chunk if pa.types.is_dictionary(chunk.type) else chunk.dictionary_encode()
+        values = (each.as_py() for each in coded.dictionary)
+        distinct = [None if value is None else str(value) for value in values] + [None]
+        found += [distinct[place] for place in coded.indices.fill_null(-1).to_numpy()]
+    return found
 
 
 def _labels(values: list[Any] | None, name: str, labelled: bool) -> Any:
@@ -69,4 +92,4 @@ def _labels(values: list[Any] | None, name: str, labelled: bool) -> Any:
         )
     if all(isinstance(value, float) for value in values):
         return np.array(values)
-    return [value if isinstance(value, str) else str(value) for value in values]
+    return values

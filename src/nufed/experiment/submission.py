@@ -22,6 +22,7 @@ from nufed.config import load_config
 from nufed.config.trust import named_code
 from nufed.errors import InputError, RunError, in_short
 from nufed.experiment.run_directories import check_simulated
+from nufed.files import make_private
 
 SAVE_SECONDS = 60  # to finish a round and save it; Slurm signals 90 seconds before the limit
 
@@ -159,6 +160,8 @@ def _executor(logs: Path, cluster: str) -> Any:
             "give --local to start the parts as processes here"
         )
     try:
+        make_private(logs)
+        logs.chmod(0o700)  # also one that was there: jobs run what submitit stores in it
         return submitit.AutoExecutor(logs, cluster)
     except (RuntimeError, OSError) as error:
         raise RunError(f"jobs can't be submitted from {logs}: {in_short(error)}") from error

@@ -72,7 +72,7 @@ class WandB(Observer):
                 project=self._project or self._config.name,
                 name=f"{method} seed {seed}",
                 group=Path(self._path).name,
-                id=sha256(f"{self._path}/{method}/{seed}".encode())[:16],
+                id=run_id(self._path, method, seed),
                 resume="allow" if self._mode == "online" else None,
                 config=settings_of_method(self._config, method) | {"seed": seed},
                 dir=str(self._folder),
@@ -89,6 +89,11 @@ class WandB(Observer):
                 ),
             )
         return self._runs[method, seed]
+
+
+def run_id(path: str, method: str, seed: int) -> str:
+    """W&B's id of a method and seed of a run; names of methods have no slash."""
+    return sha256(f"{path}/{method}/{seed}".encode())[:16]
 
 
 def write_wandb(run: Run, out: Path, chosen: Chosen) -> list[str]:

@@ -40,6 +40,11 @@ HEADERS = {
 }
 
 
+def loopback_hosts(port: int) -> list[str]:
+    """What requests to a port of this machine may name as their host: no name of a foreign site."""
+    return [f"{name}:{port}" for name in (ADDRESS, "localhost")]
+
+
 class WatchedPage:
     """The page of a run, drawn again when its files have changed."""
 
@@ -83,7 +88,7 @@ class WatchServer(ThreadingTCPServer):
             raise InputError(
                 f"--port {port} can't be used ({error.strerror}): choose another, or 0 for any"
             ) from error
-        self.hosts = [f"{name}:{self.server_address[1]}" for name in (ADDRESS, "localhost")]
+        self.hosts = loopback_hosts(self.server_address[1])
 
     @property
     def url(self) -> str:

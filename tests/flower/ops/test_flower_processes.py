@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ subprocess.Popen([sys.executable, "-S", "-c", stay, sys.argv[1]], start_new_sess
 exec(stay)
 """
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+
+
+@contextmanager
+def disposition(number, handler):
+    """What this process does on a signal, however the tests were started: nohup and & ignore it."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def start(commands, folder, before=""):
@@ -50,12 +61,23 @@ def test_nothing_is_left_after_an_error(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_after_a_signal_which_acts_as_ctrl_c(tmp_path, number):
-    before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), flower() as commands:
-        pids = start(commands, tmp_path / "ids")
-        os.kill(os.getpid(), number)
-    assert not alive(pids)
-    assert signal.getsignal(number) is before
+    with disposition(number, signal.SIG_DFL):
+        with pytest.raises(KeyboardInterrupt), flower() as commands:
+            pids = start(commands, tmp_path / "ids")
+            os.kill(os.getpid(), number)
+        assert not alive(pids)
+        assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_under_nohup_stays_ignored(tmp_path, number):
+    with disposition(number, signal.SIG_IGN):
+        with flower() as commands:
+            pids = start(commands, tmp_path / "ids")
+            os.kill(os.getpid(), number)
+            assert alive(pids) == pids
+        assert not alive(pids)
+        assert signal.getsignal(number) is signal.SIG_IGN
 
 
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
@@ -73,7 +95,7 @@ def test_a_second_signal_does_not_prevent_termination(tmp_path, monkeypatch):
         end(self)
 
     monkeypatch.setattr(processes.Flower, "end", interrupted)
-    with flower() as commands:
+    with disposition(signal.SIGINT, signal.default_int_handler), flower() as commands:
         pids = start(commands, tmp_path / "ids")
     assert not alive(pids)
 

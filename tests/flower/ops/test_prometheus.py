@@ -1,5 +1,6 @@
 """Metrics on loopback, read with the parser of Prometheus's own client."""
 
+import http.client
 import socket
 import urllib.request
 
@@ -61,6 +62,24 @@ def test_a_run_and_its_sites_are_scraped(tmp_path):
     assert 0 <= own["nufed_site_score", "accuracy"] <= 1
     assert own["nufed_site_bytes_total", "down"] >= sum(line.bytes_down for line in mine)
     assert own["nufed_site_failures_total",] == 0
+
+
+@pytest.mark.parametrize("host", ["attacker.example", "attacker.example:{}", "127.0.0.1", None])
+def test_a_request_that_names_another_host_is_refused(host):
+    """A foreign web site could have pointed its name here."""
+    (port,) = free_ports(1)
+    with serving(port, lambda: run_metrics(Monitor(plan_of(FEDAVG)).status())):
+        for names in ([host], [f"localhost:{port}", host], [host, f"localhost:{port}"]):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.putrequest("GET", "/metrics", skip_host=True)
+            for name in names if host else ():
+                connection.putheader("Host", name.format(port))
+            connection.endheaders()
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (403, b"")
+            connection.close()
+        with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=60) as page:
+            assert b"nufed_round" in page.read()
 
 
 def test_epsilon_is_a_metric_and_no_sites_of_a_round_are():

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nufed.algorithms.protocol import State
 from nufed.errors import InputError, RunError
-from nufed.files import locked, make_private, read_sealed, sha256, write_sealed
+from nufed.files import canonical, locked, make_private, read_sealed, sha256, write_sealed
 from nufed.flower.app.payload import read_run
 from nufed.flower.app.secure_payload import (
     PROTOCOL_KEY,
@@ -48,13 +48,7 @@ from nufed.flower.app.secure_sum.sum_messages import (
     SealedShares,
     Survivors,
 )
-from nufed.flower.app.secure_sum.sum_terms import (
-    PROTOCOL,
-    SecureSumError,
-    SumTerms,
-    as_json,
-    statement,
-)
+from nufed.flower.app.secure_sum.sum_terms import PROTOCOL, SecureSumError, SumTerms, as_json
 from nufed.flower.app.secure_sum.words import encode
 from nufed.flower.app.signatures import checked_public, sign
 from nufed.flower.app.site import Site
@@ -220,7 +214,7 @@ def _keys_of(site: Site, sites: Iterable[int]) -> str:
     """The digest of the keys of sites."""
     lines = _site_keys(site).lines
     known = sorted(checked_public(lines[number]) for number in sites if number < len(lines))
-    return sha256(statement(known))
+    return sha256(canonical(known))
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """Metrics for Prometheus, on loopback only: of a run at the server, and of a site.
 
 They are read from the files that the server and the site write, at every scrape. No metric names
-the sites of a round, which are secret in a private run.
+the sites of a round, which are secret in a private run. Requests that name another host are
+refused, as by ``nufed watch``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nufed.errors import InputError, NufedError
 from nufed.runs.federation_status import StatusRecord
@@ -16,8 +17,6 @@ from nufed.runs.site_activity import SiteActivity
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
-
-HOST = "127.0.0.1"
 
 
 @contextmanager
@@ -41,14 +40,25 @@ def serving(port: int | None, read: Callable[[], Iterable[Metric]]) -> Iterator[
             except NufedError:  # nothing was written yet
                 return
 
-    registry = CollectorRegistry()
-    registry.register(Reader())
+    from nufed.report.watch_server import ADDRESS, loopback_hosts
+
+    registry, hosts = CollectorRegistry(), loopback_hosts(port)
     try:
-        server, thread = start_http_server(port, HOST, registry)
+        server, thread = start_http_server(port, ADDRESS, registry)
     except OSError as error:
         raise InputError(
             f"--metrics-port {port}: can't listen there ({error.strerror}); give another port"
         ) from error
+    metrics = server.get_app()
+
+    def checked(environ: dict[str, Any], start: Any) -> Any:
+        if environ.get("HTTP_HOST") in hosts:
+            return metrics(environ, start)  # type: ignore[misc]
+        start("403 Forbidden", [])
+        return []
+
+    server.set_app(checked)
+    registry.register(Reader())  # now that hosts are checked
     try:
         yield
     finally:

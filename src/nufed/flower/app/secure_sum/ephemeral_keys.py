@@ -13,7 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from nufed.flower.app.secure_sum.sum_terms import SecureSumError, as_json, statement
+from nufed.files import canonical
+from nufed.flower.app.secure_sum.sum_terms import SecureSumError, as_json
 
 Sign: TypeAlias = Callable[[bytes], bytes]
 Verify: TypeAlias = Callable[[int, bytes, bytes], bool]  # site, message, signature
@@ -76,4 +77,4 @@ def decrypt(key: bytes, sealed: bytes, context: bytes, sender: int) -> bytes:
 
 def pair_context(digest: bytes, purpose: str, first: int, second: int) -> bytes:
     """Binds a key or ciphertext to the terms, its purpose and an ordered pair of sites."""
-    return statement(digest.hex(), purpose, first, second)
+    return canonical(digest.hex(), purpose, first, second)

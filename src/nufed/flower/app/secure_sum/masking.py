@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from flwr.common.secure_aggregation.crypto.shamir import create_shares
 
+from nufed.files import canonical
 from nufed.flower.app.secure_sum.ephemeral_keys import (
     Advert,
     Sign,
@@ -20,7 +21,7 @@ from nufed.flower.app.secure_sum.ephemeral_keys import (
     pair_context,
     public_of,
 )
-from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms, as_json, statement
+from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms, as_json
 from nufed.flower.app.secure_sum.words import KEY_BYTES, Words, add, mask, subtract
 
 SHARE, ENCRYPTION, MASKING = "share", "encryption", "masking"
@@ -71,7 +72,7 @@ def advertise(terms: SumTerms, site: int, sign: Sign) -> tuple[Secrets, Advert]:
 
 def signed_message(terms: SumTerms, site: int, advert: Advert) -> bytes:
     """What a site signs."""
-    return statement("keys", terms.digest.hex(), site, advert.signed)
+    return canonical("keys", terms.digest.hex(), site, advert.signed)
 
 
 def _unsigned(own: Secrets) -> Advert:
@@ -156,9 +157,9 @@ def confirmed_message(own: Secrets) -> bytes:
     Keys are fresh in every attempt, so a signature counts only among sites that were sent the same
     keys, and a site has one signature for these.
     """
-    adverts = statement([[site, own.adverts[site].signed] for site in sorted(own.adverts)])
+    adverts = canonical([[site, own.adverts[site].signed] for site in sorted(own.adverts)])
     keys = hashlib.sha256(adverts).hexdigest()
-    return statement("survivors", own.terms.digest.hex(), keys, own.survivors)
+    return canonical("survivors", own.terms.digest.hex(), keys, own.survivors)
 
 
 def unmask(

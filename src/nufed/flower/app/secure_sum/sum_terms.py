@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import asdict, dataclass
 
 from pydantic import ConfigDict, with_config
 
 from nufed.errors import TrainingError
+from nufed.files import canonical
 
 PROTOCOL = 2  # version: since 2, confirmations cover all keys, and attempt ids are used once
 MIN_SITES = 3  # with the sum of two, each of them knows the other's update
@@ -59,7 +59,7 @@ class SumTerms:
     @property
     def digest(self) -> bytes:
         """Binds keys, signatures and ciphertexts to this attempt."""
-        return hashlib.sha256(statement("nufed secure sum", PROTOCOL, asdict(self))).digest()
+        return hashlib.sha256(canonical("nufed secure sum", PROTOCOL, asdict(self))).digest()
 
     def check_enough(self, sites: int, what: str) -> None:
         """Refuse to go on with too few sites."""
@@ -68,11 +68,6 @@ class SumTerms:
                 f"only {sites} of {len(self.sites)} sites {what}: a secure sum needs "
                 f"{self.threshold}"
             )
-
-
-def statement(*values: object) -> bytes:
-    """Values as bytes that no other values have: what is hashed, signed or authenticated."""
-    return json.dumps(values, sort_keys=True).encode()
 
 
 def threshold(sites: int) -> int:
