@@ -40,6 +40,7 @@ SETTING = {
     "checkpoint_every": 60,
     "model": {"name": "fcnn", "args": {"hidden": [32], "activation": "tanh"}},
     "method": {
+        "algorithm": "gmeta",
         "adapt_steps": STEPS,
         "adapt_lr": 0.05,
         "meta_lr": 0.3,

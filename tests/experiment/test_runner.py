@@ -40,8 +40,8 @@ SMALL = {
     "method": {"adapt_steps": 2, "adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
     "methods": {
         "fedavg": {"algorithm": "fedavg"},
-        "exact": {},
-        "hf": {"curvature": "hessian_free"},
+        "exact": {"algorithm": "gmeta"},
+        "hf": {"algorithm": "gmeta", "curvature": "hessian_free"},
     },
 }
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -94,6 +94,17 @@ class Algorithm(ABC):
     shown_steps: ClassVar[int | None] = None
     """Fine-tuning steps after which its personal model is reported; None: the run's number."""
     personal_data: ClassVar[str | None] = None  # training data that a personal model contains
+
+    set_explicitly: ClassVar[frozenset[str]] = frozenset()
+    """Of an object: the settings that it was made with, which ``[method]`` does not change."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        made = super().__new__(cls)
+        in_order = (field.name for field in fields(cls) if field.init and not field.kw_only)
+        given = {*settings, *(name for name, _ in zip(in_order, args, strict=False))}
+        if given:
+            object.__setattr__(made, "set_explicitly", frozenset(given))
+        return made
 
     @property
     @abstractmethod

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from nufed.algorithms.attacks import ATTACKS
 from nufed.algorithms.protocol import Algorithm
 from nufed.config.compression_table import CompressionConfig
-from nufed.config.methods import MethodConfig, make_methods, write_out
+from nufed.config.methods import MethodConfig, make_methods, with_objects, write_out
 from nufed.config.names import AT_SITES as AT_SITES
 from nufed.config.names import OWN as OWN
 from nufed.config.names import EngineName, Name
@@ -322,6 +322,15 @@ class Config(_Table):
                 )
         made = make_methods(self.method, self.methods, own)
         return {name: method.algorithm for name, method in made.items()}
+
+    def with_objects(
+        self, own: Mapping[str, Algorithm], shared: MethodConfig | None = None
+    ) -> Config:
+        """The same with placeholders for algorithms given in Python, which hold their settings.
+
+        What an object does not set itself is as recorded, or as in ``shared``.
+        """
+        return self.model_copy(update={"methods": with_objects(self.methods, own, shared)})
 
     def written_out(self) -> Config:
         """The same with the defaults of all settings of methods written out."""

@@ -41,7 +41,7 @@ CONFIG = {
     "methods": {
         "fedavg": {},
         "per-fedavg": {"curvature": "exact"},
-        "fo": {"curvature": "first_order"},
+        "fo": {"algorithm": "gmeta", "curvature": "first_order"},
     },
     "tune": {"budget": 8, "halvings": 1, "finalists": 1, "repeats": 1},
 }

@@ -153,7 +153,7 @@ def _configuration(
     if resume is None and config is None:
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume DIR")
     if config is not None:
-        return load_config(config, more)
+        return load_config(config, more, given.methods)
     path = Path(str(resume))
     if not (path / SEARCH).is_file():
         raise RunError(
