@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from nufed.algorithms.protocol import Algorithm, Context
 from nufed.config import Config
 from nufed.config.problem import Given, Problem
 from nufed.data import Federation, Samples, Split
 from nufed.errors import InputError, in_short
 from nufed.evaluate import Measure
-from nufed.objective import Objective
+from nufed.objective import Batch, Objective
 from nufed.seeding import stream
 from nufed.server import Rules, cohort_size, to_send
 from nufed.server.memory_needs import warn_of_memory
@@ -84,6 +86,7 @@ class Setup:
         # the training loop checks curvature instead, in rounds that don't depend on workers
         algorithms = {name: a.without_checks() for name, a in problem.algorithms.items()}
         made = cls._assembled(problem, algorithms, {}, workers)
+        _check_single_samples(made)
         _try_model(made)
         first = made.engines[config.seeds[0]]
         chosen = {name: first.choose(a, config.engine) for name, a in algorithms.items()}
@@ -168,6 +171,48 @@ class Setup:
 
 def _rebuilt(config: Config, given: Given, samples: Samples, *parts: Any) -> Setup:
     return Setup._assembled(Problem.make(config, given, samples=samples), *parts)
+
+
+def _check_single_samples(setup: Setup) -> None:
+    """Refuse batches of one sample, which epochs may end with, if the model can't train on one.
+
+    BatchNorm can't, where a sample gives one value per channel; this is tried on the model.
+    """
+    for seed, federation in setup.federations.items():
+        objective, split = setup.objectives[seed], federation.split
+        for name, algorithm in setup.algorithms.items():
+            for agent in [0] if split.recipe else split.agents:
+                rows = split.train[agent]
+                size = min(algorithm.batch_size, len(rows))
+                ends_alone = getattr(algorithm, "local_epochs", 0) and len(rows) % size == 1
+                if size > 1 and not ends_alone:
+                    continue
+                error = _single_sample_error(objective, federation.samples, rows[0])
+                if error is None:
+                    return
+                raise InputError(
+                    f"agent {split.names[agent]} has {len(rows)} training samples and the "
+                    f"batch_size of {name} is {algorithm.batch_size}: "
+                    f"{'an epoch ends with' if ends_alone else 'that is'} a batch of one sample, "
+                    f"on which this model can't be trained ({error}); choose another batch_size, "
+                    'local_steps instead of local_epochs, model.running_stats = "frozen", or '
+                    "GroupNorm"
+                )
+
+
+def _single_sample_error(objective: Objective, samples: Samples, row: int) -> str | None:
+    """Why the model can be trained on two samples but not on one; None if it can, or on neither."""
+    w, error = objective.initial(), None
+    for rows in ([row], [row, row]):
+        try:
+            objective.grad(w, Batch(*samples.take(np.array(rows)), seed=0))
+        except Exception as caught:  # the user's model or loss may raise anything
+            if error is not None:
+                return None
+            error = in_short(caught.__cause__ or caught)
+        else:
+            return error
+    return None
 
 
 def _try_model(setup: Setup) -> None:
