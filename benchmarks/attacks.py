@@ -40,7 +40,6 @@ SETTING = {
     "checkpoint_every": 60,
     "model": {"name": "fcnn", "args": {"hidden": [32], "activation": "tanh"}},
     "method": {
-        "algorithm": "gmeta",
         "adapt_steps": STEPS,
         "adapt_lr": 0.05,
         "meta_lr": 0.3,
@@ -49,7 +48,7 @@ SETTING = {
         "curvature": "first_order",
         "trim": CORRUPT,
     },
-    "methods": {rule: {"aggregation": rule} for rule in RULES},
+    "methods": {rule: {"algorithm": "gmeta", "aggregation": rule} for rule in RULES},
 }
 
 

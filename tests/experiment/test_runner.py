@@ -311,24 +311,24 @@ def test_steps_evaluated_follow_the_steps_trained_for():
     assert load_config(config).steps_evaluated == 2
     assert load_config(config, ["method.adapt_steps=5"]).steps_evaluated == 5
     assert load_config(config, ["eval_steps=0"]).steps_evaluated == 0
-    more = load_config(config, ["methods.fo.eval_steps=[1, 7]"])
-    assert (more.steps_evaluated, more.steps_shown, more.steps_of("fo")) == (7, 2, [1, 7])
+    more = load_config(config, ["methods.hf.eval_steps=[1, 7]"])
+    assert (more.steps_evaluated, more.steps_shown, more.steps_of("hf")) == (7, 2, [1, 7])
 
 
 def test_methods_are_shown_after_their_own_numbers_of_steps(tmp_path):
-    overrides = ["methods.fo.eval_steps=[2, 1]", "methods.fedavg.eval_steps=[0]", "seeds=[0]"]
+    overrides = ["methods.hf.eval_steps=[2, 1]", "methods.fedavg.eval_steps=[0]", "seeds=[0]"]
     run = nufed.run(SMALL, [*overrides, "baselines=[]"], out=tmp_path / "run")
     shown = {row.name: row.personal.mean for row in run.rows() if row.group == "seen"}
     for label, method, step in (
-        ("fo after 2 steps", "fo", 2),
-        ("fo after 1 step", "fo", 1),
+        ("hf after 2 steps", "hf", 2),
+        ("hf after 1 step", "hf", 1),
         ("fedavg after 0 steps", "fedavg", 0),
         ("exact", "exact", 2),
     ):
         scores = [s.score[step] for s in run.methods[method][0].scores if s.seen]
         assert shown[label] == pytest.approx(np.mean(scores))
     page = (run.path / "report.html").read_text("utf-8")
-    assert "fo after 1 step" in page
+    assert "hf after 1 step" in page
     assert run.baselines == {}
 
 
