@@ -5,10 +5,12 @@ import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
@@ -250,6 +252,69 @@ def test_what_cannot_run_is_refused_before_anything_is_written(override, message
         warnings.simplefilter("ignore")  # torch warns about the shapes of mse itself
         nufed.run(SMALL, [override], out=tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+class Wrapped(torch.nn.Module):
+    """Gives an object with ``logits``, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return SimpleNamespace(logits=self.inner(x))
+
+
+def linear():
+    return torch.nn.Linear(4, 3)
+
+
+X = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
+Y = np.arange(60) % 3
+HF = SimpleNamespace(column_names=["pixels", "label"], with_format=lambda kind: None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": (X, Y.astype("float32")), "loss": F.cross_entropy}, "are floating-point numbers"),
+        ({"data": (X, Y[:, None]), "loss": F.cross_entropy}, r"shape \(60, 1\): .*reshape\(-1\)"),
+        ({"data": (X.astype(int), Y)}, r"the inputs are int64, .*astype\("),
+        ({"data": (X, Y), "model": Wrapped}, "gives a SimpleNamespace .* returns its .logits"),
+        ({"data": HF}, r"a Hugging Face .*\['pixels', 'label'\]\): give arrays of its columns"),
+    ],
+)
+def test_data_and_outputs_of_another_form_get_one_sentence(given, message, tmp_path):
+    config = {"data": {"agents": 3, "partition": "iid"}, "method": {"batch_size": 4}}
+    with pytest.raises(InputError, match=message):
+        nufed.run(config, out=tmp_path / "no", **{"model": linear, **given})
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_label_beyond_the_outputs_is_named_before_training(tmp_path):
+    owners = np.repeat(["a", "b", "c"], 20)
+    wrong = np.where(np.arange(60) == 47, 5, Y)
+    config = {"method": {"batch_size": 4}, "rounds": 2}
+    sentence = r"sample 47 \(counted from 0, of agent 'c'\) is 5 for outputs of shape \(3,\)"
+    with pytest.raises(InputError, match=sentence):
+        nufed.run(config, data=(X, wrong, owners), model=linear, out=tmp_path / "no")
+    with pytest.raises(InputError, match="is 7 for outputs of shape"):  # all labels are too large
+        nufed.run(config, data=(X, Y + 5, owners), model=linear, out=tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_metric_that_is_no_number_is_not_called_divergence(tmp_path):
+    def of_ones(outputs, targets):
+        return (outputs.argmax(dim=1)[targets == 1] == 1).double().mean()
+
+    owners = np.repeat(["a", "b", "c", "d"], 15)
+    labels = np.where(np.isin(owners, ["b", "d"]), 0, Y)
+    config = {"method": {"batch_size": 4}, "rounds": 2, "eval_every": 1}
+    given = {"data": (X, labels, owners), "model": linear, "metric": of_ones}
+    run = nufed.run(config, out=tmp_path / "run", **given)
+    (said,) = [str(warning) for warning in run.warnings() if warning.about == "training"]
+    assert "of_ones is NaN for agents b, d, whose loss is finite" in said
+    assert "diverged" not in said and "meta_lr" not in said
 
 
 def test_divergence_stops_with_a_clear_error_and_keeps_finished_rounds(tmp_path):
