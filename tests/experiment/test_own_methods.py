@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Context as FlowerContext
 from flwr.app import RecordDict
+from safetensors.torch import load_file
 
 import nufed as library
 from experiment.test_resume import Killed, killed_after
 from flower.app.in_memory import MemoryGrid, agents_data
 from flower.ops.small_app import files_of
 from nufed import GMeta, InputError, load_run
-from nufed.algorithms import AgentResult, Algorithm, Cost, Ditto
+from nufed.algorithms import AgentResult, Algorithm, Cost, Ditto, FedAvg, FedAvgM
 from nufed.algorithms.aggregation import Mean, TrimmedMean
 from nufed.config import load_config
 from nufed.config.problem import Given
@@ -25,7 +27,8 @@ from support import file_hashes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/algorithms.md").read_text("utf-8")
-EXAMPLE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLE = BLOCKS[0]
 CONFIG = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
 FEDERATION = """
 [federation]
@@ -106,6 +109,21 @@ def test_the_example_on_flower_killed_and_resumed_leaves_the_files_of_the_simula
     assert isinstance(run.config.algorithms()["mine"], sys.modules["mine"].Mine)
     page = Path("run/report.html").read_text("utf-8")
     assert "mine" in page[page.rindex("<body>") :]
+
+
+def test_the_example_of_the_server_is_fedavg_with_momentum(tmp_path):
+    source = next(text for text in BLOCKS if "def server_update" in text)
+    functions = {"torch": torch}
+    exec(source, functions)
+    own = {name: functions[name] for name in ("server_init", "server_update")}
+    settings = {"meta_lr": 0.1, "batch_size": 6}
+    methods = {"mine": type("Mine", (FedAvg,), own)(**settings), "fedavgm": FedAvgM(**settings)}
+    run = library.run(SMALL | {"methods": {}}, methods=methods, out=tmp_path / "run")
+    models = [
+        load_file(run.path / "methods" / name / "seed-0" / "model.safetensors")["model"]
+        for name in methods
+    ]
+    torch.testing.assert_close(*models)
 
 
 def test_nufed_list_shows_its_settings(folder, nufed):

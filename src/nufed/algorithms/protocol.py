@@ -122,7 +122,10 @@ class Algorithm(ABC):
     # initial states
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
-        """The server's state before the first round, from an initial model."""
+        """The server's state before the first round, from an initial model w.
+
+        It holds every vector in ``receives``, and what the server keeps for itself between rounds.
+        """
         return {"model": w}
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
@@ -141,7 +144,11 @@ class Algorithm(ABC):
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
     ) -> State:
-        """The server's state after a round, from checked updates sorted by agent."""
+        """The server's state after a round, from checked updates sorted by agent.
+
+        The result has the names and shapes of ``server``. Where ``averages_uniformly`` is true, or
+        with secure aggregation, only :meth:`aggregate` can read ``updates``.
+        """
         names = self.sent_in(context.round)
         found = {name: self.aggregate(context, updates, name, server[name]) for name in names}
         return {**server, **found}

@@ -147,10 +147,7 @@ class Problem:
     @cached_property
     def measure(self) -> Measure:
         """The measure that agents are scored by."""
-        metric = self.given.metric
-        if metric is None:
-            return build_measure(self.config, self.samples)
-        return Measure(getattr(metric, "__name__", "metric"), metric)
+        return build_measure(self.config, self.samples, self.given.metric)
 
     def belongs_to(self, seed: int) -> dict[str, str]:
         """Digests that the files of a part must match."""

@@ -23,6 +23,7 @@ from nufed.config.tune_table import TunedTable, TuneTable
 from nufed.data import PARTITIONS, SHIFTS, Reuse, ScoredOn, SmallAgents
 from nufed.errors import InputError
 from nufed.evaluate import EvalLr
+from nufed.evaluate.metrics import Better
 from nufed.files import sha256
 from nufed.objective.modules import RunningStats
 from nufed.registry import is_code, suggest
@@ -238,7 +239,12 @@ class Config(_Table):
     metric: str = Field(
         default="auto",
         description="accuracy, balanced_accuracy, f1 (macro), auc (each class against the rest), "
-        "none (the loss), or package.module:function",
+        "none (the loss), or package.module:function, called with outputs and targets of an agent",
+    )
+    metric_better: Better = Field(
+        default="higher",
+        exclude_if=lambda value: value == "higher",
+        description="whether a higher or a lower value of a metric of your own is better",
     )
     dtype: Literal["float32", "float64"] = "float32"
     threads: Annotated[int, Field(ge=1, le=256)] = Field(
