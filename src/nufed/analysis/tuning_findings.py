@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf, prod
 from statistics import fmean
 from typing import Any
 
@@ -231,8 +232,10 @@ def _too_few(record: TuningRecord) -> Iterator[str]:
         ", or count it --per trial" if record.search.per != "trial" else ""
     )
     for method in record.chosen:
-        settings, trials = len(record.search.methods[method].ranges), record.of(method)
-        if len(trials) < ENOUGH * settings:
+        ranges, trials = record.ranges(method), record.of(method)
+        settings, listed = len(ranges), record.search.sampler == "grid"
+        points = prod(len(own.grid()) if listed or own.choices else inf for own in ranges)
+        if len(trials) < min(points, ENOUGH * settings):
             full = sum(trial.after(record.search.rungs[-1]) is not None for trial in trials)
             what = "1 setting" if settings == 1 else f"{settings} settings together"
             yield (

@@ -253,6 +253,8 @@ def test_too_few_trials_for_a_conclusion_are_said_to_be_so():
         f"b: {len(own)} trials, 1 of them trained to the end, are too few for a conclusion about 1 "
         "setting: increase --budget, or count it --per trial."
     )
+    made, _, trials = searched({"a": 1}, budget=20, sampler="grid")  # the whole grid
+    assert len(trials) == 7 and not doubts(record(made, trials))
 
 
 def record(made, trials, repeats=()):
