@@ -215,6 +215,10 @@ def test_what_is_recorded_of_an_object_is_kept_where_defaults_are_shared():
     old = recorded.model_copy(update={"method": method})
     assert Given(methods=own).with_placeholders(old) == old
     assert old.algorithms(own)["mine"].adapt_lr == Ditto().adapt_lr != 0.9
+    # [method] then held the defaults of gmeta, where objects were the only methods
+    alone = {"method": load_config({}).method, "methods": {"mine": recorded.methods["mine"]}}
+    old = recorded.model_copy(update=alone)
+    assert old.algorithms(own) == {"mine": own["mine"]}
 
 
 def test_objects_alone_leave_no_other_method(tmp_path):

@@ -46,7 +46,7 @@ def load_config(
     config = read_config(source, overrides)
     import_methods(config)
     config = config.with_objects(methods or {}, shared=config.method)
-    config.algorithms(methods)
+    config.algorithms(methods, recorded=False)
     return config.written_out()
 
 

@@ -98,6 +98,7 @@ def make_methods(
     shared: MethodConfig,
     methods: Mapping[str, MethodConfig],
     own: Mapping[str, Algorithm] | None = None,
+    recorded: bool = True,
 ) -> dict[str, Method]:
     """The methods of a run by name; a method's own settings override the shared ones.
 
@@ -105,6 +106,7 @@ def make_methods(
         shared: ``[method]``.
         methods: ``[methods.NAME]`` by name; without any, ``[method]`` is the only one.
         own: algorithms that were given in Python, by name.
+        recorded: with ``own``: whether ``shared`` may hold defaults of other methods.
     """
     name = DEFAULT if shared.algorithm is None else shared.algorithm
     if name != OWN:
@@ -114,7 +116,8 @@ def make_methods(
         name: _Tables(name, shared, table).method((own or {}).get(name))
         for name, table in listed.items()
     }
-    if not any(isinstance(m.algorithm, GivenInPython) for m in made.values()):
+    unknown = any(isinstance(m.algorithm, GivenInPython) for m in made.values())
+    if not unknown and not (own and recorded):
         _refuse_unused(shared, made)
     return made
 

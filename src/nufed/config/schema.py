@@ -315,8 +315,12 @@ class Config(_Table):
         made = self.algorithms()  # slow: once for all methods
         return max(self._steps_shown(made), *(s for m in made for s in self._steps_of(m, made)))
 
-    def algorithms(self, own: Mapping[str, Algorithm] | None = None) -> dict[str, Algorithm]:
+    def algorithms(
+        self, own: Mapping[str, Algorithm] | None = None, recorded: bool = True
+    ) -> dict[str, Algorithm]:
         """The methods to train, by name; ``own`` are those that were given in Python.
+
+        Unless it is ``recorded``, ``[method]`` must not hold keys that no method has.
 
         Imports nothing: modules that the configuration names must be imported already.
         """
@@ -326,7 +330,7 @@ class Config(_Table):
                     f"methods.{name}: {name} is the name of a null baseline; give the method "
                     "another name"
                 )
-        made = make_methods(self.method, self.methods, own)
+        made = make_methods(self.method, self.methods, own, recorded)
         return {name: method.algorithm for name, method in made.items()}
 
     def with_objects(

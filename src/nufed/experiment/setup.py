@@ -186,7 +186,7 @@ def _check_labels(setup: Setup) -> None:
             return
         parts = [*split.train, *split.validation, *split.test] if split.recipe is None else []
         held = np.unique(np.concatenate(parts)) if parts else np.arange(len(samples))
-        largest = samples.targets[held].reshape(len(held), -1).amax(dim=1)
+        largest = samples.targets[held].long().reshape(len(held), -1).amax(dim=1)
         row, other = (int(held[int(place)]) for place in (largest.argmax(), largest.argmin()))
         error, outputs = _loss_error(setup.objectives[seed], samples, row)
         width = outputs.shape[1] if outputs is not None and outputs.ndim == 2 else None
