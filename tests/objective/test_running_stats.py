@@ -375,9 +375,9 @@ def digits_net():
     [
         (
             {"local_epochs": 1, "batch_size": 10},
-            "agent c has 31 training samples and the batch_size of fedavg is 10: an epoch ends",
+            "agent c has 31 training samples and the batch_size of fedavg is 10: its last",
         ),
-        ({"batch_size": 1}, "the batch_size of fedavg is 1: that is a batch of one sample"),
+        ({"batch_size": 1}, "the batch_size of fedavg is 1: its last batch has one sample"),
     ],
 )
 def test_batches_of_one_sample_are_refused_before_training(tmp_path, settings, sentence):

@@ -280,6 +280,10 @@ class Algorithm(ABC):
         """Every draw of ``personal_model`` and ``fine_tune``."""
         return [Draw("adapt", self.batch_size, steps)]
 
+    def smallest_batch(self, samples: int) -> int:
+        """The fewest samples in a batch of training, of an agent with so many samples."""
+        return min(self.batch_size, samples)
+
     def for_trial(self) -> Algorithm:
         """A copy whose settings need less memory, for the trial of engines on a large model."""
         return self

@@ -229,20 +229,17 @@ def _check_single_samples(setup: Setup) -> None:
         for name, algorithm in setup.algorithms.items():
             for agent in [0] if split.recipe else split.agents:
                 rows = split.train[agent]
-                size = min(algorithm.batch_size, len(rows))
-                ends_alone = getattr(algorithm, "local_epochs", 0) and len(rows) % size == 1
-                if size > 1 and not ends_alone:
+                if algorithm.smallest_batch(len(rows)) > 1:
                     continue
                 error = _single_sample_error(objective, federation.samples, rows[0])
                 if error is None:
                     return
                 raise InputError(
                     f"agent {split.names[agent]} has {len(rows)} training samples and the "
-                    f"batch_size of {name} is {algorithm.batch_size}: "
-                    f"{'an epoch ends with' if ends_alone else 'that is'} a batch of one sample, "
-                    f"on which this model can't be trained ({error}); choose another batch_size, "
-                    'local_steps instead of local_epochs, model.running_stats = "frozen", or '
-                    "GroupNorm"
+                    f"batch_size of {name} is {algorithm.batch_size}: its last batch has one "
+                    f"sample, on which this model can't be trained ({error}); choose another "
+                    "batch_size, local_steps instead of local_epochs, model.running_stats = "
+                    '"frozen", or GroupNorm'
                 )
 
 
