@@ -48,7 +48,7 @@ SETTING = {
         "curvature": "first_order",
         "trim": CORRUPT,
     },
-    "methods": {rule: {"aggregation": rule} for rule in RULES},
+    "methods": {rule: {"algorithm": "gmeta", "aggregation": rule} for rule in RULES},
 }
 
 

@@ -28,8 +28,8 @@ PARTS = {"validation": 0.05, "test": 0.15}  # of an agent's samples; the rest is
 FOUR: dict[str, dict[str, Any]] = {
     "fedavg": {"algorithm": "fedavg"},
     "per-fedavg-fo": {"algorithm": "per_fedavg", "curvature": "first_order"},
-    "gmeta-fo": {"curvature": "first_order"},
-    "gmeta-exact": {"curvature": "exact"},
+    "gmeta-fo": {"algorithm": "gmeta", "curvature": "first_order"},
+    "gmeta-exact": {"algorithm": "gmeta", "curvature": "exact"},
 }
 
 Tables = dict[str, Any]
@@ -122,19 +122,18 @@ def tuned(search: str, **changes: Any) -> Tables:
 
 
 def by_steps(how: str, step_sizes: Tables, **changes: Any) -> Tables:
-    methods = {f"nu-{nu}": {"adapt_steps": nu, "curvature": how, **step_sizes} for nu in NUS}
+    own = {"algorithm": "gmeta", "curvature": how, **step_sizes}
+    methods = {f"nu-{nu}": {**own, "adapt_steps": nu} for nu in NUS}
     nulls = ["majority", "untrained"]
     return shorter(methods, eval_steps=max(NUS), baselines=nulls, **changes)
 
 
 def deltas() -> Tables:
-    hessian_free = {
-        f"hf-{delta}": {"curvature": "hessian_free", "fd_step": float(delta)} for delta in DELTAS
-    }
+    hf = {"algorithm": "gmeta", "curvature": "hessian_free"}
     methods = {
-        "exact": {"curvature": "exact"},
-        "hf-auto": {"curvature": "hessian_free"},
-        **hessian_free,
+        "exact": {"algorithm": "gmeta", "curvature": "exact"},
+        "hf-auto": hf,
+        **{f"hf-{delta}": {**hf, "fd_step": float(delta)} for delta in DELTAS},
     }
     parts = {"validation": 0.0, "test": 0.2}  # as in the paper: nothing is chosen here
     return shorter(methods, seeds=[0, 1], eval_every=20, baselines=["majority"], data=parts)

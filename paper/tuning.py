@@ -60,7 +60,7 @@ def tables_of(tables: dict[str, Any], points: Mapping[str, Iterable[Point]]) -> 
     """
     methods = methods_of(points)
     shared = dict(tables["method"])
-    if all("algorithm" in own for own in methods.values()):
+    if all(own["algorithm"] != "gmeta" for own in methods.values()):
         del shared["adapt_steps"]
     return tables | {"method": shared, "methods": methods}
 

@@ -57,8 +57,18 @@ class Own(LocalTraining):
 
 def test_results_are_shown_after_the_steps_that_a_model_is_trained_for():
     own = {"algorithm": f"{__name__}:Own"}
-    assert load_config({"methods": {"a": own, "b": {"adapt_steps": 2}}}).steps_shown == 3
-    assert load_config({"methods": {"a": own, "b": {"adapt_steps": 5}}}).steps_shown == 5
+    assert (
+        load_config(
+            {"methods": {"a": own, "b": {"algorithm": "gmeta", "adapt_steps": 2}}}
+        ).steps_shown
+        == 3
+    )
+    assert (
+        load_config(
+            {"methods": {"a": own, "b": {"algorithm": "gmeta", "adapt_steps": 5}}}
+        ).steps_shown
+        == 5
+    )
 
 
 def test_step_sizes_of_fine_tuning():
@@ -76,7 +86,10 @@ def test_the_results_table_asks_for_step_sizes(tmp_path):
         "tune_local": True,
         "data": {"agents": 3, "samples_per_agent": 40, "validation": 0.2},
         "method": {"batch_size": 5, "meta_lr": 0.3, "adapt_lr": 0.2},
-        "methods": {"learned": {"rates_lr": 0.1}, "fixed": {}},
+        "methods": {
+            "learned": {"algorithm": "gmeta", "rates_lr": 0.1},
+            "fixed": {"algorithm": "gmeta"},
+        },
     }
     run = nufed.run(config, out=tmp_path / "run", figures=False)
     shown = {row.name: row.adapt_lr for row in run.rows()}

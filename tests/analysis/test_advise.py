@@ -26,7 +26,10 @@ CONFIG = {
     "data": {"agents": 8, "samples_per_agent": 40, "dirichlet": 0.1, "unseen_agents": 3},
     "model": {"args": {"hidden": [8], "activation": "tanh"}},
     "method": {"adapt_steps": 2, "adapt_lr": 0.1, "meta_lr": 0.2, "batch_size": 6},
-    "methods": {"fedavg": {"algorithm": "fedavg"}, "gmeta-fo": {"curvature": "first_order"}},
+    "methods": {
+        "fedavg": {"algorithm": "fedavg"},
+        "gmeta-fo": {"algorithm": "gmeta", "curvature": "first_order"},
+    },
 }
 
 

@@ -91,7 +91,10 @@ RUN = {
     "participation": 0.5,
     "data": {"agents": 5, "samples_per_agent": 24, "dirichlet": 0.5, "test": 0.25},
     "method": {"adapt_steps": 2, "adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
-    "methods": {"fedavg": {"algorithm": "fedavg"}, "hf": {"curvature": "hessian_free"}},
+    "methods": {
+        "fedavg": {"algorithm": "fedavg"},
+        "hf": {"algorithm": "gmeta", "curvature": "hessian_free"},
+    },
 }
 
 

@@ -23,7 +23,10 @@ CONFIG = {
     "data": {"agents": 8, "samples_per_agent": 40, "dirichlet": 0.5, "unseen_agents": 2},
     "model": {"args": {"hidden": [8], "activation": "tanh"}},
     "method": {"adapt_steps": 2, "adapt_lr": 0.1, "meta_lr": 0.2, "batch_size": 6},
-    "methods": {"fedavg": {"algorithm": "fedavg"}, "gmeta-fo": {"curvature": "first_order"}},
+    "methods": {
+        "fedavg": {"algorithm": "fedavg"},
+        "gmeta-fo": {"algorithm": "gmeta", "curvature": "first_order"},
+    },
 }
 
 
@@ -209,7 +212,7 @@ def test_tensors_that_are_not_contiguous_are_trained_bundled_and_adapted(tmp_pat
         "rounds": 1,
         "data": {"agents": 4, "samples_per_agent": 20},
         "method": {"adapt_steps": 1, "batch_size": 5},
-        "methods": {"fo": {"curvature": "first_order"}},
+        "methods": {"fo": {"algorithm": "gmeta", "curvature": "first_order"}},
         "baselines": [],
     }
     run = nufed.run(config, ["workers=1"], model=Strided, out=tmp_path / "run", figures=False)

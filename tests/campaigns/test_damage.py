@@ -21,7 +21,7 @@ OF_A_PART = ["metrics.jsonl", "agents.jsonl", "model.safetensors", "done.json"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    config = {**CONFIG, "methods": {"fo": {}}, "baselines": []}
+    config = {**CONFIG, "methods": {"fo": {"algorithm": "gmeta"}}, "baselines": []}
     with without_report():
         run = nufed.run(config, ["workers=1"], out=tmp_path_factory.mktemp("damage") / "run")
         yield run.path

@@ -15,7 +15,7 @@ def accuracy(rounds, seeds, dropout, out):
     preset = files("nufed.config") / "presets" / "quickstart.toml"
     tables = {
         **tomllib.loads(preset.read_text("utf-8")),
-        "methods": {"fo": {"curvature": "first_order"}},
+        "methods": {"fo": {"algorithm": "gmeta", "curvature": "first_order"}},
         "rounds": rounds,
         "seeds": list(range(seeds)),
         "faults": {"dropout": dropout},

@@ -179,7 +179,7 @@ def test_a_run_with_hostile_names_completes(tmp_path, nufed, tell, times, monkey
             "workers": 1,
             "data": {"source": "hostile", "args": args},
             "model": {"name": "logistic"},
-            "method": {"batch_size": 4},
+            "method": {"algorithm": "gmeta", "batch_size": 4},
             "methods": {name: {} for name in methods},
         }
         (tmp_path / "c.toml").write_text(load_config(config).to_toml(), "utf-8")

@@ -28,9 +28,9 @@ CONFIG = {
     "model": {"args": {"hidden": [8]}},
     "method": {"adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6, "local_steps": 2},
     "methods": {
-        "fo": {"curvature": "first_order"},
-        "hf": {"curvature": "hessian_free"},
-        "exact": {"curvature": "exact"},
+        "fo": {"algorithm": "gmeta", "curvature": "first_order"},
+        "hf": {"algorithm": "gmeta", "curvature": "hessian_free"},
+        "exact": {"algorithm": "gmeta", "curvature": "exact"},
         "scaffold": {},  # agents of these two keep a state
         "ditto": {},
     },

@@ -32,7 +32,10 @@ CONFIG = {
     "data": {"agents": 6, "samples_per_agent": 24, "dirichlet": 0.5, "unseen_agents": 2},
     "model": {"args": {"hidden": [4]}},
     "method": {"adapt_steps": 1, "adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
-    "methods": {"fo": {"curvature": "first_order"}, "exact": {}},
+    "methods": {
+        "fo": {"algorithm": "gmeta", "curvature": "first_order"},
+        "exact": {"algorithm": "gmeta"},
+    },
     "faults": {"dropout": 0.2},
 }
 BOUNDS = {

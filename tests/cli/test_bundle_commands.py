@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -216,3 +217,62 @@ def test_bad_files_exit_with_one_sentence_and_write_nothing(work, nufed):
         assert isinstance(result.exception, library.NufedError), (arguments, result.output)
         assert words in str(result.exception)
     assert not list(work.glob("no.*"))
+
+
+TOKENS = """
+import numpy as np
+import torch.nn.functional as F
+from torch import nn
+
+
+def data():
+    tokens = np.random.default_rng(0).integers(0, 7, (160, 6))
+    return tokens[:, :-1], (tokens[:, 1:] + tokens[:, :-1]) % 7, np.repeat(range(8), 20)
+
+
+def model():
+    return nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
+
+
+def loss(outputs, targets):
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+"""
+
+
+def test_sequences_of_tokens_from_training_to_onnx(tmp_path, nufed, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens.py").write_text(TOKENS)
+    config = {
+        "rounds": 2,
+        "workers": 1,
+        "baselines": ["local"],
+        "loss": "tokens:loss",
+        "data": {"source": "tokens:data", "validation": 0.2},
+        "model": {"name": "tokens:model"},
+        "method": {"batch_size": 6, "adapt_lr": 0.5},
+    }
+    library.run(config, out="run")
+    bundle = library.load_bundle("run/bundles/gmeta.nufed", trust=True)
+    assert bundle.about.target_dtype == "int64"
+    inputs, targets, _ = sys.modules["tokens"].data()
+    adapted = bundle.adapt(inputs, targets, steps=2)
+    after = adapted.report.curve[-1].loss
+    assert np.isfinite(after) and after != adapted.report.before.loss
+    with pytest.raises(library.InputError, match=r"targets range from 0.5 to 6.5: this model was"):
+        bundle.adapt(inputs, targets + 0.5)
+    np.savez("mine.npz", inputs=inputs, targets=targets)
+    np.save("new.npy", inputs[:3])
+    for call in (
+        ("adapt", "run/bundles/gmeta.nufed", "mine.npz", "--steps", "2", "--out", "m.safetensors"),
+        ("predict", "m.safetensors", "mine.npz"),
+        ("export", "m.safetensors", "--to", "onnx"),
+    ):
+        done = nufed(*call, "--trust", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    said = nufed("predict", "m.safetensors", "new.npy", "--trust", "--json", cwd=tmp_path)
+    answers = [answer["answer"] for answer in json.loads(said.stdout)["predictions"]]
+    expected = adapted.module(torch.tensor(inputs[:3])).flatten(1)
+    torch.testing.assert_close(torch.tensor(answers), expected.detach())
+    session = pytest.importorskip("onnxruntime").InferenceSession("m.onnx")
+    (found,) = session.run(None, {"inputs": inputs[:3]})
+    torch.testing.assert_close(torch.tensor(found).flatten(1), torch.tensor(answers))

@@ -147,7 +147,7 @@ def test_data_show_draws_the_split(done, nufed):
 
 def test_a_directory_may_be_called_like_markup(tmp_path, nufed):
     quick = ["rounds=1", "seeds=[0]", "data.unseen_agents=0", "workers=1"]
-    quick += ["data.agents=4", "methods={constructor={}}"]
+    quick += ["data.agents=4", "methods={constructor={algorithm='gmeta'}}"]
     for call in (("run", "quickstart", *quick, "--out", "r-[/x]"), ("run", "--resume", "r-[/x]")):
         said = nufed(*call, cwd=tmp_path)
         assert said.returncode == 0, said.stderr

@@ -20,7 +20,10 @@ CONFIG = {
     "seeds": [0, 1],
     "data": {"agents": 5, "samples_per_agent": 20, "validation": 0.2},
     "method": {"adapt_steps": 1, "batch_size": 5},
-    "methods": {LONG: {"curvature": "first_order"}, "fedavg": {"algorithm": "fedavg"}},
+    "methods": {
+        LONG: {"algorithm": "gmeta", "curvature": "first_order"},
+        "fedavg": {"algorithm": "fedavg"},
+    },
     "baselines": ["majority", "local"],
 }
 

@@ -31,7 +31,11 @@ def test_shared_settings_reach_every_method_that_takes_them():
 
 
 def test_learned_step_sizes_can_be_switched_on_and_off_by_method():
-    methods = {"on": {}, "off": {"rates_lr": 0.0}, "fedavg": {"algorithm": "fedavg"}}
+    methods = {
+        "on": {"algorithm": "gmeta"},
+        "off": {"algorithm": "gmeta", "rates_lr": 0.0},
+        "fedavg": {"algorithm": "fedavg"},
+    }
     config = load_config({"method": {"rates_lr": 0.5}, "methods": methods})
     assert [a.rates_lr for a in config.algorithms().values()] == [0.5, 0.0, 0.0]
     assert load_config(tomllib.loads(config.to_toml())) == config

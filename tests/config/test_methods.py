@@ -76,7 +76,7 @@ def test_shared_keys_reach_every_algorithm_that_has_them():
         {"meta_lr": 0.2, "weight": 0.5, "aggregation": "trimmed", "trim": 0.1, "fd_step": 1e-3},
         ditto={"algorithm": "ditto"},
         scaffold={"algorithm": "scaffold", "aggregation": "mean", "averaging": "samples"},
-        hf={"curvature": "hessian_free", "trim": 0.4},
+        hf={"algorithm": "gmeta", "curvature": "hessian_free", "trim": 0.4},
         gmeta={},
         own={"algorithm": OWN},
     )
@@ -109,9 +109,9 @@ def test_different_defaults_of_one_key_stand_at_their_methods():
 
 
 def test_a_method_without_an_algorithm_is_the_one_that_it_is_named_after():
-    tables = {"methods": {"ditto": {"weight": 0.5}, "per-fedavg": {}, "gmeta-fo": {}}}
+    tables = {"methods": {"ditto": {"weight": 0.5}, "per-fedavg": {}, "gmeta": {}}}
     config = load_config(tables)
-    expected = {"ditto": Ditto(weight=0.5), "per-fedavg": PerFedAvg(), "gmeta-fo": GMeta()}
+    expected = {"ditto": Ditto(weight=0.5), "per-fedavg": PerFedAvg(), "gmeta": GMeta()}
     assert read_config(tables).algorithms() == config.algorithms() == expected
     written = tomllib.loads(config.to_toml())
     assert load_config(written) == config
@@ -123,9 +123,28 @@ def test_a_method_without_an_algorithm_is_the_one_that_it_is_named_after():
         made(fedavg={"adapt_steps": 2})
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("dito", "ditto"), ("pre-fedavg", "per_fedavg"), ("gmeta-hf", "gmeta")]
+)
+def test_a_name_of_no_algorithm_needs_one_there_or_in_the_shared_table(name, near):
+    with pytest.raises(InputError) as caught:
+        made(**{name: {}})
+    assert str(caught.value).startswith(f"methods.{name} is not named after an algorithm")
+    assert f'write algorithm = "{near}"' in str(caught.value)
+    assert str(caught.value).endswith(f"in [method] for all methods; did you mean methods.{near}?")
+    with pytest.raises(InputError, match=r"in .method. for all methods$"):
+        made(quite_other={})
+    assert made(**{name: {"algorithm": "fedavg"}}) == {name: FedAvg()}
+    assert made({"algorithm": "fedavg"}, **{name: {}}) == {name: FedAvg()}
+
+
 MIXED = {
     "method": {"aggregation": "trimmed"},
-    "methods": {"a": {"algorithm": OWN}, "b": {}, "c": {"aggregation": "mean"}},
+    "methods": {
+        "a": {"algorithm": OWN},
+        "b": {"algorithm": "gmeta"},
+        "c": {"algorithm": "gmeta", "aggregation": "mean"},
+    },
 }
 
 
@@ -178,7 +197,7 @@ def test_what_is_shown_by_default():
 )
 def test_bad_settings_are_one_clear_sentence(method, own, sentence):
     with pytest.raises(InputError) as caught:
-        made(method, x=own)
+        made(method, x={"algorithm": "gmeta", **own})
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import nufed
-from nufed import InputError
-from nufed.evaluate import METRICS, accuracy, auc, balanced_accuracy, f1
+from nufed import InputError, load_run
+from nufed.evaluate import METRICS, accuracy, auc, balanced_accuracy, f1, summarise
 from support import without_report
 
 # answers 0 0 1 2 2 0 for targets 0 0 0 1 2 2: TP 2 0 1, FP 1 1 1, FN 1 1 1
@@ -59,6 +59,48 @@ def test_extremes():
             metric(torch.zeros(2, 1), one)
     large = torch.tensor([[0.0, 50.0], [0.0, 60.0], [0.0, 70.0], [0.0, 80.0]])
     assert auc(large, torch.tensor([0, 0, 1, 1])) == 1.0  # although all probabilities round to 1
+
+
+def right(outputs, targets):
+    return accuracy(outputs, targets)
+
+
+def wrong(outputs, targets):
+    return 1 - accuracy(outputs, targets)
+
+
+def test_less_of_a_metric_may_be_better(tmp_path):
+    """The share of wrong answers gives the choices and, mirrored, the scores of that of right."""
+    config = {
+        "rounds": 6,
+        "workers": 1,
+        "eval_every": 2,
+        "keep": "best",
+        "baselines": ["untrained"],
+        "data": {"agents": 5, "samples_per_agent": 60, "dirichlet": 0.3, "validation": 0.2},
+        "methods": {
+            "fedavg": {"meta_lr": 0.3, "batch_size": 6},
+            "ditto": {"meta_lr": 0.001, "batch_size": 6},
+        },
+    }
+    lower = {**config, "metric_better": "lower"}
+    with without_report():
+        a = nufed.run(config, metric=right, out=tmp_path / "right", figures=False)
+        b = nufed.run(lower, metric=wrong, out=tmp_path / "wrong", figures=False)
+    assert (b.measure.name, b.measure.higher_is_better) == ("wrong", False)
+    assert load_run(b.path).config.metric_better == "lower"
+    assert not load_run(b.path).measure.higher_is_better
+    assert [row.name for row in a.rows()] == [row.name for row in b.rows()]
+    for method in config["methods"]:
+        one, other = (run.methods[method][0] for run in (a, b))
+        assert one.step_sizes.chosen[0].scale == other.step_sizes.chosen[0].scale
+        assert one.round == other.round
+        sums = [x.score[1] + y.score[1] for x, y in zip(one.final, other.final, strict=True)]
+        assert sums == pytest.approx([1.0] * 5)
+        ends = (summarise(own.final, 1, run.measure) for own, run in ((one, a), (other, b)))
+        assert sum(end.worst_tenth for end in ends) == pytest.approx(1.0)
+    with pytest.raises(InputError, match='"lower": is for a metric of your own, and metric is'):
+        nufed.run(lower, out=tmp_path / "no")
 
 
 def test_names_in_a_configuration(tmp_path):

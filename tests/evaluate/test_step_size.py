@@ -310,7 +310,10 @@ CONFIG = {
     },
     "model": {"args": {"hidden": [8]}},
     "method": {"adapt_steps": 2, "adapt_lr": 0.02, "meta_lr": 0.2, "batch_size": 8},
-    "methods": {"fedavg": {"algorithm": "fedavg"}, "fo": {"curvature": "first_order"}},
+    "methods": {
+        "fedavg": {"algorithm": "fedavg"},
+        "fo": {"algorithm": "gmeta", "curvature": "first_order"},
+    },
 }
 
 

@@ -27,7 +27,10 @@ CONFIG = {
     "data": {"agents": 4, "samples_per_agent": 24, "dirichlet": 0.5, "test": 0.25},
     "model": {"args": {"hidden": [8]}},
     "method": {"adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
-    "methods": {"fo": {"curvature": "first_order"}, "ditto": {"algorithm": "ditto"}},
+    "methods": {
+        "fo": {"algorithm": "gmeta", "curvature": "first_order"},
+        "ditto": {"algorithm": "ditto"},
+    },
 }
 pytestmark = pytest.mark.usefixtures("no_report")
 

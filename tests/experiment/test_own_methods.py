@@ -7,24 +7,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Context as FlowerContext
 from flwr.app import RecordDict
+from safetensors.torch import load_file
 
 import nufed as library
 from experiment.test_resume import Killed, killed_after
 from flower.app.in_memory import MemoryGrid, agents_data
 from flower.ops.small_app import files_of
 from nufed import GMeta, InputError, load_run
-from nufed.algorithms import AgentResult, Algorithm, Cost, Ditto
-from nufed.algorithms.aggregation import TrimmedMean
+from nufed.algorithms import AgentResult, Algorithm, Cost, Ditto, FedAvg, FedAvgM
+from nufed.algorithms.aggregation import Mean, TrimmedMean
 from nufed.config import load_config
+from nufed.config.problem import Given
 from nufed.errors import RunError
 from nufed.flower import App
 from support import file_hashes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/algorithms.md").read_text("utf-8")
-EXAMPLE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLE = BLOCKS[0]
 CONFIG = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
 FEDERATION = """
 [federation]
@@ -107,6 +111,21 @@ def test_the_example_on_flower_killed_and_resumed_leaves_the_files_of_the_simula
     assert "mine" in page[page.rindex("<body>") :]
 
 
+def test_the_example_of_the_server_is_fedavg_with_momentum(tmp_path):
+    source = next(text for text in BLOCKS if "def server_update" in text)
+    functions = {"torch": torch}
+    exec(source, functions)
+    own = {name: functions[name] for name in ("server_init", "server_update")}
+    settings = {"meta_lr": 0.1, "batch_size": 6}
+    methods = {"mine": type("Mine", (FedAvg,), own)(**settings), "fedavgm": FedAvgM(**settings)}
+    run = library.run(SMALL | {"methods": {}}, methods=methods, out=tmp_path / "run")
+    models = [
+        load_file(run.path / "methods" / name / "seed-0" / "model.safetensors")["model"]
+        for name in methods
+    ]
+    torch.testing.assert_close(*models)
+
+
 def test_nufed_list_shows_its_settings(folder, nufed):
     said = nufed("list", "mine:Mine", cwd=folder)
     assert said.returncode == 0 and "μ, weight of the proximal term" in said.stdout
@@ -164,6 +183,42 @@ def test_objects_get_placeholders_and_must_be_passed_again(tmp_path):
     assert run.config.steps_of("mine") == [1]
     assert run.config.algorithms()["mine"].weight == 0.5
     assert {row.name for row in run.rows()} >= {"gmeta", "plain"}
+
+
+SHARED = {"adapt_lr": 0.3, "aggregation": "trimmed", "trim": 0.25, "weight": 0.5}
+
+
+def test_shared_settings_reach_objects_that_were_not_made_with_them(tmp_path):
+    config = SMALL | {"method": SHARED}
+    own = {"mine": Ditto(batch_size=6, weight=1.0), "rule": Ditto(0.7, aggregation=Mean())}
+    checked = load_config(config | {"method": {**SHARED, "batch_size": 8}}, methods=own)
+    mine, rule = (checked.algorithms(own)[name] for name in own)
+    assert (mine.weight, mine.batch_size) == (1.0, 6)  # its own, also where that is the default
+    assert (mine.adapt_lr, mine.aggregation) == (0.3, TrimmedMean(0.25))
+    assert (rule.weight, rule.batch_size, rule.aggregation) == (0.7, 8, Mean())
+    assert checked.algorithms()["mine"].adapt_lr == 0.3  # recorded
+    own = {"mine": Ditto(batch_size=6)}
+    path = tmp_path / "run"
+    with pytest.raises(Killed):
+        library.run(config, methods=own, out=path, on_progress=killed_after(5))
+    run = library.resume(path, methods=own)
+    assert run.config.algorithms()["mine"].weight == 0.5
+    with pytest.raises(InputError, match=r"unknown key 'method.adpt_lr'.*did you mean"):
+        load_config({"method": {"adpt_lr": 1}}, methods=own)
+
+
+def test_what_is_recorded_of_an_object_is_kept_where_defaults_are_shared():
+    """A run from before shared settings reached objects resumes as it was."""
+    own = {"mine": Ditto(batch_size=6)}
+    recorded = load_config(SMALL, methods=own)
+    method = recorded.method.model_copy(update={"adapt_lr": 0.9})
+    old = recorded.model_copy(update={"method": method})
+    assert Given(methods=own).with_placeholders(old) == old
+    assert old.algorithms(own)["mine"].adapt_lr == Ditto().adapt_lr != 0.9
+    # [method] then held the defaults of gmeta, where objects were the only methods
+    alone = {"method": load_config({}).method, "methods": {"mine": recorded.methods["mine"]}}
+    old = recorded.model_copy(update=alone)
+    assert old.algorithms(own) == {"mine": own["mine"]}
 
 
 def test_objects_alone_leave_no_other_method(tmp_path):

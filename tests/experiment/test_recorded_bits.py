@@ -33,10 +33,10 @@ CONFIG = {
         "batch_size": 6,
     },
     "methods": {
-        "exact": {"curvature": "exact"},
-        "fo": {"curvature": "first_order"},
-        "hf": {"curvature": "hessian_free"},
-        "rates": {"rates_lr": 0.01},
+        "exact": {"algorithm": "gmeta", "curvature": "exact"},
+        "fo": {"algorithm": "gmeta", "curvature": "first_order"},
+        "hf": {"algorithm": "gmeta", "curvature": "hessian_free"},
+        "rates": {"algorithm": "gmeta", "rates_lr": 0.01},
         "fedavg": {"algorithm": "fedavg"},
     },
 }

@@ -29,8 +29,8 @@ CONFIG = {
     "model": {"args": {"hidden": [8]}},
     "method": {"adapt_steps": 2, "adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
     "methods": {
-        "fo": {"curvature": "first_order"},
-        "hf": {"curvature": "hessian_free"},
+        "fo": {"algorithm": "gmeta", "curvature": "first_order"},
+        "hf": {"algorithm": "gmeta", "curvature": "hessian_free"},
         "scaffold": {},  # agents of these two keep a state
         "ditto": {},
     },
@@ -78,7 +78,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, whole, events, during):
 
 @pytest.mark.usefixtures("no_report")
 def test_learned_step_sizes_resume_to_the_same_bits(tmp_path):
-    methods = {"learned": {"rates_lr": 1.0, "curvature": "first_order"}}
+    methods = {"learned": {"algorithm": "gmeta", "rates_lr": 1.0, "curvature": "first_order"}}
     config = {**CONFIG, "rounds": 5, "seeds": [0], "methods": methods, "baselines": []}
     nufed.run(config, out=tmp_path / "whole")
     path = begun(tmp_path / "run", 5, config)
@@ -94,7 +94,7 @@ def test_learned_step_sizes_resume_to_the_same_bits(tmp_path):
 
 @pytest.mark.usefixtures("no_report")
 def test_residuals_of_compression_resume_to_the_same_bits(tmp_path):
-    methods = {"fo": {"curvature": "first_order"}}
+    methods = {"fo": {"algorithm": "gmeta", "curvature": "first_order"}}
     config = {**CONFIG, "rounds": 5, "seeds": [0], "methods": methods, "baselines": []}
     config["compression"] = {"codec": "top_k", "share": 0.1}
     nufed.run(config, out=tmp_path / "whole")

@@ -5,10 +5,12 @@ import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
@@ -40,8 +42,8 @@ SMALL = {
     "method": {"adapt_steps": 2, "adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
     "methods": {
         "fedavg": {"algorithm": "fedavg"},
-        "exact": {},
-        "hf": {"curvature": "hessian_free"},
+        "exact": {"algorithm": "gmeta"},
+        "hf": {"algorithm": "gmeta", "curvature": "hessian_free"},
     },
 }
 
@@ -252,6 +254,69 @@ def test_what_cannot_run_is_refused_before_anything_is_written(override, message
     assert not (tmp_path / "no").exists()
 
 
+class Wrapped(torch.nn.Module):
+    """Gives an object with ``logits``, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return SimpleNamespace(logits=self.inner(x))
+
+
+def linear():
+    return torch.nn.Linear(4, 3)
+
+
+X = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
+Y = np.arange(60) % 3
+HF = SimpleNamespace(column_names=["pixels", "label"], with_format=lambda kind: None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": (X, Y.astype("float32")), "loss": F.cross_entropy}, "are floating-point numbers"),
+        ({"data": (X, Y[:, None]), "loss": F.cross_entropy}, r"shape \(60, 1\): .*reshape\(-1\)"),
+        ({"data": (X.astype(int), Y)}, r"the inputs are int64, .*astype\("),
+        ({"data": (X, Y), "model": Wrapped}, "gives a SimpleNamespace .* returns its .logits"),
+        ({"data": HF}, r"a Hugging Face .*\['pixels', 'label'\]\): give arrays of its columns"),
+    ],
+)
+def test_data_and_outputs_of_another_form_get_one_sentence(given, message, tmp_path):
+    config = {"data": {"agents": 3, "partition": "iid"}, "method": {"batch_size": 4}}
+    with pytest.raises(InputError, match=message):
+        nufed.run(config, out=tmp_path / "no", **{"model": linear, **given})
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_label_beyond_the_outputs_is_named_before_training(tmp_path):
+    owners = np.repeat(["a", "b", "c"], 20)
+    wrong = np.where(np.arange(60) == 47, 5, Y)
+    config = {"method": {"batch_size": 4}, "rounds": 2}
+    sentence = r"sample 47 \(counted from 0, of agent 'c'\) is 5 for outputs of shape \(3,\)"
+    with pytest.raises(InputError, match=sentence):
+        nufed.run(config, data=(X, wrong, owners), model=linear, out=tmp_path / "no")
+    with pytest.raises(InputError, match="is 7 for outputs of shape"):  # all labels are too large
+        nufed.run(config, data=(X, Y + 5, owners), model=linear, out=tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_metric_that_is_no_number_is_not_called_divergence(tmp_path):
+    def of_ones(outputs, targets):
+        return (outputs.argmax(dim=1)[targets == 1] == 1).double().mean()
+
+    owners = np.repeat(["a", "b", "c", "d"], 15)
+    labels = np.where(np.isin(owners, ["b", "d"]), 0, Y)
+    config = {"method": {"batch_size": 4}, "rounds": 2, "eval_every": 1}
+    given = {"data": (X, labels, owners), "model": linear, "metric": of_ones}
+    run = nufed.run(config, out=tmp_path / "run", **given)
+    (said,) = [str(warning) for warning in run.warnings() if warning.about == "training"]
+    assert "of_ones is NaN for agents b, d, whose loss is finite" in said
+    assert "diverged" not in said and "meta_lr" not in said
+
+
 def test_divergence_stops_with_a_clear_error_and_keeps_finished_rounds(tmp_path):
     with pytest.raises(TrainingError, match=r"round \d .*not finite.*lower meta_lr"):
         nufed.run(SMALL, ["method.meta_lr=1e30"], out=tmp_path / "diverged")
@@ -311,24 +376,24 @@ def test_steps_evaluated_follow_the_steps_trained_for():
     assert load_config(config).steps_evaluated == 2
     assert load_config(config, ["method.adapt_steps=5"]).steps_evaluated == 5
     assert load_config(config, ["eval_steps=0"]).steps_evaluated == 0
-    more = load_config(config, ["methods.fo.eval_steps=[1, 7]"])
-    assert (more.steps_evaluated, more.steps_shown, more.steps_of("fo")) == (7, 2, [1, 7])
+    more = load_config(config, ["methods.hf.eval_steps=[1, 7]"])
+    assert (more.steps_evaluated, more.steps_shown, more.steps_of("hf")) == (7, 2, [1, 7])
 
 
 def test_methods_are_shown_after_their_own_numbers_of_steps(tmp_path):
-    overrides = ["methods.fo.eval_steps=[2, 1]", "methods.fedavg.eval_steps=[0]", "seeds=[0]"]
+    overrides = ["methods.hf.eval_steps=[2, 1]", "methods.fedavg.eval_steps=[0]", "seeds=[0]"]
     run = nufed.run(SMALL, [*overrides, "baselines=[]"], out=tmp_path / "run")
     shown = {row.name: row.personal.mean for row in run.rows() if row.group == "seen"}
     for label, method, step in (
-        ("fo after 2 steps", "fo", 2),
-        ("fo after 1 step", "fo", 1),
+        ("hf after 2 steps", "hf", 2),
+        ("hf after 1 step", "hf", 1),
         ("fedavg after 0 steps", "fedavg", 0),
         ("exact", "exact", 2),
     ):
         scores = [s.score[step] for s in run.methods[method][0].scores if s.seen]
         assert shown[label] == pytest.approx(np.mean(scores))
     page = (run.path / "report.html").read_text("utf-8")
-    assert "fo after 1 step" in page
+    assert "hf after 1 step" in page
     assert run.baselines == {}
 
 

@@ -346,7 +346,7 @@ def test_names_are_safe_and_distinct():
     assert all(set(name) <= set("0123456789abcdefghijklmnopqrstuvwxyz._-") for name in names)
     assert all(len(name) <= 60 and "/" not in name for name in names)
     both = {"methods.a.adapt_lr": [0.1], "methods.b.adapt_lr": [0.2]}
-    (point,) = make_grid({"methods": {"a": {"algorithm": "gmeta"}}}, both).points
+    (point,) = make_grid({"method": {"algorithm": "gmeta"}, "methods": {"a": {}}}, both).points
     assert point.name == "01-methods.a.adapt_lr-0.1_methods.b.adapt_lr-0.2"
 
 

@@ -28,7 +28,7 @@ CONFIG = {
     "data": {"agents": 6, "samples_per_agent": 20, "dirichlet": 1.0},
     "model": {"args": {"hidden": [6]}},
     "method": {"algorithm": "fedavg", "meta_lr": 0.3, "batch_size": 5},
-    "methods": {"adam": {"server_optimizer": "adam"}},
+    "methods": {"adam": {"algorithm": "gmeta", "server_optimizer": "adam"}},
 }
 
 

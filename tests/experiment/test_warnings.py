@@ -25,8 +25,8 @@ CONFIG = {
     "eval_every": 6,
     "checkpoint_every": 5,
     "methods": {
-        "poor-step": {"curvature": "hessian_free", "fd_step": 1000.0},
-        "good": {"curvature": "exact"},
+        "poor-step": {"algorithm": "gmeta", "curvature": "hessian_free", "fd_step": 1000.0},
+        "good": {"algorithm": "gmeta", "curvature": "exact"},
     },
 }
 

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from nufed.algorithms.compression import Int8, TopK
 from nufed.algorithms.local_optimizer import SGD
 from nufed.bundle.from_run import NoBundleError, make_bundle
 from nufed.bundle.personal import make_personal
+from nufed.config import load_config
+from nufed.config.build import build_samples
 from nufed.config.problem import Given, Problem
 from nufed.data import as_samples
 from nufed.meta.fine_tuning import trajectory
@@ -365,6 +368,36 @@ def digits_net():
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"local_epochs": 1, "batch_size": 10},
+            "agent c has 31 training samples and the batch_size of fedavg is 10: its last",
+        ),
+        ({"batch_size": 1}, "the batch_size of fedavg is 1: its last batch has one sample"),
+    ],
+)
+def test_batches_of_one_sample_are_refused_before_training(tmp_path, settings, sentence):
+    config = {
+        "rounds": 2,
+        "workers": 1,
+        "baselines": [],
+        "data": {"test": 0.25},
+        "model": {"running_stats": "tracked"},
+        "methods": {"fedavg": settings},
+    }
+    digits = build_samples(load_config({}).data)
+    owners = np.repeat(["a", "b", "c"], [39, 40, 41])  # 30, 30 and 31 of them to train on
+    given = {"data": (digits.inputs[:120], digits.targets[:120], owners), "out": tmp_path / "run"}
+    with pytest.raises(InputError, match=sentence) as caught:
+        nufed.run(config, model=digits_net, **given)
+    assert "local_steps instead of local_epochs" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+    with without_report():  # a module that can be trained on one sample
+        nufed.run(config, model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), **given)
 
 
 def test_a_whole_run_its_personal_models_and_its_bundle(tmp_path):

@@ -29,7 +29,7 @@ CONFIG = {
     "method": {"adapt_steps": 2, "batch_size": 5},
     "methods": {
         "fedavg": {"algorithm": "fedavg"},
-        "fo": {"curvature": "first_order", "eval_steps": [1, 2]},
+        "fo": {"algorithm": "gmeta", "curvature": "first_order", "eval_steps": [1, 2]},
     },
 }
 SHOWN = {  # what is shown: method and fine-tuning steps

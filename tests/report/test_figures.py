@@ -21,7 +21,7 @@ SMALL = {
     "workers": 1,
     "data": {"agents": 4, "samples_per_agent": 20},
     "method": {"adapt_steps": 1, "batch_size": 5},
-    "methods": {"fo": {"curvature": "first_order"}},
+    "methods": {"fo": {"algorithm": "gmeta", "curvature": "first_order"}},
     "baselines": ["majority"],
 }
 NAMES = {"results-seen", "rounds-seen", "training-loss", "training-update", "steps", "agents",

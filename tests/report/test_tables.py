@@ -20,7 +20,12 @@ CONFIG = {
     "method": {"batch_size": 6},
     "methods": {
         "fedavg": {"algorithm": "fedavg"},
-        "hf": {"curvature": "hessian_free", "aggregation": "trimmed", "trim": 0.1},
+        "hf": {
+            "algorithm": "gmeta",
+            "curvature": "hessian_free",
+            "aggregation": "trimmed",
+            "trim": 0.1,
+        },
         "ditto": {"algorithm": "ditto", "personal_steps": 3, "weight": 0.5},
         "scaffold": {"algorithm": "scaffold", "server_lr": 0.5},
     },

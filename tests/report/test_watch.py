@@ -23,7 +23,7 @@ CONFIG = {
     "data": {"agents": 4, "samples_per_agent": 30, "unseen_agents": 1},
     "model": {"args": {"hidden": [4]}},
     "method": {"batch_size": 6},
-    "methods": {"first": {}, "second": {"algorithm": "fedavg"}},
+    "methods": {"first": {"algorithm": "gmeta"}, "second": {"algorithm": "fedavg"}},
 }
 LOOKED_AT = [(0, "first", 3), (0, "second", 6), (1, "second", 2)]
 

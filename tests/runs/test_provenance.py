@@ -24,7 +24,10 @@ CONFIG = {
     "data": {"agents": 6, "samples_per_agent": 24, "dirichlet": 0.5, "test": 0.25},
     "model": {"args": {"hidden": [8]}},
     "method": {"adapt_steps": 2, "adapt_lr": 0.1, "meta_lr": 0.1, "batch_size": 6},
-    "methods": {"fo": {"curvature": "first_order"}, "exact": {}},
+    "methods": {
+        "fo": {"algorithm": "gmeta", "curvature": "first_order"},
+        "exact": {"algorithm": "gmeta"},
+    },
 }
 
 

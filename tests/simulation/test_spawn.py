@@ -34,7 +34,13 @@ def test_parts_in_spawned_processes_leave_the_bytes_of_one_process(spawn, tmp_pa
 
 @pytest.mark.parametrize("engine", [pytest.param("direct", marks=pytest.mark.slow), "gram"])
 def test_agents_in_spawned_processes_leave_the_bytes_of_one_process(engine, spawn, tmp_path):
-    config = {**SMALL, "seeds": [0], "methods": {"exact": {}}, "engine": engine, "baselines": []}
+    config = {
+        **SMALL,
+        "seeds": [0],
+        "methods": {"exact": {"algorithm": "gmeta"}},
+        "engine": engine,
+        "baselines": [],
+    }
     config |= {"rounds": 2, "eval_every": 2}
     runs = [nufed.run(config, [f"workers={n}"], out=tmp_path / str(n)) for n in (1, 2)]
     assert files(runs[0].path) == files(runs[1].path)

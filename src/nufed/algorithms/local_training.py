@@ -148,6 +148,10 @@ class LocalTraining(Algorithm):
         number = self.local_steps if steps is None else steps
         return [Draw(purpose, self.batch_size, 1, t) for t in range(number)]
 
+    def smallest_batch(self, samples: int) -> int:
+        size = super().smallest_batch(samples)
+        return (samples % size or size) if self.local_epochs else size
+
     def update_draws(self) -> list[Draw]:
         return [] if self.local_epochs else self.step_draws()
 

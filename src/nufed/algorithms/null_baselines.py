@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Literal
 
 from nufed.algorithms.gmeta import GMeta, local_sgd
@@ -12,6 +12,11 @@ from nufed.objective import AnyObjective
 
 class OwnModel(GMeta):
     """Evaluates the model in each agent's state."""
+
+    @classmethod
+    def like(cls, local: GMeta) -> OwnModel:
+        """With the same settings."""
+        return cls(**{field.name: getattr(local, field.name) for field in fields(local)})
 
     @property
     def combines(self) -> Literal["elementwise", "linearly"]:

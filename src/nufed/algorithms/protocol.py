@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -95,6 +95,17 @@ class Algorithm(ABC):
     """Fine-tuning steps after which its personal model is reported; None: the run's number."""
     personal_data: ClassVar[str | None] = None  # training data that a personal model contains
 
+    set_explicitly: ClassVar[frozenset[str]] = frozenset()
+    """Of an object: the settings that it was made with, which ``[method]`` does not change."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        made = super().__new__(cls)
+        in_order = (field.name for field in fields(cls) if field.init and not field.kw_only)
+        given = {*settings, *(name for name, _ in zip(in_order, args, strict=False))}
+        if given:
+            object.__setattr__(made, "set_explicitly", frozenset(given))
+        return made
+
     @property
     @abstractmethod
     def batch_size(self) -> int:
@@ -111,7 +122,10 @@ class Algorithm(ABC):
     # initial states
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
-        """The server's state before the first round, from an initial model."""
+        """The server's state before the first round, from an initial model w.
+
+        It holds every vector in ``receives``, and what the server keeps for itself between rounds.
+        """
         return {"model": w}
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
@@ -130,7 +144,11 @@ class Algorithm(ABC):
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
     ) -> State:
-        """The server's state after a round, from checked updates sorted by agent."""
+        """The server's state after a round, from checked updates sorted by agent.
+
+        The result has the names and shapes of ``server``. Where ``averages_uniformly`` is true, or
+        with secure aggregation, only :meth:`aggregate` can read ``updates``.
+        """
         names = self.sent_in(context.round)
         found = {name: self.aggregate(context, updates, name, server[name]) for name in names}
         return {**server, **found}
@@ -261,6 +279,10 @@ class Algorithm(ABC):
     def personal_draws(self, steps: int) -> Sequence[Draw]:
         """Every draw of ``personal_model`` and ``fine_tune``."""
         return [Draw("adapt", self.batch_size, steps)]
+
+    def smallest_batch(self, samples: int) -> int:
+        """The fewest samples in a batch of training, of an agent with so many samples."""
+        return min(self.batch_size, samples)
 
     def for_trial(self) -> Algorithm:
         """A copy whose settings need less memory, for the trial of engines on a large model."""

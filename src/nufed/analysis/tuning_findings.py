@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf, prod
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,7 @@ import tomli_w
 from nufed.runs.tuning_record import Range, Trial, TuningRecord, finalists
 
 EDGE = 0.05  # share of a range at each end that counts as its edge
-WIDER = 10.0  # factor by which a range is widened
+ENOUGH = 10  # trials per searched setting from which a conclusion is drawn
 
 
 @dataclass(frozen=True)
@@ -79,36 +80,23 @@ def edges(record: TuningRecord) -> list[Edge]:
     """The choices at an edge of their range, unless the setting can't go beyond it."""
     found = []
     for method in record.chosen:
-        settings = record.choice(method).settings
-        for own in record.search.methods[method].ranges:
-            if own.choices:
+        choice = record.choice(method)
+        for own in record.ranges(method):
+            if not own.log:  # choices, and shares, which are bounded
                 continue
-            place = own.position(settings[own.setting])
-            side = "lower" if place <= EDGE else "upper" if place >= 1 - EDGE else None
-            wider = None if side is None else _wider(own, side)
-            if side is not None and wider is not None:
-                command = _widening(record, method, wider)
-                value = settings[own.setting]
+            value = choice.settings[own.setting]
+            place, side = own.position(value), own.open_side(choice, record.of(method))
+            if side is None and not EDGE < place < 1 - EDGE:
+                side = "lower" if place <= EDGE else "upper"
+            if side is not None:
+                command = _widening(record, method, own.wider(side))
                 found.append(Edge(method, own.setting, value, side, own, command))
     return found
 
 
-def _wider(own: Range, side: str) -> Range | None:
-    """The range with one end moved by a factor of 10; None for a share, which is bounded."""
-    if not own.log:
-        return None
-    if side == "upper":
-        return own.model_copy(update={"high": own.high * WIDER})
-    low = own.low / WIDER
-    return own.model_copy(update={"low": max(1.0, low) if own.whole else low})
-
-
 def _widening(record: TuningRecord, method: str, wider: Range) -> str:
     """The command that repeats the search with a wider range; it names all ranges of the method."""
-    ranges = [
-        wider if own.setting == wider.setting else own
-        for own in record.search.methods[method].ranges
-    ]
+    ranges = [wider if own.setting == wider.setting else own for own in record.ranges(method)]
     words = ", ".join(f"{own.setting} = {_toml(own)}" for own in ranges)
     return f"{record.search.command} {shlex.quote(f'tune.methods.{method}={{{words}}}')}"
 
@@ -129,7 +117,7 @@ def sensitivities(record: TuningRecord) -> list[Sensitivity]:
     found = []
     for method in record.chosen:
         value_of = record.choice(method).settings
-        for own in record.search.methods[method].ranges:
+        for own in record.ranges(method):
             value = value_of[own.setting]
             smaller, larger = (_lost(record, method, own, value, side) for side in (-1, 1))
             found.append(Sensitivity(method, own.setting, value, smaller, larger))
@@ -216,7 +204,8 @@ def ranking_notes(record: TuningRecord) -> list[str]:
 
 
 def doubts(record: TuningRecord) -> list[str]:
-    """Finalists that did better than the choice with other seeds, and methods without a choice."""
+    """Methods with too few trials or without a choice, and finalists that did better than the
+    choice with other seeds."""
     rows = repeated(record)
     chosen = {row.trial.method: row for row in rows if row.chosen}
     sign = 1 if record.search.higher_is_better else -1
@@ -234,7 +223,25 @@ def doubts(record: TuningRecord) -> list[str]:
                 (t.failure for t in record.of(method) if t.failure), "no trial was trained"
             )
             notes.append(f"{method}: every trial failed, the first because {cause}")
-    return notes
+    return [*notes, *_too_few(record)]
+
+
+def _too_few(record: TuningRecord) -> Iterator[str]:
+    """The methods of which so few settings were tried that the choice is chance."""
+    remedy = "increase --budget" + (
+        ", or count it --per trial" if record.search.per != "trial" else ""
+    )
+    for method in record.chosen:
+        ranges, trials = record.ranges(method), record.of(method)
+        settings, listed = len(ranges), record.search.sampler == "grid"
+        points = prod(len(own.grid()) if listed or own.choices else inf for own in ranges)
+        if len(trials) < min(points, ENOUGH * settings):
+            full = sum(trial.after(record.search.rungs[-1]) is not None for trial in trials)
+            what = "1 setting" if settings == 1 else f"{settings} settings together"
+            yield (
+                f"{method}: {len(trials)} trials, {full} of them trained to the end, are too few "
+                f"for a conclusion about {what}: {remedy}."
+            )
 
 
 def best_so_far(record: TuningRecord) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ MAX_ARGS_CHARACTERS = 20_000  # of a model's arguments as text
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 InputType = Literal["uint8", "int32", "int64", "float32", "float64"]
+TargetType = Literal["bool", "uint8", "int8", "int16", "int32", "int64"]
 
 
 class _AboutRecord(BaseModel):
@@ -95,7 +96,7 @@ class InputsAbout(_AboutRecord):
         check_finite(given, "input", model)
         dtype: torch.dtype = getattr(torch, self.dtype)
         if not dtype.is_floating_point:
-            self._check_whole(given, dtype)
+            _check_whole(given, dtype, "inputs", "; give raw values, which it scales itself")
         return given.to(dtype).reshape(rows, *self.shape)
 
     def far_outside(self, given: Tensor) -> str | None:
@@ -110,15 +111,18 @@ class InputsAbout(_AboutRecord):
             "them in the same units and on the same scale"
         )
 
-    def _check_whole(self, given: Tensor, dtype: torch.dtype) -> None:
-        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-        smallest, largest = given.min(), given.max()
-        whole = not given.is_floating_point() or bool((given == given.round()).all())
-        if not whole or smallest < low or largest > high:
-            raise InputError(
-                f"inputs range from {smallest.item():g} to {largest.item():g}: this model was "
-                f"trained on integers in {low} … {high}; give raw values, which it scales itself"
-            )
+
+def _check_whole(given: Tensor, dtype: torch.dtype, what: str, remedy: str = "") -> None:
+    """Refuse numbers that this integer dtype does not hold."""
+    limits = None if dtype == torch.bool else torch.iinfo(dtype)
+    low, high = (0, 1) if limits is None else (limits.min, limits.max)
+    smallest, largest = given.min(), given.max()
+    whole = not given.is_floating_point() or bool((given == given.round()).all())
+    if not whole or smallest < low or largest > high:
+        raise InputError(
+            f"{what} range from {smallest.item():g} to {largest.item():g}: this model was trained "
+            f"on integers in {low} … {high}{remedy}"
+        )
 
 
 class AdaptAbout(_AboutRecord):
@@ -160,6 +164,8 @@ class About(_AboutRecord):
     loss: str | None
     classes: list[str]
     dtype: Literal["float32", "float64"]
+    # of whole numbers that are no classes, such as tokens; not written otherwise
+    target_dtype: TargetType | None = Field(default=None, exclude_if=lambda value: value is None)
     trained: dict[str, Any] = {}
     measured: dict[str, Any] = {}
     personal: PersonalAbout | None = None
@@ -187,7 +193,7 @@ class About(_AboutRecord):
         return outside
 
     def read_targets(self, targets: Any) -> Tensor:
-        """Class numbers from class names or numbers; for regression the numbers themselves."""
+        """Class numbers from names or numbers; else the numbers themselves, as in training."""
         if isinstance(targets, Tensor):
             targets = targets.numpy(force=True)
         words = as_words(targets)
@@ -198,6 +204,9 @@ class About(_AboutRecord):
         numbers = as_tensor(targets)
         dtype: torch.dtype = getattr(torch, self.dtype)
         check_finite(numbers, "target", dtype)
+        if self.target_dtype is not None:
+            dtype = getattr(torch, self.target_dtype)
+            _check_whole(numbers, dtype, "targets")
         if not self.classes:
             return numbers.to(dtype)
         low, high = 0, len(self.classes) - 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -78,6 +78,7 @@ class Bundle:
         scale: float = 1.0,
         shift: float = 0.0,
         input_range: Mapping[str, float] | None = None,
+        target_dtype: str | None = None,
         build: str | None = None,
         args: Mapping[str, Any] | None = None,
         running_stats: RunningStats = "refuse",
@@ -94,6 +95,8 @@ class Bundle:
                 converted.
             input_range: ``low``, ``high``, ``mean`` and ``std`` of the raw inputs of training;
                 data on another scale is then warned about.
+            target_dtype: ``"int64"`` for targets that are whole numbers but no classes, such as
+                sequences of tokens; by default they are numbers to predict.
             adapt_lr, adapt_steps, batch_size: α (one number, or one per parameter by name), ν and
                 D of fine-tuning.
             lr_scale: if α was chosen on validation samples, its ratio to that of training; 0: no
@@ -140,6 +143,7 @@ class Bundle:
                 loss=str(loss) if named else None,
                 classes=list(classes),
                 dtype=_dtype_name(module),
+                target_dtype=cast(Any, target_dtype),
                 trained=dict(trained or {}),
                 measured=dict(measured or {}),
                 personal=personal,

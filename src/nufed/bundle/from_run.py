@@ -141,6 +141,7 @@ def described(run: Run, objective: Objective) -> dict[str, Any]:
         "shift": inputs.shift,
         "input_range": None if inputs.range is None else inputs.range.model_dump(),
         "classes": tuple(inputs.classes),
+        "target_dtype": inputs.targets,
         "loss": objective.loss if name == OWN else name,
         "build": None if config.model.name == OWN else config.model.name,
         "args": arguments,
@@ -176,7 +177,8 @@ def _like(run: Run) -> Samples:
     inputs = check_inputs(run)
     zeros = torch.zeros(1, *inputs.shape, dtype=getattr(torch, inputs.dtype))
     classes = tuple(inputs.classes)
-    targets = torch.zeros(1).long() if classes else torch.zeros(1, inputs.outputs)
+    kind = getattr(torch, inputs.targets or "float32")
+    targets = torch.zeros(1).long() if classes else torch.zeros(1, inputs.outputs, dtype=kind)
     return Samples(zeros, targets, classes)
 
 

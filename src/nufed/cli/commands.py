@@ -84,6 +84,7 @@ def run(
         bool, typer.Option("--tuned", help="Search the settings of every method first.")
     ] = False,
     budget: tune_commands.Budget = None,
+    per: tune_commands.Per = None,
     part: part_option.Part = None,
     ray: part_option.Ray = None,
     trust: Trust = False,
@@ -106,12 +107,13 @@ def run(
         settings.append(f"seeds={list(range(seeds))}")
     if source is None and resume is None:
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
-    if budget is not None and not tuned:
-        raise InputError("--budget is that of a search: add --tuned")
+    if (budget is not None or per is not None) and not tuned:
+        raise InputError("--budget and --per are those of a search: add --tuned")
     share = part_option.share_of(part, out, resume, tuned)
     if tuned:
         search = None if resume else source
-        source, settings = tune_commands.tune_first(search, settings, budget, not no_figures), []
+        searched = {"budget": budget, "per": per, "figures": not no_figures}
+        source, settings = tune_commands.tune_first(search, settings, **searched), []
     with show_progress(console(stderr=True)) as display:
         follow: dict[str, Any] = {
             "ray": ray,

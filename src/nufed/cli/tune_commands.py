@@ -30,6 +30,10 @@ Budget = Annotated[
     float | None,
     typer.Option(help="Gradients per method, in full trainings by the cheapest; default: 50."),
 ]
+Per = Annotated[
+    str | None,
+    typer.Option(help="What --budget counts: gradient, or trial (as many for every method)."),
+]
 
 
 def tune_command(
@@ -38,6 +42,7 @@ def tune_command(
     ] = None,
     overrides: Overrides = None,
     budget: Budget = None,
+    per: Per = None,
     out: Annotated[Path | None, typer.Option(help="The directory to create.")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Resume the search in this directory.")
@@ -66,6 +71,7 @@ def tune_command(
         source,
         settings,
         budget=budget,
+        per=per,
         out=out,
         resume=resume,
         bounds=bounds,
@@ -180,11 +186,11 @@ def _display(terminal: Console) -> Iterator[_Display]:
         bar.stop()
 
 
-def tune_first(source: str | None, settings: list[str], budget: float | None, figures: bool) -> str:
+def tune_first(source: str | None, settings: list[str], **how: Any) -> str:
     """For ``nufed run --tuned``: search, and give the path of the tuned configuration."""
     if source is None:
         raise InputError("--tuned needs a preset or a TOML file: it can't be given with --resume")
-    found = tune_and_show(source, settings, budget=budget, figures=figures)
+    found = tune_and_show(source, settings, **how)
     say(f"tuned: {found.path / 'tuned.toml'} (page: {found.path / 'tune.html'})", error=True)
     return str(found.path / "tuned.toml")
 

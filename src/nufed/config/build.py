@@ -34,7 +34,7 @@ from nufed.data import (
     settings_taken,
 )
 from nufed.errors import InputError, in_short, shown
-from nufed.evaluate import METRICS, Measure
+from nufed.evaluate import METRICS, Measure, Metric
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
 from nufed.registry import import_named, suggest
@@ -216,8 +216,13 @@ def loss_name(config: Config, classes: bool) -> str:
     return config.loss
 
 
-def build_measure(config: Config, samples: Samples) -> Measure:
-    """The measure that ``metric`` names; ``auto``: accuracy for classes, else the loss itself."""
+def build_measure(config: Config, samples: Samples, own: Metric | None = None) -> Measure:
+    """The measure that ``metric`` names; ``auto``: accuracy for classes, else the loss itself.
+
+    ``own`` is a metric that was given in Python instead.
+    """
+    if own is not None:
+        return Measure(getattr(own, "__name__", "metric"), own, config.metric_better)
     name = config.metric
     if name == "auto":
         name = "accuracy" if samples.classes and config.loss != "mse" else "none"
@@ -227,7 +232,13 @@ def build_measure(config: Config, samples: Samples) -> Measure:
             f'metric = "{name}": this data has no classes, its targets are numbers; set metric = '
             '"none" or "auto" to score by the loss, or name your own'
         )
-    return Measure("loss" if metric is None else name.rpartition(":")[2], metric)
+    if name in METRICS and config.metric_better == "lower":
+        raise InputError(
+            f'metric_better = "lower": is for a metric of your own, and metric is "{config.metric}"'
+            "; remove it"
+        )
+    shown_name = "loss" if metric is None else name.rpartition(":")[2]
+    return Measure(shown_name, metric, config.metric_better)
 
 
 def call_named(

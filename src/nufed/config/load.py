@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from nufed.algorithms.protocol import Algorithm
 from nufed.config.describe import known_settings
 from nufed.config.messages import sentence
 from nufed.config.methods import MethodConfig
@@ -26,10 +27,15 @@ from nufed.registry import suggest
 MAX_KEY_PARTS = 20  # of a dotted key
 
 
-def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    methods: Mapping[str, Algorithm] | None = None,
+) -> Config:
     """A validated configuration from a preset's name, a TOML file or a mapping, and overrides.
 
     ``overrides`` are ``key=value`` with dotted keys and TOML values; bare words are strings.
+    ``methods`` are algorithms given in Python; ``[method]`` reaches what they were not made with.
     Algorithms that it names as ``package.module:Class`` are imported, and the defaults of all
     settings are written out in it.
 
@@ -39,7 +45,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     """
     config = read_config(source, overrides)
     import_methods(config)
-    config.algorithms()
+    config = config.with_objects(methods or {}, shared=config.method)
+    config.algorithms(methods, recorded=False)
     return config.written_out()
 
 

@@ -38,7 +38,7 @@ from nufed.config.messages import suggest_key
 from nufed.config.names import OWN, Name
 from nufed.config.own_method import GivenInPython
 from nufed.errors import InputError, in_short, shown
-from nufed.registry import Registry, is_code, suggest
+from nufed.registry import Registry, closest, is_code, suggest
 from nufed.settings import Field as SettingField
 from nufed.settings import settings_of
 
@@ -53,8 +53,8 @@ class MethodConfig(BaseModel):
     algorithm: str | None = Field(
         default=None,
         exclude_if=lambda value: value is None,
-        description="an algorithm by name, or package.module:Class; the one that a method is "
-        f"named after, else {DEFAULT}",
+        description="an algorithm by name, or package.module:Class; without it a method runs the "
+        f"one that it is named after, and {DEFAULT} where there are no methods",
     )
     eval_steps: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
         default=None,
@@ -98,6 +98,7 @@ def make_methods(
     shared: MethodConfig,
     methods: Mapping[str, MethodConfig],
     own: Mapping[str, Algorithm] | None = None,
+    recorded: bool = True,
 ) -> dict[str, Method]:
     """The methods of a run by name; a method's own settings override the shared ones.
 
@@ -105,6 +106,7 @@ def make_methods(
         shared: ``[method]``.
         methods: ``[methods.NAME]`` by name; without any, ``[method]`` is the only one.
         own: algorithms that were given in Python, by name.
+        recorded: with ``own``: whether ``shared`` may hold defaults of other methods.
     """
     name = DEFAULT if shared.algorithm is None else shared.algorithm
     if name != OWN:
@@ -114,7 +116,8 @@ def make_methods(
         name: _Tables(name, shared, table).method((own or {}).get(name))
         for name, table in listed.items()
     }
-    if not any(isinstance(m.algorithm, GivenInPython) for m in made.values()) and not own:
+    unknown = any(isinstance(m.algorithm, GivenInPython) for m in made.values())
+    if not unknown and not (own and recorded):
         _refuse_unused(shared, made)
     return made
 
@@ -150,13 +153,40 @@ def write_out(
 
 
 def named_after(method: str) -> str:
-    """The algorithm of a method for which none is given.
+    """The algorithm of a method for which none is given; a name of no algorithm is refused.
 
-    >>> named_after("ditto"), named_after("per-fedavg"), named_after("gmeta-fo")
-    ('ditto', 'per_fedavg', 'gmeta')
+    >>> named_after("ditto"), named_after("per-fedavg")
+    ('ditto', 'per_fedavg')
     """
-    names = (method, method.replace("-", "_"))
-    return next((name for name in names if name in ALGORITHMS), DEFAULT)
+    for name in (method, method.replace("-", "_")):
+        if name in ALGORITHMS:
+            return name
+    near = closest(method, ALGORITHMS)
+    meant = f"; did you mean methods.{near}?" if near else ""
+    raise InputError(
+        f"methods.{method} is not named after an algorithm and none is given: write algorithm = "
+        f'"{near or DEFAULT}" (or another, see `nufed list`) in it, or in [method] for all methods'
+        f"{meant}"
+    )
+
+
+def with_objects(
+    methods: Mapping[str, MethodConfig],
+    own: Mapping[str, Algorithm],
+    shared: MethodConfig | None = None,
+) -> dict[str, MethodConfig]:
+    """``[methods.NAME]`` with tables that record algorithms given in Python.
+
+    What an object does not set itself is what is recorded of it, else what ``shared`` sets.
+    """
+    found = dict(methods)
+    for name, algorithm in own.items():
+        table = methods.get(name, MethodConfig())
+        if isinstance(algorithm, Algorithm):
+            recorded = table if table.algorithm == OWN else MethodConfig()
+            algorithm = _Tables(name, shared or MethodConfig(), recorded).completed(algorithm)
+        found[name] = table_of(name, algorithm, table.eval_steps)
+    return found
 
 
 def table_of(name: str, algorithm: Algorithm, eval_steps: list[int] | None) -> MethodConfig:
@@ -203,7 +233,10 @@ class _Tables:
         given_names = [n for n in (self.own.algorithm, self.shared.algorithm) if n is not None]
         name = given_names[0] if given_names else named_after(self.name)
         if name == OWN:
-            return Method(given or GivenInPython(self.own.settings), {})
+            if given is None:
+                return Method(GivenInPython(self.own.settings), {})
+            recorded = _Tables(self.name, MethodConfig(), self.own)
+            return Method(recorded.completed(given), recorded.defaults)
         cls = ALGORITHMS.find(f"{where}.algorithm", name)
         settings = self._settings(cls)
         for key in self.own.settings:
@@ -218,6 +251,12 @@ class _Tables:
                 f"{where}.algorithm = {shown(name)} can't be made with these settings: "
                 f"{in_short(error)}"
             ) from error
+
+    def completed(self, given: Algorithm) -> Algorithm:
+        """An object given in Python, with the tables' values of what it does not set itself."""
+        settings = self._settings(type(given), given)
+        parts = {key: value for key, value in settings.items() if key not in given.set_explicitly}
+        return dataclasses.replace(given, **parts) if parts else given
 
     def _where(self, key: str) -> str:
         """The table that sets a key, or else the method's own."""
@@ -241,6 +280,8 @@ class _Tables:
                     f"({setting.setting.about}), {setting.allowed()}"
                 )
             if setting.setting.choices is not None:
+                if base is not None and value == name_of(type(default), setting.setting.choices):
+                    value = MISSING  # an object given in Python may be of any class
                 found |= self._choice(setting, value, default)
             else:
                 self.defaults[key] = _writable(default)

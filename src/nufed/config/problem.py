@@ -8,7 +8,7 @@ if the user trusts it, and data and splits must match the digests recorded there
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from nufed.config.build import (
     build_objective,
     build_samples,
 )
-from nufed.config.methods import table_of
 from nufed.config.own_method import GivenInPython
 from nufed.config.schema import OWN, Config
 from nufed.config.trust import require_trust
@@ -66,11 +65,7 @@ class Given:
         source = {} if self.data is None else {"source": OWN, "args": {}}
         partition = {} if self.partition is None else {"partition": OWN}
         update["data"] = config.data.model_copy(update={**source, **partition})
-        if self.methods:
-            steps = {name: table.eval_steps for name, table in config.methods.items()}
-            tables = {n: table_of(n, a, steps.get(n)) for n, a in self.methods.items()}
-            update["methods"] = {**config.methods, **tables}
-        return config.model_copy(update=update)
+        return config.model_copy(update=update).with_objects(self.methods or {})
 
 
 @dataclass(frozen=True)
@@ -152,10 +147,7 @@ class Problem:
     @cached_property
     def measure(self) -> Measure:
         """The measure that agents are scored by."""
-        metric = self.given.metric
-        if metric is None:
-            return build_measure(self.config, self.samples)
-        return Measure(getattr(metric, "__name__", "metric"), metric)
+        return build_measure(self.config, self.samples, self.given.metric)
 
     def belongs_to(self, seed: int) -> dict[str, str]:
         """Digests that the files of a part must match."""
@@ -184,6 +176,7 @@ class Problem:
         samples.check_finite(getattr(torch, config.dtype))
         loss = given.loss or build_loss(config, samples)
         algorithms = algorithms_of(config, given.methods)
+        given = replace(given, methods={name: algorithms[name] for name in given.methods or {}})
         federations = {
             seed: build_federation(config, samples, seed, given.partition) for seed in seeds
         }

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from nufed.algorithms.attacks import ATTACKS
 from nufed.algorithms.protocol import Algorithm
 from nufed.config.compression_table import CompressionConfig
-from nufed.config.methods import MethodConfig, make_methods, write_out
+from nufed.config.methods import MethodConfig, make_methods, with_objects, write_out
 from nufed.config.names import AT_SITES as AT_SITES
 from nufed.config.names import OWN as OWN
 from nufed.config.names import EngineName, Name
@@ -24,6 +24,7 @@ from nufed.config.tune_table import TunedTable, TuneTable
 from nufed.data import PARTITIONS, SHIFTS, Reuse, ScoredOn, SmallAgents
 from nufed.errors import InputError
 from nufed.evaluate import EvalLr
+from nufed.evaluate.metrics import Better
 from nufed.files import sha256
 from nufed.objective.modules import RunningStats
 from nufed.registry import is_code, suggest
@@ -239,7 +240,12 @@ class Config(_Table):
     metric: str = Field(
         default="auto",
         description="accuracy, balanced_accuracy, f1 (macro), auc (each class against the rest), "
-        "none (the loss), or package.module:function",
+        "none (the loss), or package.module:function, called with outputs and targets of an agent",
+    )
+    metric_better: Better = Field(
+        default="higher",
+        exclude_if=lambda value: value == "higher",
+        description="whether a higher or a lower value of a metric of your own is better",
     )
     dtype: Literal["float32", "float64"] = "float32"
     threads: Annotated[int, Field(ge=1, le=256)] = Field(
@@ -310,8 +316,12 @@ class Config(_Table):
         made = self.algorithms()  # slow: once for all methods
         return max(self._steps_shown(made), *(s for m in made for s in self._steps_of(m, made)))
 
-    def algorithms(self, own: Mapping[str, Algorithm] | None = None) -> dict[str, Algorithm]:
+    def algorithms(
+        self, own: Mapping[str, Algorithm] | None = None, recorded: bool = True
+    ) -> dict[str, Algorithm]:
         """The methods to train, by name; ``own`` are those that were given in Python.
+
+        Unless it is ``recorded``, ``[method]`` must not hold keys that no method has.
 
         Imports nothing: modules that the configuration names must be imported already.
         """
@@ -321,8 +331,17 @@ class Config(_Table):
                     f"methods.{name}: {name} is the name of a null baseline; give the method "
                     "another name"
                 )
-        made = make_methods(self.method, self.methods, own)
+        made = make_methods(self.method, self.methods, own, recorded)
         return {name: method.algorithm for name, method in made.items()}
+
+    def with_objects(
+        self, own: Mapping[str, Algorithm], shared: MethodConfig | None = None
+    ) -> Config:
+        """The same with placeholders for algorithms given in Python, which hold their settings.
+
+        What an object does not set itself is as recorded, or as in ``shared``.
+        """
+        return self.model_copy(update={"methods": with_objects(self.methods, own, shared)})
 
     def written_out(self) -> Config:
         """The same with the defaults of all settings of methods written out."""

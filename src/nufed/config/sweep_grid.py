@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from nufed.algorithms.protocol import Algorithm
 from nufed.config.load import load_config, parse_value, read_config, read_tables, with_value
 from nufed.config.schema import Config
 from nufed.errors import InputError, shown
@@ -58,6 +59,7 @@ def make_grid(
     settings: Sequence[str] = (),
     *,
     max_runs: int = MAX_RUNS,
+    methods: Mapping[str, Algorithm] | None = None,
 ) -> Grid:
     """The grid of a sweep, with every configuration validated.
 
@@ -66,6 +68,7 @@ def make_grid(
         values: dotted keys with a list of values each, or a range ``"0..5"``.
         settings: ``key=value`` for all runs; ``key=a,b,c`` and ``key=a..b`` are swept.
         max_runs: the largest number of runs to accept.
+        methods: algorithms given in Python.
 
     >>> grid = make_grid({}, {"method.adapt_steps": "0..2"}, ["rounds=5", "data.dirichlet=0.1,1"])
     >>> [point.name for point in grid.points][:2], grid.points[5].config.rounds
@@ -96,7 +99,7 @@ def make_grid(
     points = []
     for number, chosen in enumerate(combinations, start=1):
         name = _name(number, len(combinations), chosen)
-        points.append(GridPoint(name, chosen, _config(tables, overrides, chosen)))
+        points.append(GridPoint(name, chosen, _config(tables, overrides, chosen, methods)))
     return Grid({key: list(each) for key, each in swept.items()}, base, points)
 
 
@@ -114,12 +117,17 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _config(tables: Mapping[str, Any], overrides: Sequence[str], chosen: dict[str, Any]) -> Config:
+def _config(
+    tables: Mapping[str, Any],
+    overrides: Sequence[str],
+    chosen: dict[str, Any],
+    methods: Mapping[str, Algorithm] | None,
+) -> Config:
     """The configuration of one run."""
     for key, value in chosen.items():
         tables = with_value(tables, key, value, f"{key}={value_text(value)}")
     try:
-        return load_config(tables, overrides)
+        return load_config(tables, overrides, methods)
     except InputError as error:
         raise of_run(error, chosen) from error
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 SamplerName: TypeAlias = Literal["tpe", "random", "grid"]
 ScoredAgents: TypeAlias = Literal["seen", "unseen"]
+BudgetUnit: TypeAlias = Literal["gradient", "trial"]
 
 
 class TuneTable(BaseModel):
@@ -19,7 +20,13 @@ class TuneTable(BaseModel):
         default=50.0,
         gt=0,
         le=1e9,
-        description="gradients per method, in full trainings by the cheapest method",
+        description="per method: gradients in full trainings by the cheapest method, or trials",
+    )
+    # not written if default, so that searches from before resume
+    per: BudgetUnit = Field(
+        default="gradient",
+        exclude_if=lambda value: value == "gradient",
+        description="what the budget counts; per trial, expensive methods get as many as others",
     )
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(default=0, description="of the search")
     agents: ScoredAgents = Field(
@@ -30,7 +37,7 @@ class TuneTable(BaseModel):
         default="auto", description="auto: tpe if optuna is installed, else random"
     )
     halvings: Annotated[int, Field(ge=0, le=6)] = Field(
-        default=2, description="how often only the best third of a batch is trained 3 times longer"
+        default=2, description="how often only the best third of a batch is trained twice as long"
     )
     finalists: Annotated[int, Field(ge=1, le=100)] = Field(
         default=2, description="best trials of each method that are repeated"
@@ -50,15 +57,23 @@ class TunedTable(BaseModel):
     """``[tuned]``, written by ``nufed tune``: the search that chose the methods' settings.
 
     ``unit`` is the work of one full training by the cheapest method: gradients, and two for each
-    Hessian-vector product.
+    Hessian-vector product. ``per``: whether ``budget`` counts these units, or trials.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     budget: float
+    per: BudgetUnit = Field(default="gradient", exclude_if=lambda value: value == "gradient")
     unit: float
     seed: int
     sampler: SamplerName
     agents: ScoredAgents
     trials: dict[str, int]
     choices: dict[str, dict[str, Any]]
+
+    @property
+    def budget_text(self) -> str:
+        """What every method might spend, in words."""
+        if self.per == "trial":
+            return f"{self.budget:g} trials"
+        return f"{self.budget:g} × {self.unit:,.0f} gradients"

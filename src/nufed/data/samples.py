@@ -194,6 +194,12 @@ def check_finite(
 
 
 def _read(data: Any, known: Sequence[str]) -> Samples:
+    if hasattr(data, "column_names") and hasattr(data, "with_format"):
+        raise InputError(
+            f"a Hugging Face {type(data).__name__} can't be used as data (its columns are "
+            f"{data.column_names}): give arrays of its columns, for example "
+            '(d["pixels"], d["label"]) with d = dataset.with_format("numpy")[:]'
+        )
     if isinstance(data, Dataset):
         data = _stacked(data)
     if not isinstance(data, tuple | list) or len(data) not in (2, 3):

@@ -1,14 +1,15 @@
 """Scores of outputs against classes, by name in a configuration (``metric = "f1"``).
 
-A metric is any function ``metric(outputs, targets)`` that gives a number, more is better: one's own
-is named as ``package.module:function`` or passed in Python. All here need one output per class, and
+A metric is any function ``metric(outputs, targets)`` of the scored samples of one agent that gives
+a number: one's own is named as ``package.module:function`` or passed in Python, and
+``metric_better = "lower"`` says that less of it is better. All here need one output per class, and
 give NaN where an output is not finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor
 from nufed.errors import InputError
 
 Metric: TypeAlias = Callable[[Tensor, Tensor], float | Tensor]
+Better: TypeAlias = Literal["higher", "lower"]
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nufed.algorithms.protocol import AgentContext, Algorithm, BatchSource, Context, Cost, State
 from nufed.data import Federation
-from nufed.evaluate.metrics import Metric, accuracy
+from nufed.evaluate.metrics import Better, Metric, accuracy
 from nufed.evaluate.outputs import outputs_of
 from nufed.objective import AnyObjective, Objective
 
@@ -28,14 +28,15 @@ GROUPS = 10  # of an agent's validation samples, whose losses are compared
 
 @dataclass(frozen=True)
 class Measure:
-    """What agents are scored by: a metric (higher is better), or else the loss (lower is)."""
+    """What agents are scored by: a metric, or else the loss, of which lower is better."""
 
     name: str
     metric: Metric | None = accuracy
+    better: Better = "higher"  # of the metric
 
     @property
     def higher_is_better(self) -> bool:
-        return self.metric is not None
+        return self.metric is not None and self.better == "higher"
 
 
 @dataclass(frozen=True)

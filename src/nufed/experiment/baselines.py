@@ -31,7 +31,7 @@ def baselines(
     agents, engines = setup.evaluated[seed], setup.engines[seed]
     local, measure = local_training(setup), setup.measure
     short = local_training(setup, rounds=1)
-    own, own_short = OwnModel(**vars(local)), OwnModel(**vars(short))
+    own, own_short = OwnModel.like(local), OwnModel.like(short)
     named = config.engine
     engine = get_engine(engines.choose(own, "auto" if named == "gram" else named, own_short))
     if "majority" in wanted:

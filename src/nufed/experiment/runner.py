@@ -58,10 +58,10 @@ def run(
         model: your own module, or a function that makes one, instead of ``[model]``.
         data: your own data instead of ``[data] source``: ``(inputs, targets)`` or, for a natural
             federation, ``(inputs, targets, owners)``; a ``Dataset``, or :class:`nufed.Samples`.
-        loss: your own ``loss(outputs, targets)``; metric: your own ``metric(outputs, targets)``,
-            higher is better.
+        loss: your own ``loss(outputs, targets)``; metric: your own ``metric(outputs, targets)``, of
+            which more is better unless the configuration has ``metric_better = "lower"``.
         methods: algorithms by name, in addition to those of the configuration; one with the same
-            name replaces it.
+            name replaces it. Settings that an object was not made with are those of ``[method]``.
         partition: your own function ``(samples, agents, samples_per_agent, rng, **partition_args)``
             instead of ``[data] partition`` (docs/algorithms.md).
         out: the run directory to create; by default the next free ``runs/NAME-001``.
@@ -81,7 +81,7 @@ def run(
     Returns:
         The finished run, read back from its directory (``run.path``, ``run.rows()``).
     """
-    checked = load_config(config, overrides)
+    checked = load_config(config, overrides, methods)
     check_simulated(checked)
     if checked.sweep:
         raise InputError(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
 
 from nufed.algorithms.protocol import Algorithm, Context
 from nufed.config import Config
 from nufed.config.problem import Given, Problem
 from nufed.data import Federation, Samples, Split
-from nufed.errors import InputError, in_short
+from nufed.errors import InputError, in_short, shown
 from nufed.evaluate import Measure
-from nufed.objective import Objective
+from nufed.objective import Batch, Objective
 from nufed.seeding import stream
 from nufed.server import Rules, cohort_size, to_send
 from nufed.server.memory_needs import warn_of_memory
@@ -84,6 +87,8 @@ class Setup:
         # the training loop checks curvature instead, in rounds that don't depend on workers
         algorithms = {name: a.without_checks() for name, a in problem.algorithms.items()}
         made = cls._assembled(problem, algorithms, {}, workers)
+        _check_labels(made)
+        _check_single_samples(made)
         _try_model(made)
         first = made.engines[config.seeds[0]]
         chosen = {name: first.choose(a, config.engine) for name, a in algorithms.items()}
@@ -170,6 +175,89 @@ def _rebuilt(config: Config, given: Given, samples: Samples, *parts: Any) -> Set
     return Setup._assembled(Problem.make(config, given, samples=samples), *parts)
 
 
+def _check_labels(setup: Setup) -> None:
+    """Refuse whole-number targets that the loss can't be computed for: it is tried on the largest.
+
+    A loss that fails for a small target, too, is left to :func:`_try_model`.
+    """
+    for seed, federation in setup.federations.items():
+        samples, split = federation.samples, federation.split
+        if samples.targets.is_floating_point():
+            return
+        parts = [*split.train, *split.validation, *split.test] if split.recipe is None else []
+        held = np.unique(np.concatenate(parts)) if parts else np.arange(len(samples))
+        largest = samples.targets[held].long().reshape(len(held), -1).amax(dim=1)
+        row, other = (int(held[int(place)]) for place in (largest.argmax(), largest.argmin()))
+        error, outputs = _loss_error(setup.objectives[seed], samples, row)
+        width = outputs.shape[1] if outputs is not None and outputs.ndim == 2 else None
+        beyond = width is not None and int(largest.max()) >= width
+        if error and (beyond or not _loss_error(setup.objectives[seed], samples, other)[0]):
+            holds = (
+                f", of agent {shown(split.names[agent])}"
+                for agent in (split.agents if parts else [])
+                if any(row in part[agent] for part in (split.train, split.validation, split.test))
+            )
+            given = "" if outputs is None else f" for outputs of shape {tuple(outputs.shape[1:])}"
+            raise InputError(
+                f"the target of sample {row} (counted from 0{next(holds, '')}) is "
+                f"{int(largest.max())}{given}: {error}; correct it, or give the model an output "
+                "for every class"
+            )
+
+
+def _loss_error(
+    objective: Objective, samples: Samples, row: int
+) -> tuple[str | None, Tensor | None]:
+    """Why the loss of a sample can't be computed, if so, and the model's outputs for it."""
+    outputs = None
+    inputs, targets = samples.take(np.array([row]))
+    try:
+        outputs = objective.predict(objective.initial(), inputs)
+        objective.loss(outputs, targets)
+    except Exception as error:  # the user's model or loss may raise anything
+        return in_short(error), outputs if isinstance(outputs, Tensor) else None
+    return None, outputs
+
+
+def _check_single_samples(setup: Setup) -> None:
+    """Refuse batches of one sample, which epochs may end with, if the model can't train on one.
+
+    BatchNorm can't, where a sample gives one value per channel; this is tried on the model.
+    """
+    for seed, federation in setup.federations.items():
+        objective, split = setup.objectives[seed], federation.split
+        for name, algorithm in setup.algorithms.items():
+            for agent in [0] if split.recipe else split.agents:
+                rows = split.train[agent]
+                if algorithm.smallest_batch(len(rows)) > 1:
+                    continue
+                error = _single_sample_error(objective, federation.samples, rows[0])
+                if error is None:
+                    return
+                raise InputError(
+                    f"agent {split.names[agent]} has {len(rows)} training samples and the "
+                    f"batch_size of {name} is {algorithm.batch_size}: its last batch has one "
+                    f"sample, on which this model can't be trained ({error}); choose another "
+                    "batch_size, local_steps instead of local_epochs, model.running_stats = "
+                    '"frozen", or GroupNorm'
+                )
+
+
+def _single_sample_error(objective: Objective, samples: Samples, row: int) -> str | None:
+    """Why the model can be trained on two samples but not on one; None if it can, or on neither."""
+    w, error = objective.initial(), None
+    for rows in ([row], [row, row]):
+        try:
+            objective.grad(w, Batch(*samples.take(np.array(rows)), seed=0))
+        except Exception as caught:  # the user's model or loss may raise anything
+            if error is not None:
+                return None
+            error = in_short(caught.__cause__ or caught)
+        else:
+            return error
+    return None
+
+
 def _try_model(setup: Setup) -> None:
     """Check, before anything is written, that model, loss, metric and data are compatible.
 
@@ -193,10 +281,57 @@ def _try_model(setup: Setup) -> None:
             raise
         except Exception as error:  # the user's algorithm, model, loss or metric may raise anything
             cause = error.__cause__ or error
+            known = _known_cause(objective, federation)
+            if known is not None:
+                raise InputError(f"{known} ({in_short(cause)})") from error
             raise InputError(
                 f"the model, loss and metric can't be used on this data, inputs of shape "
                 f"{setup.samples.input_shape}, by the method {name}: {in_short(cause)}"
             ) from error
+
+
+def _known_cause(objective: Objective, federation: Federation) -> str | None:
+    """What of the data or the model's output can't be used, and the remedy; None if unknown."""
+    w, rows = objective.initial(), federation.split.train[0][:2]
+    inputs, targets = federation.samples.take(rows)
+    outputs: Any = None
+    if isinstance(inputs, Tensor) and not inputs.is_floating_point():
+        plain = not _fails(lambda: objective.predict(w, inputs.to(w.dtype)))
+        if plain and _fails(lambda: objective.predict(w, inputs)):
+            kind = str(inputs.dtype).removeprefix("torch.")
+            return (
+                f"the inputs are {kind}, and this model computes with floating-point numbers: give "
+                'them as such, for example inputs.astype("float32")'
+            )
+    with suppress(Exception):
+        outputs = objective.predict(w, inputs)
+    if outputs is not None and not isinstance(outputs, Tensor):
+        part = "its .logits" if hasattr(outputs, "logits") else "one of its tensors"
+        return (
+            f"the model gives a {type(outputs).__name__} and not a tensor: wrap it in a module "
+            f"whose forward returns {part}"
+        )
+    if targets.ndim == 2 and targets.shape[1] == 1:
+        return (
+            f"the targets have shape {tuple(federation.samples.targets.shape)}: give class numbers "
+            "in one dimension, for example targets.reshape(-1), and numbers to predict as "
+            "floating-point numbers"
+        )
+    numbers = targets.is_floating_point() and outputs is not None
+    if numbers and not _fails(lambda: objective.loss(cast(Tensor, outputs), targets.long())):
+        return (
+            "the targets are floating-point numbers, and this loss takes class numbers: give whole "
+            "numbers, for example targets.astype(int), or another loss"
+        )
+    return None
+
+
+def _fails(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except Exception:  # the user's model or loss may raise anything
+        return True
+    return False
 
 
 def _evaluated(config: Config, split: Split, seed: int) -> list[int]:

@@ -105,7 +105,7 @@ def sweep(
     Returns:
         The finished sweep, read back from its directory (``sweep.runs``, ``sweep.records()``).
     """
-    grid = make_grid(config, values, overrides, max_runs=max_runs)
+    grid = make_grid(config, values, overrides, max_runs=max_runs, methods=methods)
     given = Given(model, data, loss, metric, methods, partition)
     loaded = LoadedSamples(given)
     with torch_threads(grid.base.threads):

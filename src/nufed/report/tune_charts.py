@@ -41,11 +41,14 @@ def tune_charts(record: TuningRecord) -> Iterator[tuple[str, str, Any]]:
 def best_chart(record: TuningRecord, points: list[dict[str, Any]]) -> Any:
     """Best score so far by work, a line for each method."""
     names = list(record.search.methods)
+    most = record.search.budget
+    if record.search.per == "trial":
+        most = max(point["work"] for point in points)
     base = plot(points).encode(
         x=alt.X(
             "work:Q",
             title="work spent (full trainings by the cheapest method)",
-            scale=alt.Scale(domain=[0, record.search.budget], nice=False),
+            scale=alt.Scale(domain=[0, most], nice=False),
         ),
         y=_score_axis(record),
         color=_colour(names),
@@ -76,7 +79,7 @@ def setting_points(record: TuningRecord, setting: str) -> list[dict[str, Any]]:
 def setting_chart(record: TuningRecord, setting: str, points: list[dict[str, Any]]) -> Any:
     """Scores by the value of one setting."""
     search = record.search
-    ranges = [r for m in search.methods.values() for r in m.ranges if r.setting == setting]
+    ranges = [r for m in search.methods for r in record.ranges(m) if r.setting == setting]
     names = list(search.methods)
     if any(own.choices for own in ranges):
         x = alt.X("value:N", title=setting)

@@ -42,7 +42,7 @@ def tune_headline(record: TuningRecord) -> str:
     others = f", ahead of {', '.join(names[1:])}" if names[1:] else ""
     return (
         f"{words} on {search.agents} agents{others}; every method had the same budget, "
-        f"{search.allowed:,.0f} gradients ({search.budget:g} × {search.unit:,.0f})."
+        f"{search.budget_text}."
     )
 
 
@@ -62,13 +62,13 @@ def choices_table(record: TuningRecord) -> Table:
                 score(row.mean) if row.scores else "–",
                 str(len(record.of(method))),
                 f"{spent:,}",
-                f"{spent / record.search.allowed:.0%}",
+                f"{record.used(method):.0%}",
             ]
         )
     for method in record.search.methods:
         if method not in record.chosen:
             spent = record.spent(method)
-            share = f"{spent / record.search.allowed:.0%}"
+            share = f"{record.used(method):.0%}"
             cells = ["every trial failed", "–", "–", str(len(record.of(method)))]
             rows.append([method, *cells, f"{spent:,}", share])
     return Table(headings, rows, [False] * len(rows))
@@ -156,17 +156,23 @@ def search_table(record: TuningRecord) -> Table:
     search = record.search
     rows = {
         "command": search.command,
-        "budget of each method": f"{search.budget:g} × {search.unit:,.0f} = {search.allowed:,.0f} "
-        "gradients of training; a Hessian-vector product counts two; the unit is a full training "
-        "by the cheapest method",
+        "budget of each method": search.budget_text
+        if search.per == "trial"
+        else f"{search.budget_text} of training; a Hessian-vector product counts two; the unit is "
+        "a full training by the cheapest method",
         "sampler": f"{search.sampler}, seed {search.seed}; the settings as configured are tried "
         "first",
         "halving": f"batches of trials are compared after {_listed(search.rungs)} rounds; the best "
-        "third is trained further",
+        "third is trained further"
+        + (", scored before the last with the α of training" if search.format > 1 else ""),
         "scored on": f"validation samples of {search.agents} agents; test samples are never read",
     }
     for method, own in search.methods.items():
-        words = [f"{r.setting} {r}{' (log)' * r.log}, {r.origin}" for r in own.ranges]
+        words = [
+            f"{r.setting} {r}{' (log)' * r.log}, {r.origin}"
+            + ("" if r == first else f" {first}, and grown while the best was at its end")
+            for r, first in zip(record.ranges(method), own.ranges, strict=True)
+        ]
         rows[f"ranges of {method}"] = "; ".join([*words, *own.notes]) or "nothing is searched"
     rows["software"] = ", ".join(f"{name} {version}" for name, version in search.software.items())
     return Table(["", ""], [[k, v] for k, v in rows.items()], [False] * len(rows))

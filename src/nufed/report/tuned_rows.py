@@ -16,9 +16,9 @@ def tuned_rows(config: Config) -> dict[str, str]:
         for name, own in tuned.choices.items()
     ]
     rows = {
-        "tuned": f"{'; '.join(choices)}. Every method had the same budget, {tuned.budget:g} × "
-        f"{tuned.unit:,.0f} gradients ({tuned.sampler}, seed {tuned.seed}), scored on validation "
-        f"samples of {tuned.agents} agents"
+        "tuned": f"{'; '.join(choices)}. Every method had the same budget, {tuned.budget_text} "
+        f"({tuned.sampler}, seed {tuned.seed}), scored on validation samples of {tuned.agents} "
+        "agents"
     }
     changed = []
     for name, own in tuned.choices.items():

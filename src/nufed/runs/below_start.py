@@ -8,6 +8,7 @@ from nufed.evaluate import Measure
 from nufed.runs.results import Line, Trained
 
 ROUNDING = 1e-9  # relative, of the means over agents
+LISTED = 10  # agents named in a sentence
 CAUSES = {
     "diverged": "it diverged: lower meta_lr or adapt_lr, or set clip_norm",
     "rose": "the loss rose from {before:.3g} to {after:.3g}, so step sizes are too large for it: "
@@ -32,10 +33,19 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
     worse = worse and not math.isclose(before, after, rel_tol=ROUNDING)
     if not (worse or math.isnan(after)):
         return None
+    shown = line.label.removeprefix(line.name).lstrip()
+    own = [s for s in trained.final if s.seen and math.isfinite(s.loss[line.steps])]
+    undefined = [s.name for s in own if math.isnan(s.score[line.steps])]
+    if undefined:
+        agents = f"agent{'s' * (len(undefined) > 1)} {', '.join(undefined[:LISTED])}"
+        more = f" and {len(undefined) - LISTED} more" if len(undefined) > LISTED else ""
+        return (
+            f"{shown + ' ' if shown else ''}has no mean {measure.name}: {measure.name} is NaN for "
+            f"{agents}{more}, whose loss is finite; a metric must give a number for every agent"
+        )
     loss_before, loss_after = (_number(end.loss[line.steps]) for end in ends)
     diverged = math.isnan(after) or not math.isfinite(loss_after)
     cause = "diverged" if diverged else "rose" if loss_after > loss_before else "fell"
-    shown = line.label.removeprefix(line.name).lstrip()
     return (
         f"{shown + ' ' if shown else ''}ends below its untrained start on the agents it was "
         f"trained on ({measure.name} {before:.3g} before, {after:.3g} after training); "

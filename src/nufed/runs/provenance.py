@@ -274,6 +274,8 @@ def _describe(samples: Samples, ranges: Mapping[str, InputRange]) -> dict[str, A
     """The format of one input and target, so that models can be used without the data."""
     if not isinstance(samples.inputs, torch.Tensor):
         return {}
+    kind = samples.targets.dtype
+    tokens = not samples.classes and not kind.is_floating_point
     return {
         "shape": list(samples.input_shape),
         "dtype": str(samples.inputs.dtype).removeprefix("torch."),
@@ -281,6 +283,7 @@ def _describe(samples: Samples, ranges: Mapping[str, InputRange]) -> dict[str, A
         "shift": samples.shift,
         "classes": list(samples.classes),
         "outputs": samples.outputs,
+        **({"targets": str(kind).removeprefix("torch.")} if tokens else {}),
         **({"range": asdict(ranges["input"])} if "input" in ranges else {}),
     }
 

@@ -53,7 +53,10 @@ class RangeRecord(Record):
 
 
 class Inputs(Record):
-    """The format of one input and one target, and the range of all inputs, if it is known."""
+    """The format of one input and one target, and the range of all inputs, if it is known.
+
+    ``targets`` is the dtype of whole-number targets that are no classes, such as tokens.
+    """
 
     shape: list[Whole]
     dtype: str
@@ -61,6 +64,7 @@ class Inputs(Record):
     shift: float
     classes: list[str]
     outputs: Count
+    targets: str | None = None
     range: RangeRecord | None = None
 
 

@@ -17,17 +17,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nufed.config.tune_table import SamplerName, ScoredAgents
+from nufed.config.tune_table import BudgetUnit, SamplerName, ScoredAgents
 from nufed.runs.json_files import finite
 from nufed.runs.records import Number, Record, Whole
 
 FACTOR = 3.0  # a step in a logarithmic range
 HVP_WORK = 2  # gradients that a Hessian-vector product counts as
 DIGITS = 3  # significant digits of values that are tried
+WIDER = 10.0  # factor by which a range grows
+MAX_WIDER = 1e3  # factor by which it may have grown at each end
+DECLARED = "declared"  # origin of the ranges that grow
 
 
 class Range(Record):
@@ -43,7 +47,7 @@ class Range(Record):
     log: bool = False
     whole: bool = False
     choices: list[Any] = Field(default=[])
-    origin: str = "declared"
+    origin: str = DECLARED
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -87,6 +91,29 @@ class Range(Record):
         if self.choices:
             return value in self.choices
         return isinstance(value, int | float) and self.low <= value <= self.high
+
+    def open_side(self, best: Trial, trials: Sequence[Trial]) -> Literal["lower", "upper"] | None:
+        """The end near which the best trial lies, with no trial beyond it that shows a maximum.
+
+        Near is within a factor of 3. If several settings are searched, trials beyond it that failed
+        show nothing: another setting may have been the cause.
+        """
+        value, several = best.settings[self.setting], len(best.settings) > 1
+        if not self.log or value <= 0 or len({t.settings[self.setting] for t in trials}) < 3:
+            return None
+        shown = [t.settings[self.setting] for t in trials if not (several and t.failure)]
+        if value * FACTOR >= self.high and not any(other > value for other in shown):
+            return "upper"
+        if value <= self.low * FACTOR and not any(other < value for other in shown):
+            return "lower"
+        return None
+
+    def wider(self, side: Literal["lower", "upper"]) -> Range:
+        """The same with one end moved by a factor of 10."""
+        if side == "upper":
+            return self.model_copy(update={"high": self.high * WIDER})
+        low = self.low / WIDER
+        return self.model_copy(update={"low": max(1.0, low) if self.whole else low})
 
     def __str__(self) -> str:
         if self.choices:
@@ -176,10 +203,12 @@ class SearchRecord(Record):
     """``search.json``: everything that determines a search.
 
     ``unit`` is the predicted work of a full training by the cheapest method; a method may spend
-    ``budget`` times as much. ``command`` repeats the search.
+    ``budget`` times as much or, per trial, try ``budget`` settings. ``command`` repeats the search.
+    From ``format`` 2 on, rungs before the last are scored with the step size of fine-tuning as
+    trained, and declared ranges grow.
     """
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 1
     command: str
     config: dict[str, Any]
     data_sha256: str
@@ -187,6 +216,7 @@ class SearchRecord(Record):
     measure: str
     higher_is_better: bool
     budget: float
+    per: BudgetUnit = "gradient"
     unit: float
     seed: Whole
     repeat_seeds: list[Whole]
@@ -198,8 +228,32 @@ class SearchRecord(Record):
 
     @property
     def allowed(self) -> float:
-        """The work that the search may spend on each method."""
-        return self.budget * self.unit
+        """The work that the search may spend on each method; unbounded if trials are counted."""
+        return math.inf if self.per == "trial" else self.budget * self.unit
+
+    @property
+    def budget_text(self) -> str:
+        """What every method may spend, in words."""
+        if self.per == "trial":
+            return f"{self.budget:g} trials"
+        return f"{self.allowed:,.0f} gradients ({self.budget:g} × {self.unit:,.0f})"
+
+    def ranges(self, method: str, trials: Sequence[Trial]) -> list[Range]:
+        """The ranges of a method after these trials of it.
+
+        While the best trial after a batch lies near an end of a declared range, and no trial beyond
+        shows a maximum, that end moves by a factor of 10.
+        """
+        found = declared = self.methods[method].ranges
+        for batch in sorted({trial.batch for trial in trials}) if self.format > 1 else ():
+            told = [trial for trial in trials if trial.batch <= batch]
+            best = best_trial(told, self.higher_is_better)
+            if best is not None:
+                found = [
+                    _grown(own, first, best, told)
+                    for own, first in zip(found, declared, strict=True)
+                ]
+        return found
 
 
 class TuningRecord(Record):
@@ -221,6 +275,18 @@ class TuningRecord(Record):
         """The trial whose settings were chosen for a method."""
         return next(trial for trial in self.trials if trial.number == self.chosen[method])
 
+    def ranges(self, method: str) -> list[Range]:
+        """The ranges of a method that its last batch was drawn from."""
+        trials = self.of(method)
+        last = max((trial.batch for trial in trials), default=0)
+        return self.search.ranges(method, [trial for trial in trials if trial.batch < last])
+
+    def used(self, method: str) -> float:
+        """The share of the budget that a method spent."""
+        if self.search.per == "trial":
+            return len(self.of(method)) / self.search.budget
+        return self.spent(method) / self.search.allowed
+
     def spent(self, method: str) -> int:
         """The work of all trials of a method."""
         return sum(trial.last.work for trial in self.of(method))
@@ -229,6 +295,22 @@ class TuningRecord(Record):
         """As plain data for JSON."""
         found: dict[str, Any] = finite(self.model_dump())
         return found
+
+
+def best_trial(trials: Sequence[Trial], higher_is_better: bool) -> Trial | None:
+    """The best of those that were trained longest; None if all failed."""
+    scored = [trial for trial in trials if trial.failure is None]
+    rank = {t.number: (t.last.rounds, *t.last.rank(higher_is_better)) for t in scored}
+    return max(scored, key=lambda trial: rank[trial.number], default=None)
+
+
+def _grown(own: Range, declared: Range, best: Trial, trials: Sequence[Trial]) -> Range:
+    side = own.open_side(best, trials) if own.origin == DECLARED else None
+    if side is None:
+        return own
+    wider = own.wider(side)
+    most = max(wider.high / declared.high, declared.low / wider.low)
+    return wider if most <= MAX_WIDER * (1 + 1e-9) else own
 
 
 def finalists(trials: list[Trial], rounds: int, number: int, higher_is_better: bool) -> list[Trial]:

@@ -31,7 +31,9 @@ KIND = Range(setting="curvature", choices=["exact", "first_order"])
 STEPS = Range(setting="local_steps", low=1, high=8, log=True, whole=True)
 
 
-def plan(methods, budget=30.0, rounds=27, halvings=2, sampler="random", higher=True, ranges=(LR,)):
+def plan(
+    methods, budget=30.0, rounds=27, halvings=2, sampler="random", higher=True, ranges=(LR,), **more
+):
     """A search over made-up methods, by their work per round."""
     searched = {
         name: MethodSearch(ranges=list(ranges), configured={"meta_lr": 0.01}, work=rounds * work)
@@ -45,7 +47,7 @@ def plan(methods, budget=30.0, rounds=27, halvings=2, sampler="random", higher=T
         measure="accuracy" if higher else "loss",
         higher_is_better=higher,
         budget=budget,
-        unit=check_budget(budget, {n: m.work for n, m in searched.items()}),
+        unit=check_budget(budget, {n: m.work for n, m in searched.items()}, more.get("per")),
         seed=0,
         repeat_seeds=[1, 2],
         sampler=sampler,
@@ -53,6 +55,7 @@ def plan(methods, budget=30.0, rounds=27, halvings=2, sampler="random", higher=T
         rungs=rungs_of(rounds, halvings),
         methods=searched,
         software={},
+        **more,
     )
 
 
@@ -124,7 +127,7 @@ def test_no_budget_is_exceeded_by_more_than_a_rung(methods, budget, rounds, halv
 def test_batches_are_fixed_and_all_methods_train_together():
     _, training, trials = searched({"a": 1, "b": 2}, budget=20)
     rounds, numbers = zip(*training.log, strict=True)
-    assert rounds[:3] == (3, 9, 27)
+    assert rounds[:3] == (7, 14, 27)
     assert numbers[0] == list(range(18)) and len(numbers[1]) == 6 and len(numbers[2]) == 2
     a, b = ([t.settings for t in trials if t.method == m and t.batch == 0] for m in "ab")
     assert a == b  # the same proposals for both
@@ -140,9 +143,9 @@ def test_failed_trials_are_never_promoted_and_the_search_goes_on():
     assert any(t.after(27) for t in trials)
     # trials that fail at once cost nothing, and end, too
     _, training, trials = searched({"a": 1}, ratio=0, score=lambda settings: math.nan)
-    assert len(trials) == 30 * 27 / 3
+    assert len(trials) == math.ceil(30 * 27 / 7)
     assert not any(t.after(27) for t in trials) and all(t.failure for t in trials)
-    assert {rounds for rounds, asked in training.log if asked} == {3}
+    assert {rounds for rounds, asked in training.log if asked} == {7}
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
@@ -193,6 +196,67 @@ def test_random_settings_are_log_uniform():
         assert logs[int(share * len(logs))] == pytest.approx(-3 + 3 * share, abs=0.25)
 
 
+@pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
+@pytest.mark.parametrize("best", [30.0, 1e-5])
+def test_declared_ranges_grow_while_the_best_is_at_their_end(sampler, best):
+    def score(settings):
+        return math.nan if settings["meta_lr"] > 300 else peak(settings, best)
+
+    how = {"sampler": sampler, "budget": 60, "score": score}
+    made, _, trials = searched({"a": 1}, format=2, **how)
+    chosen = record(made, trials).choice("a").settings["meta_lr"]
+    assert abs(math.log10(chosen / best)) < 0.5
+    (own,) = record(made, trials).ranges("a")
+    ends = (1e-3, 100) if best > 1 else (1e-6, 1)
+    assert (own.low, own.high) == pytest.approx(ends)
+    assert not edges(record(made, trials))
+    _, _, again = searched({"a": 1}, format=2, **how)
+    assert again == trials
+    for fixed in ({"format": 1}, {"format": 2, "ranges": [LR.model_copy(update={"origin": "x"})]}):
+        made, _, trials = searched({"a": 1}, **how, **fixed)
+        assert all(LR.contains(trial.settings["meta_lr"]) for trial in trials)
+        assert len(edges(record(made, trials))) == 1
+
+
+def test_ranges_stay_where_a_maximum_is_inside_or_larger_values_fail():
+    made, _, trials = searched({"a": 1}, format=2)
+    assert record(made, trials).ranges("a") == [LR]
+    made, _, trials = searched(
+        {"a": 1}, format=2, score=lambda s: math.nan if s["meta_lr"] > 0.5 else peak(s, 10)
+    )
+    assert record(made, trials).ranges("a") == [LR]
+    # beside another setting, failed trials may have failed because of that one
+    best = trial(0, "a", 0.5, [1, 1, 0.9])
+    others = [trial(1, "a", 0.01, [0.3]), trial(2, "a", 0.8, [None])]
+    assert LR.open_side(best, [best, *others]) is None
+    both = [t.model_copy(update={"settings": t.settings | {"x": 1}}) for t in (best, *others)]
+    assert LR.open_side(both[0], both) == "upper"
+    everything = searched({"a": 1}, format=2, budget=90, score=lambda s: peak(s, 1e9))
+    assert record(everything[0], everything[2]).ranges("a")[0].high == pytest.approx(1e3)
+
+
+def test_a_budget_of_trials_is_spent_on_as_many_of_every_method():
+    made, _, trials = searched({"a": 1, "b": 12}, budget=20, per="trial")
+    for method in "ab":
+        own = [t for t in trials if t.method == method]
+        assert len(own) == 20 and any(t.after(27) for t in own)
+        assert record(made, trials).used(method) == 1
+    made, _, trials = searched({"a": 1, "b": 12}, budget=20)
+    assert len([t for t in trials if t.method == "b"]) < 5  # by gradients
+
+
+def test_too_few_trials_for_a_conclusion_are_said_to_be_so():
+    made, _, trials = searched({"a": 1, "b": 6}, budget=12)
+    (few,) = doubts(record(made, trials))
+    own = [t for t in trials if t.method == "b"]
+    assert few == (
+        f"b: {len(own)} trials, 1 of them trained to the end, are too few for a conclusion about 1 "
+        "setting: increase --budget, or count it --per trial."
+    )
+    made, _, trials = searched({"a": 1}, budget=20, sampler="grid")  # the whole grid
+    assert len(trials) == 7 and not doubts(record(made, trials))
+
+
 def record(made, trials, repeats=()):
     full = [t for t in trials if t.after(27)]
     sign = 1 if made.higher_is_better else -1
@@ -208,7 +272,7 @@ def trial(number, method, value, scores, seed=0):
     rungs = [
         RungScore(rounds=k, score=s, loss=1.0, gradients=k) if s is not None else
         RungScore(rounds=k, failure="it diverged", gradients=k)
-        for k, s in zip((3, 9, 27), scores, strict=False)
+        for k, s in zip((7, 14, 27), scores, strict=False)
     ]  # fmt: skip
     settings = {"meta_lr": value}
     return Trial(number=number, method=method, batch=0, seed=seed, settings=settings, rungs=rungs)
@@ -224,7 +288,7 @@ def test_what_a_factor_of_three_loses_is_read_from_the_trials_there():
     ]
     (own,) = sensitivities(record(plan({"a": 1}), trials))
     assert own.larger.score == pytest.approx(0.1) and own.larger.rounds == 27
-    assert own.smaller.score == pytest.approx(0.25) and own.smaller.rounds == 9
+    assert own.smaller.score == pytest.approx(0.25) and own.smaller.rounds == 14
     (own,) = sensitivities(record(plan({"a": 1}), [trials[0], trial(3, "a", 0.3, [None])]))
     assert own.larger.score is None and own.smaller is None
 
@@ -268,7 +332,8 @@ def test_the_certainty_of_the_ranking_is_said_in_words():
     assert "with 1 of 2 other seeds" in second
     better = [*trials, trial(2, "a", 0.3, [1, 1, 0.85])]
     also = [*same, trial(2, "a", 0.3, [0.95], 1), trial(2, "a", 0.3, [0.95], 2)]
-    (doubt,) = doubts(record(made, better, also))
+    doubt, *few = doubts(record(made, better, also))
+    assert [line.partition(":")[0] for line in few] == ["a", "b"]
     assert doubt.startswith("a: trial 2 did better with other seeds than the chosen one (trial 0)")
-    (failed,) = doubts(record(made, [trials[0], trial(1, "b", 0.1, [None])], same[::2]))
+    failed, _ = doubts(record(made, [trials[0], trial(1, "b", 0.1, [None])], same[::2]))
     assert failed == "b: every trial failed, the first because it diverged"

@@ -25,7 +25,7 @@ from support import Killed
 
 CONFIG = {
     "name": "tiny",
-    "rounds": 4,
+    "rounds": 10,
     "participation": 0.5,
     "checkpoint_every": 1,
     "workers": 1,
@@ -41,7 +41,7 @@ CONFIG = {
     "methods": {
         "fedavg": {},
         "per-fedavg": {"curvature": "exact"},
-        "fo": {"curvature": "first_order"},
+        "fo": {"algorithm": "gmeta", "curvature": "first_order"},
     },
     "tune": {"budget": 8, "halvings": 1, "finalists": 1, "repeats": 1},
 }
@@ -92,10 +92,10 @@ def result(path):
 
 def test_every_method_spends_the_same_budget_but_for_less_than_a_training(found):
     search = found.record.search
-    assert search.unit == 4 * 2 * 2 and search.allowed == 8 * 16  # rounds, cohort, local steps
+    assert search.unit == 10 * 2 * 2 and search.allowed == 8 * 40  # rounds, cohort, local steps
     for name, per_update in {"fedavg": 1, "per-fedavg": 4, "fo": 3}.items():
         full = search.methods[name].work
-        assert full == 16 * per_update
+        assert full == 40 * per_update
         assert search.allowed - full < found.record.spent(name) <= search.allowed
 
 
@@ -114,10 +114,35 @@ def test_the_best_third_is_promoted_by_score(found):
             assert further == {t.number for t in ranked[: max(1, len(trials) // 3)]}
 
 
+def test_the_step_size_of_fine_tuning_is_that_of_training_before_the_last_rung(found):
+    first = [trial.rungs[0] for trial in found.trials]
+    last = [rung for trial in found.trials if (rung := trial.after(10))]
+    assert {rung.scale for rung in first} == {1.0} != {rung.scale for rung in last}
+    cheaper = min(rung.evaluation_gradients for rung in last)
+    assert all(rung.evaluation_gradients < cheaper for rung in first)
+
+
+def test_a_budget_of_trials_is_the_same_number_for_every_method(tmp_path, page):
+    tune = CONFIG["tune"] | {"repeats": 0}
+    other = nufed.tune(CONFIG | {"tune": tune}, budget=7, per="trial", out=tmp_path / "search")
+    assert all(len(other.record.of(name)) == 7 for name in CONFIG["methods"])
+    assert other.config.tuned.per == "trial" and other.config.tuned.budget_text == "7 trials"
+    text = (tmp_path / "search" / "tuned.toml").read_text()
+    assert "tune.per=trial" in text and "# Budget of each method: 7 trials;" in text
+    shown = (tmp_path / "search" / "tune.html").read_text("utf-8")
+    assert "every method had the same budget, 7 trials." in shown
+    assert "fo: 7 trials, 2 of them trained to the end, are too few for a conclusion" in shown
+    assert "No choice lies at the edge" not in shown
+    again = nufed.tune(resume=tmp_path / "search")
+    assert again.record == other.record
+    with pytest.raises(InputError, match=r"tune.budget = 7.5: trials are counted, give a whole"):
+        nufed.tune(CONFIG, budget=7.5, per="trial", out=tmp_path / "no")
+
+
 def test_the_choice_is_the_best_fully_trained_trial_and_the_configured_one_is_tried(found):
     for method in CONFIG["methods"]:
-        full = [t for t in found.record.of(method) if t.after(4)]
-        best = min(full, key=lambda t: t.after(4).score)
+        full = [t for t in found.record.of(method) if t.after(10)]
+        best = min(full, key=lambda t: t.after(10).score)
         assert found.choices[method] == best.settings
         assert found.record.of(method)[0].settings["meta_lr"] == 0.01
 
@@ -134,7 +159,7 @@ def test_no_checkpoint_is_left(found):
     names = {path.name for path in found.path.rglob("*") if path.is_file()}
     assert names == {
         "config.toml", "lock", "search.json", "tune.json", "tuned.toml", "trial.json",
-        "rung-000002.json", "rung-000004.json",
+        "rung-000005.json", "rung-000010.json",
     }  # fmt: skip
 
 
@@ -145,7 +170,7 @@ def test_two_workers_choose_the_same_bits(found, tmp_path):
 
 
 def test_a_killed_search_resumes_to_the_same_bits(found, tmp_path):
-    events = 90
+    events = 200
 
     def kill(event):
         nonlocal events
@@ -208,7 +233,7 @@ def test_the_tuned_configuration_gives_the_score_of_the_search(found, tmp_path, 
     for row in run.rows():
         if row.group == "seen":
             choice = found.record.choice(row.name)
-            assert row.personal.mean == pytest.approx(choice.after(4).score, rel=1e-12)
+            assert row.personal.mean == pytest.approx(choice.after(10).score, rel=1e-12)
             assert row.lr_scale == (choice.last.scale,)
     tuned = json.loads((run.path / "results.json").read_text())["tuned"]
     assert tuned["budget"] == 8 and tuned["choices"] == found.choices
@@ -222,11 +247,13 @@ def test_the_report_says_what_was_tuned_and_what_was_changed_since(found, tmp_pa
         found.path / "tuned.toml", ["rounds=1", "methods.fo.meta_lr=0.5"], out=tmp_path / "run"
     )
     rows = dict(settings_table(run).rows)
-    assert "same budget, 8 × 16 gradients" in rows["tuned"]
+    assert "same budget, 8 × 40 gradients" in rows["tuned"]
     assert f"fedavg meta_lr = {found.choices['fedavg']['meta_lr']:g}" in rows["tuned"]
     assert rows["changed after tuning"] == "fo.meta_lr"
     text = (found.path / "tuned.toml").read_text()
-    assert text.startswith("# Tuned by: nufed tune CONFIG\n# Budget of each method: 8 × 16 gradie")
+    assert text.startswith(
+        "# Tuned by: nufed tune CONFIG\n# Budget of each method: 320 gradients (8 × 40);"
+    )
     assert "tune" not in tomllib.loads(text)
 
 
@@ -238,7 +265,7 @@ def test_newcomers_may_be_what_counts(tmp_path, no_report):
     overrides = ["eval_on=validation", "baselines=[]"]
     run = nufed.run(other.path / "tuned.toml", overrides, out=tmp_path / "run")
     (row,) = (r for r in run.rows() if r.group == "unseen")
-    assert row.personal.mean == pytest.approx(trial.after(4).score, rel=1e-12)
+    assert row.personal.mean == pytest.approx(trial.after(10).score, rel=1e-12)
 
 
 def test_a_trial_that_diverges_is_a_bad_score_with_its_cause(tmp_path):
@@ -288,7 +315,7 @@ def test_ranges_may_start_from_the_estimated_smoothness(tmp_path, no_report):
 def test_the_page_shows_everything_in_words(found, page):
     text = page.read_text("utf-8")
     for words in (
-        "every method had the same budget, 128 gradients (8 × 16)",
+        "every method had the same budget, 320 gradients (8 × 40)",
         "How certain is the ranking?",
         "÷ 3 loses",
         "tune-best",
@@ -353,7 +380,7 @@ def test_without_optuna_the_search_is_random_and_tpe_is_refused(tmp_path, monkey
 
 
 def test_a_search_resumes_with_its_own_configuration_and_data_only(found, tmp_path):
-    with pytest.raises(InputError, match=r"another configuration \(rounds was 4 and is 5\)"):
+    with pytest.raises(InputError, match=r"another configuration \(rounds was 10 and is 5\)"):
         nufed.tune(CONFIG | {"rounds": 5}, resume=found.path)
     with pytest.raises(InputError, match=r"tune.budget was 8.0 and is 9.0"):
         nufed.tune(CONFIG, budget=9, resume=found.path)
@@ -373,7 +400,7 @@ def test_a_changed_record_is_refused(found, tmp_path):
     write_sealed(trial, read_sealed(trial).about | {"settings": {"meta_lr": 0.5}})
     with pytest.raises(RunError, match=r"this search asks for .*: it was started with other soft"):
         nufed.tune(resume=path)
-    rung = path / "trials" / "fedavg-0001" / "rung-000002.json"
+    rung = path / "trials" / "fedavg-0001" / "rung-000005.json"
     rung.write_bytes(rung.read_bytes().replace(b"rounds", b"wounds"))
     shutil.copy(found.path / "trials/fedavg-0000/trial.json", trial)
     with pytest.raises(RunError, match="does not match its SHA-256"):
@@ -400,9 +427,10 @@ def test_the_command_line_tunes_and_runs_in_one_go(nufed, tmp_path, page, no_rep
     tuned = json.loads((tmp_path / "r" / "results.json").read_text())["tuned"]
     assert tuned["choices"].keys() == methods.keys()
     again = nufed("tune", "--resume", "s", "rounds=9", cwd=tmp_path)
-    assert again.returncode == 2 and "rounds was 4 and is 9" in again.stderr
+    assert again.returncode == 2 and "rounds was 10 and is 9" in again.stderr
 
 
-def test_rungs_are_thirds_of_the_rounds():
-    assert halving.rungs_of(100, 2) == [12, 34, 100]
+def test_rungs_are_halves_of_the_rounds_and_not_too_short():
+    assert halving.rungs_of(100, 2) == [25, 50, 100] and halving.rungs_of(20, 2) == [5, 10, 20]
+    assert halving.rungs_of(9, 2) == [5, 9] and halving.rungs_of(8, 2) == [8]
     assert halving.rungs_of(1, 2) == [1] and halving.rungs_of(9, 0) == [9]

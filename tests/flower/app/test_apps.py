@@ -333,7 +333,10 @@ def test_a_sites_error_message_is_printed_literally(tmp_path, capsys):
     [
         (TEXT.replace("input_shape = [5]", ""), "must be the shape of one sample's input"),
         ("seeds = [0, 1]" + TEXT, "seeds has 2 entries: a federation trains one seed per run"),
-        (TEXT + "[methods.a]\n[methods.b]\n", "methods has 2 entries: a federation trains one"),
+        (
+            TEXT + "[methods.fedavg]\n[methods.gmeta]\n",
+            "methods has 2 entries: a federation trains one",
+        ),
         ("eval_agents = 2" + TEXT, "eval_agents is for simulation"),
         ('eval_on = "validation"' + TEXT, "sites have no validation part; set data.validation"),
         (TEXT + "[faults]\ndropout = 0.1\n", "[faults] is for simulation"),

@@ -1,9 +1,10 @@
 """The search: batches of trials for every method, each halved over rounds, within one budget.
 
 Trials are asked in batches of a fixed size, for all methods at once, and told in their order. Each
-trial of a batch is trained to the first rung; the best third is trained further, to three times as
-many rounds, and so on (synchronous successive halving: Jamieson and Talwalkar 2016). Every method
-may spend the same work. Only real training is counted: a promoted trial resumes.
+trial of a batch is trained to the first rung; the best third is trained further, to twice as many
+rounds, and so on (synchronous successive halving: Jamieson and Talwalkar 2016). Every method may
+spend the same work, or the same number of trials. Only real training is counted: a promoted trial
+resumes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from nufed.config.tune_table import BudgetUnit
 from nufed.errors import InputError
 from nufed.experiment.tuning.sampling import propose
-from nufed.runs.tuning_record import AskedTrial, MethodSearch, RungScore, SearchRecord, Trial
+from nufed.runs.tuning_record import (
+    FACTOR,
+    AskedTrial,
+    MethodSearch,
+    Range,
+    RungScore,
+    SearchRecord,
+    Trial,
+    best_trial,
+)
 
 KEEP = 3  # one in so many trials is promoted
+LONGER = 2  # factor between the rounds of rungs
+LEAST_ROUNDS = 5  # of a rung: after fewer, scores hardly depend on training
 BATCH = 9  # trials of a method asked together, whatever the number of workers
 
 Predict: TypeAlias = Callable[[str, Mapping[str, Any]], float]
@@ -30,17 +43,22 @@ Train: TypeAlias = Callable[[Sequence[AskedTrial], int], Sequence[RungScore]]
 def rungs_of(rounds: int, halvings: int) -> list[int]:
     """The numbers of rounds after which trials are compared; the last is all of them.
 
-    >>> rungs_of(100, 2), rungs_of(2, 2)
-    ([12, 34, 100], [1, 2])
+    >>> rungs_of(100, 2), rungs_of(12, 2), rungs_of(2, 2)
+    ([25, 50, 100], [6, 12], [2])
     """
-    return sorted({math.ceil(rounds / KEEP**k) for k in range(halvings + 1)})
+    shorter = {math.ceil(rounds / LONGER**k) for k in range(1, halvings + 1)}
+    return [*sorted(rung for rung in shorter if LEAST_ROUNDS <= rung < rounds), rounds]
 
 
-def check_budget(budget: float, work: Mapping[str, float]) -> float:
-    """The unit of the budget, the work of a full training by the cheapest method.
+def check_budget(budget: float, work: Mapping[str, float], per: BudgetUnit = "gradient") -> float:
+    """The work of a full training by the cheapest method, which is the unit of the budget.
 
-    Refuses a budget below one full training of every method.
+    Refuses a budget below one trial, or below one full training of every method.
     """
+    if per == "trial":
+        if budget != int(budget):
+            raise InputError(f"tune.budget = {budget:g}: trials are counted, give a whole number")
+        return min(work.values()) or 1.0
     for method, own in work.items():
         if not own:
             raise InputError(
@@ -68,6 +86,7 @@ class _Account:
     allowed: float
     predict: Predict
     rungs: Sequence[int]
+    trials_allowed: int | None = None  # if trials are counted
     trials: list[Trial] = field(default_factory=list)
     spent: int = 0
     ratio: float = 1.0  # of real to predicted work, so far
@@ -75,6 +94,8 @@ class _Account:
     @property
     def most_trials(self) -> int:
         """What the budget pays for at the first rung: trials that fail at once cost nothing."""
+        if self.trials_allowed is not None:
+            return self.trials_allowed
         return math.ceil(self.allowed / (self.rungs[0] * self.predict(self.name, {})))
 
     def cost(self, asked: AskedTrial, rounds: int) -> float:
@@ -115,8 +136,9 @@ def search(
         discard: called for every trial that is over.
         on_told: called with all trials after each batch.
     """
+    number = int(plan.budget) if plan.per == "trial" else None
     accounts = {
-        name: _Account(name, own, plan.allowed, predict, plan.rungs)
+        name: _Account(name, own, plan.allowed, predict, plan.rungs, number)
         for name, own in plan.methods.items()
     }
     trials: list[Trial] = []
@@ -140,15 +162,17 @@ def _ask(plan: SearchRecord, account: _Account, batch: int, first: int) -> list[
     number = min(BATCH, account.most_trials - len(account.trials))
     if number <= 0:
         return []
+    ranges = plan.ranges(account.name, account.trials)
     proposed = propose(
         plan.sampler,
-        account.search.ranges,
+        ranges,
         account.search.configured,
         account.trials,
         number,
         seed=plan.seed,
         batch=batch,
         higher_is_better=plan.higher_is_better,
+        first=_beyond(plan, account, ranges),
     )
     seed = plan.config["seeds"][0]
     asked = [
@@ -156,6 +180,22 @@ def _ask(plan: SearchRecord, account: _Account, batch: int, first: int) -> list[
         for k, settings in enumerate(proposed)
     ]
     return asked[: account.affordable(asked)]
+
+
+def _beyond(plan: SearchRecord, account: _Account, ranges: Sequence[Range]) -> list[dict[str, Any]]:
+    """The best settings, each moved by a factor of 3 into what its range has just grown by."""
+    best = best_trial(account.trials, plan.higher_is_better)
+    if best is None:
+        return []
+    last = max(trial.batch for trial in account.trials)
+    earlier = [trial for trial in account.trials if trial.batch < last]
+    found = []
+    for own, before in zip(ranges, plan.ranges(account.name, earlier), strict=True):
+        if own != before:
+            factor = FACTOR if own.high > before.high else 1 / FACTOR
+            value = own.at(own.position(best.settings[own.setting] * factor))
+            found.append({**best.settings, own.setting: value})
+    return found
 
 
 def _halve(

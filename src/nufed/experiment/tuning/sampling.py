@@ -47,6 +47,7 @@ def propose(
     seed: int,
     batch: int,
     higher_is_better: bool,
+    first: Sequence[Settings] = (),
 ) -> list[Settings]:
     """Up to ``number`` settings that were not tried before; none if there are no others.
 
@@ -58,6 +59,7 @@ def propose(
         number: how many.
         seed, batch: of the search, and of the batch.
         higher_is_better: of scores.
+        first: proposals that come before those of the sampler.
     """
     known = [trial.settings for trial in tried]
     found: list[Settings] = []
@@ -69,7 +71,7 @@ def propose(
     if sampler == "tpe" and tried:
         model = _tpe(ranges, tried, number, seed, batch, higher_is_better)
         drawn = itertools.chain(model, drawn)  # at random where TPE repeats itself
-    for settings in drawn:
+    for settings in itertools.chain(first, drawn):
         if len(found) >= number:
             break
         if settings not in found and settings not in known:

@@ -36,13 +36,15 @@ def make_plan(
     work = {name: config.rounds * predict(name, {}) for name in algorithms}
     packages = ["nufed", "torch", "numpy", *(["optuna"] if sampler == "tpe" else [])]
     return SearchRecord(
+        format=2,
         command=command,
         config=_recorded(config),
         **_digests(setup),
         measure=setup.measure.name,
         higher_is_better=setup.measure.higher_is_better,
         budget=config.tune.budget,
-        unit=check_budget(config.tune.budget, work),
+        per=config.tune.per,
+        unit=check_budget(config.tune.budget, work, config.tune.per),
         seed=config.tune.seed,
         repeat_seeds=setup.config.seeds[1:],
         sampler=sampler,

@@ -14,7 +14,7 @@ from nufed.experiment.observers import Event
 from nufed.experiment.run_parts import RunPart
 from nufed.experiment.setup import Setup
 from nufed.experiment.stopping import Stop
-from nufed.experiment.tuning.halving import Predict
+from nufed.experiment.tuning.halving import KEEP, Predict
 from nufed.experiment.tuning.trial_jobs import (
     TrialJob,
     discard_training,
@@ -78,7 +78,12 @@ class Trainer:
         self._done, self._new, self._began = 0.0, 0.0, time.monotonic()
         repeated = len(plan.repeat_seeds) * setup.config.tune.finalists
         repeats = repeated * sum(own.work for own in plan.methods.values())
-        self._total = plan.allowed * len(plan.methods) + repeats
+        searched = plan.allowed * len(plan.methods)
+        if plan.per == "trial":
+            pairs = zip([0, *plan.rungs], plan.rungs, strict=False)
+            share = sum((b - a) / KEEP**k for k, (a, b) in enumerate(pairs)) / plan.rungs[-1]
+            searched = plan.budget * share * sum(own.work for own in plan.methods.values())
+        self._total = searched + repeats
 
     def repeat(self, asked: Sequence[AskedTrial], rounds: int) -> Sequence[RungScore]:
         """Train finalists with other seeds, all at once."""
@@ -128,7 +133,9 @@ class Trainer:
             return []
         part = RunPart(asked.seed, asked.method, self._work(asked, rounds))
         directory = RunDirectory(self._path)
-        return [TrialJob(setup, directory, part, asked, rounds, folder, self._plan.agents)]
+        plan = self._plan
+        chosen = plan.format == 1 or rounds == plan.rungs[-1]
+        return [TrialJob(setup, directory, part, asked, rounds, folder, plan.agents, chosen)]
 
     def _folder(self, asked: AskedTrial) -> Path:
         name = f"{asked.method}-{asked.number:04d}"

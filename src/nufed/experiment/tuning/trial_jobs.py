@@ -38,12 +38,16 @@ KEPT = ("trial.json", "rung-*.json")  # of a trial that is over
 
 @dataclass(frozen=True)
 class TrialJob(Job):
-    """A trial's training to ``rounds``; ``setup`` is its own, with its settings."""
+    """A trial's training to ``rounds``; ``setup`` is its own, with its settings.
+
+    ``chosen``: whether the step size of fine-tuning is chosen for its score, as for results.
+    """
 
     trial: AskedTrial
     rounds: int
     folder: Path
     agents: ScoredAgents
+    chosen: bool = True
 
     @property
     def root(self) -> Path:
@@ -189,8 +193,10 @@ def validation_score(
 ) -> RungScore:
     """The mean score of agents on their validation samples, after the steps that are shown.
 
-    The step size of fine-tuning is chosen on the validation samples of seen agents, as for final
-    results, unless ``eval_lr = "as_trained"``. It costs evaluation, but no training.
+    After the last rung, the step size of fine-tuning is chosen on the validation samples of seen
+    agents, as for final results, unless ``eval_lr = "as_trained"``. It costs evaluation, but no
+    training. After the others it is that of training, unless this diverges: a larger one fine-tunes
+    away what training has learned so far.
     """
     setup, seed, measure = job.setup, job.trial.seed, job.setup.measure
     config, steps = setup.config, setup.config.steps_of(job.trial.method)[0]
@@ -207,29 +213,40 @@ def validation_score(
             part="validation",
         )
 
+    def with_scale(scale: float, gradients: int = 0, hvps: int = 0) -> RungScore:
+        (scores,) = on(scored_agents(setup, seed, job.agents))([scale])
+        gradients += len(scores) * steps + sum(each.personal_gradients for each in scores)
+        hvps += sum(each.personal_hvps for each in scores)
+        found = summarise(scores, steps, measure)
+        return _rung(job, found.mean, found.loss, scale, gradients, hvps)
+
+    may_choose = steps and config.eval_lr != "as_trained"
+    if may_choose and not job.chosen:
+        found = with_scale(1.0)
+        if found.failure is None:
+            return found
     scale, gradients, hvps = 1.0, 0, 0
-    if steps and config.eval_lr != "as_trained":
-        sizes = choose_step_sizes(
-            on(sorted(setup.validated(seed))), [steps], measure, preferred(algorithm)
-        )
+    if may_choose:
+        seen = on(sorted(setup.validated(seed)))
+        sizes = choose_step_sizes(seen, [steps], measure, preferred(algorithm))
         if sizes is not None:
             scale, gradients, hvps = sizes.scale(steps), sizes.gradients, sizes.hvps
             if job.agents == "seen":
                 own = sizes.chosen[0]
-                return _rung(job.rounds, own.score, own.loss, scale, gradients, hvps)
-    (scores,) = on(scored_agents(setup, seed, job.agents))([scale])
-    gradients += len(scores) * steps + sum(each.personal_gradients for each in scores)
-    hvps += sum(each.personal_hvps for each in scores)
-    found = summarise(scores, steps, measure)
-    return _rung(job.rounds, found.mean, found.loss, scale, gradients, hvps)
+                return _rung(job, own.score, own.loss, scale, gradients, hvps)
+    return with_scale(scale, gradients, hvps)
 
 
 def _rung(
-    rounds: int, score: float, loss: float, scale: float, gradients: int, hvps: int
+    job: TrialJob, score: float, loss: float, scale: float, gradients: int, hvps: int
 ) -> RungScore:
-    failure = f"the validation score after {rounds} rounds is not finite: it diverged"
+    cause = "it diverged"
+    if math.isfinite(loss):
+        name = job.setup.measure.name
+        cause = f"{name} is NaN for some agent although the loss is finite"
+    failure = f"the validation score after {job.rounds} rounds is not finite: {cause}"
     return RungScore(
-        rounds=rounds,
+        rounds=job.rounds,
         score=finite(score),
         loss=finite(loss),
         scale=scale,

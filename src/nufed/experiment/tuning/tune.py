@@ -15,6 +15,7 @@ from nufed.config import Config, load_config
 from nufed.config.load import read_config
 from nufed.config.problem import Given, Problem
 from nufed.config.trust import require_trust
+from nufed.config.tune_table import BudgetUnit
 from nufed.data import Partition
 from nufed.errors import InputError, RunError
 from nufed.evaluate import Metric
@@ -74,6 +75,7 @@ def tune(
     overrides: Sequence[str] = (),
     *,
     budget: float | None = None,
+    per: BudgetUnit | None = None,
     bounds: str | Path | None = None,
     model: Callable[[], nn.Module] | nn.Module | None = None,
     data: Any = None,
@@ -99,6 +101,7 @@ def tune(
         overrides: ``key=value`` strings, as on the command line.
         budget: what each method may spend, in full trainings by the cheapest method, counted in
             gradients; by default ``[tune] budget``.
+        per: ``"trial"``: the budget is a number of trials instead; by default ``[tune] per``.
         bounds: a run directory with the results of ``nufed bounds`` for this problem: declared
             ranges of step sizes then end at 2/L, with its estimated smoothness L.
         model, data, loss, metric, methods, partition: as for :func:`nufed.run`.
@@ -112,6 +115,7 @@ def tune(
             or SIGTERM: checkpoints are then saved before KeyboardInterrupt is raised.
     """
     given = Given(model, data, loss, metric, methods, partition)
+    overrides = [*overrides, *([] if per is None else [f"tune.per={per}"])]
     checked = _configuration(config, overrides, budget, resume, given, trust)
     check_simulated(checked)
     if resume is not None and bounds is not None:
@@ -153,7 +157,7 @@ def _configuration(
     if resume is None and config is None:
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume DIR")
     if config is not None:
-        return load_config(config, more)
+        return load_config(config, more, given.methods)
     path = Path(str(resume))
     if not (path / SEARCH).is_file():
         raise RunError(

@@ -20,6 +20,7 @@ def tuned_config(config: Config, record: TuningRecord) -> Config:
         tables[name] = MethodConfig(**{**table, **settings})
     tuned = TunedTable(
         budget=search.budget,
+        per=search.per,
         unit=search.unit,
         seed=search.seed,
         sampler=search.sampler,
@@ -35,8 +36,8 @@ def tuned_text(config: Config, record: TuningRecord) -> str:
     search = record.search
     lines = [
         f"Tuned by: {search.command}",
-        f"Budget of each method: {search.budget:g} × {search.unit:,.0f} gradients; sampler "
-        f"{search.sampler}, seed {search.seed}.",
+        f"Budget of each method: {search.budget_text}; sampler {search.sampler}, seed "
+        f"{search.seed}.",
         f"Scored on validation samples of {search.agents} agents, never on test samples.",
     ]
     failed = [name for name in search.methods if name not in record.chosen]

@@ -25,7 +25,7 @@ from nufed.config.schema import (
 )
 from nufed.data import Samples
 from nufed.errors import InputError, require
-from nufed.evaluate import Measure, Metric
+from nufed.evaluate import Metric
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Privacy
 from nufed.flower.app.site import Load
@@ -103,7 +103,7 @@ class App:
         ((method, algorithm),) = config.algorithms().items()
         module = build_module(config, like, seed, self.model)
         loss = self.loss or build_loss(config, like)
-        measure = build_measure(config, like) if self.metric is None else _named(self.metric)
+        measure = build_measure(config, like, self.metric)
         return Plan(
             algorithm,
             build_objective(config, module, loss),
@@ -213,7 +213,3 @@ def _site_keys(config: FederationConfig) -> SiteKeys | None:
     if config.site_keys and not config.secure_aggregation:
         raise InputError("federation.site_keys is for federation.secure_aggregation, which is off")
     return SiteKeys(tuple(config.site_keys)) if config.secure_aggregation else None
-
-
-def _named(metric: Metric) -> Measure:
-    return Measure(getattr(metric, "__name__", "metric"), metric)

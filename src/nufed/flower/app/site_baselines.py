@@ -102,5 +102,5 @@ def baseline_scores(
         everyone = Context(1, plan.agents, plan.agents)
         context = AgentContext.of(everyone, objective, batches, batches.samples)
         model = sized.agent_update(context, initial, {}).vectors
-        found += score(OwnModel(**vars(local)), model, [1.0])
+        found += score(OwnModel.like(local), model, [1.0])
     return found
