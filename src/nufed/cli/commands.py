@@ -159,17 +159,19 @@ def report(
 ) -> None:
     """Rebuild a run's report, or compare several runs on one page.
 
+    Of an unfinished run, the methods and seeds that are finished are shown.
+
     Example: nufed report runs/quickstart-00* --out compared --csv > results.csv
     """
     from nufed.cli.printed_results import print_results
     from nufed.config.trust import require_trust
     from nufed.report import build_report
     from nufed.report.csv_results import results_csv
-    from nufed.runs import load_run
+    from nufed.runs.read_run import load_finished
 
     if as_json and as_csv:
         raise InputError("--json and --csv: give one of them")
-    loaded = [load_run(path, trust=trust) for path in runs]
+    loaded = [load_finished(path, trust=trust) for path in runs]
     for each in loaded:
         require_trust(each.path, each.config, trust)
     if out is None:

@@ -26,6 +26,8 @@ def print_results(runs: Sequence[Run]) -> None:
         print_numbers(f"agents {group} in training", results_table(runs, group))
     for line in (line for run in runs for line in run.failures):
         print_line(("could not be trained", "red"), f", left out above: {line}")
+    for line in (line for run in runs for line in run.unfinished):
+        print_line(("not finished", "yellow"), f", left out above: {line}")
     for warning in (w for run in runs for w in run.warnings() if w.about == "data"):
         print_line(("check the data", "yellow"), f", {warning}")
     for warning in (w for run in runs for w in run.warnings() if w.about == "training"):

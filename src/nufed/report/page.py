@@ -111,6 +111,7 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
         ],
         agents=[(run_name(run, runs), agents_table(run)) for run in scored],
         failures=[line for run in runs for line in run.failures],
+        unfinished=[line for run in runs for line in run.unfinished],
         unanswered=[line for run in runs for line in run.unanswered()],
         rejected=[line for run in runs for line in run.rejected()],
         warnings=[str(w) for w in warnings if w.about in ("data", "numbers")],

@@ -44,7 +44,8 @@ def load_run(path: str | Path, *, trust: bool = False, partial: bool = False) ->
 
     A file that violates its schema or digest or contradicts other files is refused and named.
     ``trust`` allows importing the algorithms that it names as ``package.module:Class``, if any.
-    ``partial`` reads a run that is not finished, without the methods and seeds that are not.
+    ``partial`` reads a run that is not finished, without the methods and seeds that are not, which
+    ``unfinished`` then names.
     """
     path = Path(path)
     check_entries(path)
@@ -66,6 +67,13 @@ def load_run(path: str | Path, *, trust: bool = False, partial: bool = False) ->
         if (path / "baselines" / name).is_dir()
     }
     baselines = {name: part for name, part in baselines.items() if len(part) == len(config.seeds)}
+    failed = dict(_failures(path, config))
+    unfinished = [
+        f"{name}, seed {seed}"
+        for name, part in methods.items()
+        for seed in config.seeds
+        if seed not in part and (name, seed) not in failed
+    ]
     measure = about.measure
     return Run(
         path=path,
@@ -81,7 +89,8 @@ def load_run(path: str | Path, *, trust: bool = False, partial: bool = False) ->
         methods=kept,
         baselines=baselines,
         timing=directory.timing(),
-        failures=list(_failures(path, config)),
+        failures=list(failed.values()),
+        unfinished=tuple(unfinished),
     )
 
 
@@ -89,7 +98,15 @@ def _never_called(outputs: Any, targets: Any) -> float:
     raise AssertionError("scores of a finished run are read, not computed")
 
 
-def _failures(path: Path, config: Config) -> Iterator[str]:
+def load_finished(path: str | Path, *, trust: bool = False) -> Run:
+    """The finished methods and seeds of a run, of which there must be one."""
+    run = load_run(path, trust=trust, partial=True)
+    if run.unfinished and not run.methods:
+        raise RunError(f"no method of {path} is finished: wait, or resume it if it was stopped")
+    return run
+
+
+def _failures(path: Path, config: Config) -> Iterator[tuple[tuple[str, int], str]]:
     """Every method and seed that could not be trained, and why, as text."""
     for name in config.algorithms():
         for seed in config.seeds:
@@ -97,7 +114,7 @@ def _failures(path: Path, config: Config) -> Iterator[str]:
             if file.exists():
                 failure = read_record(file, Failure)
                 warned = [f"; warned in round {w.round}: {w.message}" for w in failure.warnings]
-                yield f"{name}, seed {seed}: {failure.reason}{''.join(warned)}"
+                yield (name, seed), f"{name}, seed {seed}: {failure.reason}{''.join(warned)}"
 
 
 class _Reader:
