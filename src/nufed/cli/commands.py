@@ -88,6 +88,10 @@ def run(
     ray: part_option.Ray = None,
     trust: Trust = False,
     no_figures: NoFigures = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="No null baselines, no charts: for a first look at training."),
+    ] = False,
     tensorboard: Annotated[
         bool,
         typer.Option("--tensorboard", help="Write TensorBoard event files into RUN/tensorboard."),
@@ -108,15 +112,19 @@ def run(
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
     if budget is not None and not tuned:
         raise InputError("--budget is that of a search: add --tuned")
+    if quick and resume:
+        raise InputError("--quick is for a new run: a resumed one keeps its null baselines")
     share = part_option.share_of(part, out, resume, tuned)
     if tuned:
         search = None if resume else source
         source, settings = tune_commands.tune_first(search, settings, budget, not no_figures), []
+    if quick:
+        settings.append("baselines=[]")
     with show_progress(console(stderr=True)) as display:
         follow: dict[str, Any] = {
             "ray": ray,
             "observers": [display, *([TensorBoard()] if tensorboard else ())],
-            "figures": not no_figures,
+            "figures": None if quick else not no_figures,
             "on_stop": lambda: _say("stopping after this round; press Ctrl-C again to stop now", 0),
         }
         try:
