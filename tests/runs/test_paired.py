@@ -104,31 +104,59 @@ NOISE = np.array([0.02, -0.02, 0.01, -0.01, 0.02, -0.02, 0.01, -0.01])
         (
             {"a": 0.2, "b": 0.1},
             {"local": 0.0},
-            "a is the best method at 65.0 %, +20.0 ± 0.0 points",
+            "a is the best method at 65.0 % accuracy, +20.0 ± 0.0 points",
         ),
-        ({"a": 0.2, "b": 0.2 + NOISE}, {"local": 0.0}, "a and b can't be told apart (65.0 %); all"),
-        ({"a": 0.2, "b": 0.1, "c": 0.2 + NOISE}, {"local": 0.0}, "a and c can't be told apart"),
+        (
+            {"a": 0.2, "b": 0.2 + 2 * NOISE},
+            {"local": 0.0},
+            "a and b can't be told apart (65.0 % accuracy); all",
+        ),
+        (
+            {"a": 0.2, "b": 0.2 + NOISE},
+            {"local": 0.0},
+            "a and b are practically equal (65.0 % accuracy); all",
+        ),
+        (  # told apart, and too little to matter
+            {"a": 0.2, "b": 0.195, "c": 0.1},
+            {"local": 0.0},
+            "a and b are practically equal (65.0 % to 64.5 % accuracy); all beat local",
+        ),
+        (
+            {"a": 0.005, "b": -0.1},
+            {"local": 0.0},
+            "a is the best method at 45.5 % accuracy, +0.5 ± 0.0 points (95 %, over agents; "
+            "practically equal) over local training (45.0 %).",
+        ),
+        ({"a": 0.2, "b": 0.1, "c": 0.2 + 2 * NOISE}, {"local": 0.0}, "a and c can't be told apart"),
         (
             {n: 0.2 + i * NOISE for i, n in enumerate("abc")},
             {"local": 0.0},
-            "The 3 methods can't be told apart (65.0 %); all beat local training (45.0 %), a by",
+            "The 3 methods can't be told apart (65.0 % accuracy); all beat local training (45.0",
         ),
         (
             {"a": NOISE + 0.003, "b": -0.1},
             {"local": 0.0, "majority": -0.2},
-            "No method beats local training beyond noise: a 45.3 %, local 45.0 %, paired difference"
-            " +0.3 ± 1.4 points (95 %, over agents).",
+            "No method beats local training beyond noise: a 45.3 % accuracy, local 45.0 %, paired "
+            "difference +0.3 ± 1.4 points (95 %, over agents; practically equal).",
         ),
-        ({"a": -0.1, "b": -0.2}, {"local": 0.0}, "Local training beats every method: a 35.0 %, lo"),
-        ({"a": -0.1}, {"local": 0.0}, "Local training beats a: a 35.0 %, local 45.0 %"),
+        (
+            {"a": -0.1, "b": -0.2},
+            {"local": 0.0},
+            "Local training beats every method: a 35.0 % accuracy,",
+        ),
+        ({"a": -0.1}, {"local": 0.0}, "Local training beats a: a 35.0 % accuracy, local"),
         (
             {"a": 0.1, "b": 0.0},
             {"local": -0.1, "majority": 0.2},
             "Always predicting the agent's most frequent class beats every method",
         ),
-        ({"a": 0.1, "b": 0.0}, {}, "a is the best method at 55.0 %, +10.0 ± 0.0 points over b."),
+        ({"a": 0.1, "b": 0.0}, {}, "a is the best method at 55.0 % accuracy, +10.0 ±"),
         ({"a": math.nan}, {"local": 0.0}, "No method has finite scores."),
-        ({"a": math.nan, "b": 0.1}, {"local": 0.0}, "b reaches 55.0 %, +10.0 ± 0.0 points"),
+        (
+            {"a": math.nan, "b": 0.1},
+            {"local": 0.0},
+            "b reaches 55.0 % accuracy, +10.0 ± 0.0 points",
+        ),
     ],
 )
 def test_the_finding_names_a_best_method_only_where_it_is(methods, baselines, sentence):
@@ -139,4 +167,4 @@ def test_the_finding_names_a_best_method_only_where_it_is(methods, baselines, se
 
 def test_of_losses_the_lowest_is_the_best():
     run = run_of({"a": AGENTS - 0.1, "b": AGENTS}, LOSS, local=AGENTS + 0.1)
-    assert finding(run).startswith("a is the best method at 0.35, −0.2 ± ")
+    assert finding(run).startswith("a is the best method at loss 0.35, −0.2 ± ")
