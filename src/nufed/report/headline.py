@@ -182,7 +182,7 @@ def _cost(run: Run) -> str:
     costs = [run.costs(name) for name in run.methods]
     work = sorted(cost["gradients"] + 2 * cost["hvps"] for cost in costs)
     seconds = sorted(cost["seconds"] for cost in costs)
-    several = len(costs) > 1
-    gradients = f"{work[0]:,.0f}" + f" to {work[-1]:,.0f}" * several
-    times = f"{seconds[0]:.1f}" + f" to {seconds[-1]:.1f}" * several
-    return f"Cost per {'method and ' * several}seed: {gradients} gradients, {times} seconds."
+    gradients = " to ".join(dict.fromkeys(f"{own:,.0f}" for own in (work[0], work[-1])))
+    times = " to ".join(dict.fromkeys(f"{own:.1f}" for own in (seconds[0], seconds[-1])))
+    which = "method and seed" if len(costs) > 1 else "seed"
+    return f"Cost per {which}: {gradients} gradients, {times} seconds."

@@ -168,7 +168,12 @@ def results_table(
 
 
 def _row(line: Line, group: str, measure: Measure, lr: float | None, majority: Line | None) -> Row:
-    chosen, steps, at_steps = line.scores(group), line.steps, _personal_score(line.steps)
+    # a seed that still trains has no scores
+    chosen, trained = (
+        [own for own in by_seed if own]
+        for by_seed in (line.scores(group), line.scores_as_trained(group))
+    )
+    steps, at_steps = line.steps, _personal_score(line.steps)
     after = [summarise(scores, steps, measure) for scores in chosen]
     return Row(
         name=line.label,
@@ -176,7 +181,7 @@ def _row(line: Line, group: str, measure: Measure, lr: float | None, majority: L
         group=group,
         shared=_estimate(chosen, _global_score),
         personal=_estimate(chosen, at_steps),
-        as_trained=_estimate(line.scores_as_trained(group), at_steps),
+        as_trained=_estimate(trained, at_steps),
         adapt_lr=tuple(None if lr is None else scale * lr for scale in line.scales()),
         lr_scale=tuple(line.scales()),
         balanced=_over_seeds([s.balanced for s in after]),
@@ -196,6 +201,7 @@ def _above_majority(line: Line, group: str, majority: Line | None) -> list[float
         float(np.mean([s.score[line.steps] for s in scores]))
         - float(np.mean([s.score[0] for s in nulls[seed]]))
         for seed, scores in zip(line.seeds, line.scores(group), strict=True)
+        if scores
     ]
 
 
