@@ -198,7 +198,7 @@ def _means(scores: Sequence[AgentScores], steps: int) -> tuple[float, float]:
 def _assemble(by_steps: Sequence[AgentScores]) -> AgentScores:
     """One agent's record whose s-th entries come from the s-th record."""
 
-    def pick(name: str) -> tuple[float, ...]:
+    def pick(name: str) -> tuple[Any, ...]:
         values = [getattr(scores, name) for scores in by_steps]
         return tuple(own[s] for s, own in enumerate(values)) if values[0] else ()
 
@@ -208,4 +208,5 @@ def _assemble(by_steps: Sequence[AgentScores]) -> AgentScores:
         score=pick("score"),
         balanced=pick("balanced"),
         minority=pick("minority"),
+        resampled=pick("resampled"),
     )

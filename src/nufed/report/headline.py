@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nufed.report.tables import difference_format, evaluated_agents, number_format, steps_shown
 from nufed.runs import Row, Run
@@ -73,7 +74,8 @@ def _none_beats(run: Run, best: Row, null: Row, pairs: Sequence[Paired]) -> str:
     first = pairs[0]
     scores = f"{best.name} {_score(run, best)}, {null.name} {show(null.personal.mean)}"
     if first.half_width is None:
-        return f"too few agents and seeds to tell whether a method beats {name}: {scores}."
+        by = f", paired difference {_by(run, first)}" * (first.over_samples is not None)
+        return f"too few agents and seeds to tell whether a method beats {name}: {scores}{by}."
     many = len(pairs) > 1
     if all(pair.verdict == "worse" for pair in pairs):
         text = f"{name} beats {'every method' if many else best.name}"
@@ -123,11 +125,13 @@ def _over(run: Run, null: Row, top: Sequence[Row], pairs: dict[str, Paired]) -> 
 def _by(run: Run, pair: Paired, *, reverse: bool = False) -> str:
     """A difference with its interval, such as “+1.5 ± 0.4 points”."""
     unit = " points" if run.measure.name == "accuracy" else ""
-    return difference_format(run)(-pair.mean if reverse else pair.mean, pair.half_width) + unit
+    return difference_format(run)(replace(pair, mean=-pair.mean) if reverse else pair) + unit
 
 
 def _over_what(run: Run, pair: Paired) -> str:
-    return f"95 %, over {pair.over}{'; practically equal' * practically_equal(run, pair)}"
+    samples = " / over these agents' samples" if pair.over_samples is not None else ""
+    equal = "; practically equal" * practically_equal(run, pair)
+    return f"95 %, over {pair.over}{samples}{equal}"
 
 
 def _capital(text: str, before: str) -> str:

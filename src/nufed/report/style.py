@@ -109,7 +109,7 @@ def spread_labels(
     ``domain``), so that they do not extend the axis."""
     values = [p[k] for p in points for k in ("mean", "low", "high") if math.isfinite(p.get(k, nan))]
     low, high = domain or (min(values, default=0.0), max(values, default=0.0))
-    gap = 0.05 * (high - low)
+    gap = 0.06 * (high - low)
     spread: list[dict[str, Any]] = []
     for end in sorted(ends, key=lambda e: float(e["mean"])):
         lowest = spread[-1]["mean"] + gap if spread else low

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nufed.runs.part_files import (
     FILES,
     FITS,
     OPTIONAL,
+    RESAMPLED,
     STEP_SIZES,
     WARNINGS,
     check_done,
@@ -30,6 +32,7 @@ from nufed.runs.records import (
     Group,
     Inputs,
     MetricsLine,
+    ResampledLine,
     ScoresLine,
     SplitRecord,
     StepSizesRecord,
@@ -179,7 +182,20 @@ class _Reader:
         curves = read_lines(folder / FITS, FitLine) if FITS in done.files else []
         if any(len(own.predicted) != self._config.steps_evaluated + 1 for own in curves):
             raise RunError(f"{folder / FITS} is invalid: it must have a curve for every step")
-        return Trained(metrics, scores, chosen, sizes, warned, curves, done.shown)
+        found = Trained(metrics, scores, chosen, sizes, warned, curves, done.shown)
+        return found if RESAMPLED not in done.files else self._resampled(found, folder / RESAMPLED)
+
+    def _resampled(self, found: Trained, path: Path) -> Trained:
+        """The part with the resamples of the scores that results show."""
+        own = {line.agent: line.scores for line in read_lines(path, ResampledLine)}
+        steps = self._config.steps_evaluated + 1
+        if own.keys() != {s.agent for s in found.final} or any(
+            len(scores) not in (0, steps) for scores in own.values()
+        ):
+            raise RunError(f"{path} is invalid: it must have {steps} lists for every agent")
+        as_tuples: dict[int, Any] = {a: tuple(map(tuple, scores)) for a, scores in own.items()}
+        final = [replace(s, resampled=as_tuples[s.agent]) for s in found.final]
+        return replace(found, chosen=final) if found.chosen else replace(found, scores=final)
 
     def _step_sizes(self, folder: Path, of_fine_tuning: bool) -> StepSizes:
         """Step sizes of fine-tuning, for every number of steps; else that of local training."""
