@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import nufed as library
 from nufed.evaluate import AgentScores, Measure
 from nufed.report.headline import finding
 from nufed.runs.paired import paired_differences
@@ -168,3 +169,49 @@ def test_the_finding_names_a_best_method_only_where_it_is(methods, baselines, se
 def test_of_losses_the_lowest_is_the_best():
     run = run_of({"a": AGENTS - 0.1, "b": AGENTS}, LOSS, local=AGENTS + 0.1)
     assert finding(run).startswith("a is the best method at loss 0.35, −0.2 ± ")
+
+
+CONFIG = {
+    "rounds": 2,
+    "workers": 1,
+    "seeds": [0, 1],
+    "baselines": ["majority", "local"],
+    "data": {"agents": 4, "samples_per_agent": 60, "dirichlet": 0.5, "validation": 0.2},
+    "method": {"batch_size": 6},
+    "methods": {
+        "a": {"algorithm": "fedavg"},
+        "b": {"algorithm": "fedavg"},
+        "c": {"algorithm": "fedavg", "meta_lr": 0.5},
+    },
+}
+
+
+def test_few_agents_have_intervals_over_their_samples(tmp_path, nufed):
+    run = library.run(CONFIG, out=tmp_path / "run", figures=False)
+    for line, row in ((line, r) for line in run.lines() for r in run.rows() if r.name == line.name):
+        widths = []
+        for scores in line.scores("seen"):  # of a mean of four independent shares
+            shares = [(s.score[line.steps], s.test_samples) for s in scores]
+            errors = [p * (1 - p) / n for p, n in shares]
+            widths.append(1.96 * math.sqrt(sum(errors)) / 4)
+        assert row.over_samples == pytest.approx(np.mean(widths), rel=0.2)
+    same, other = pair(run, "b", "a"), pair(run, "c", "a")
+    assert (same.mean, same.over_samples) == (0, 0)  # the same resamples
+    rows = {row.name: row for row in run.rows()}
+    alone = math.hypot(rows["a"].over_samples, rows["c"].over_samples)
+    assert 0 < other.over_samples < alone  # what pairing is for
+    text = f"/ {100 * pair(run, rows['a'].name, 'local').over_samples:.1f}"
+    said = nufed("report", run.path, "--no-figures", cwd=tmp_path)
+    page = (run.path / "report.html").read_text()
+    assert "± samples" in said.stdout and text in said.stdout
+    assert "<th>± samples</th>" in page and "over these agents&#39; samples" in page
+
+
+def test_runs_without_resamples_can_be_read(tmp_path, monkeypatch):
+    """Such of many agents, of a federation, or of earlier versions."""
+    monkeypatch.setattr("nufed.evaluate.scores.FEW_AGENTS", 3)
+    run = library.run(CONFIG, ["seeds=[0]"], out=tmp_path / "run", figures=False)
+    assert not list(run.path.rglob("resampled.jsonl"))
+    assert {row.over_samples for row in run.rows()} == {None}
+    assert {p.over_samples for p in run.paired()} == {None}
+    assert "± samples" not in (run.path / "report.html").read_text()
