@@ -132,7 +132,11 @@ def paired(
         for line in lines
     )
     pairs = [
-        {agent: own[agent] - second[seed][agent] for agent in own.keys() & second[seed]}
+        {
+            agent: own[agent] - second[seed][agent]
+            for agent in own.keys() & second[seed]
+            if len(own[agent]) == len(second[seed][agent])
+        }
         for seed, own in first.items()
         if seed in second
     ]

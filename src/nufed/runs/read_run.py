@@ -131,6 +131,7 @@ class _Reader:
         self._agents: dict[int, list[int]] = {}  # agents with scores, by seed
         self._groups: set[bool] | None = None  # values of ``seen`` among them
         self._evaluated: list[list[Group]] | None = None  # evaluated groups by round
+        self._resamples: set[int] = set()  # their number
 
     def parts(self, kind: str, name: str) -> dict[int, Trained]:
         """A method or baseline by seed, without seeds that failed."""
@@ -189,10 +190,16 @@ class _Reader:
         """The part with the resamples of the scores that results show."""
         own = {line.agent: line.scores for line in read_lines(path, ResampledLine)}
         steps = self._config.steps_evaluated + 1
-        if own.keys() != {s.agent for s in found.final} or any(
-            len(scores) not in (0, steps) for scores in own.values()
+        self._resamples |= {len(numbers) for scores in own.values() for numbers in scores}
+        if (
+            own.keys() != {s.agent for s in found.final}
+            or any(len(scores) not in (0, steps) for scores in own.values())
+            or len(self._resamples) > 1
+            or 0 in self._resamples
         ):
-            raise RunError(f"{path} is invalid: it must have {steps} lists for every agent")
+            raise RunError(
+                f"{path} is invalid: it must have {steps} lists for every agent, all of one length"
+            )
         as_tuples: dict[int, Any] = {a: tuple(map(tuple, scores)) for a, scores in own.items()}
         final = [replace(s, resampled=as_tuples[s.agent]) for s in found.final]
         return replace(found, chosen=final) if found.chosen else replace(found, scores=final)

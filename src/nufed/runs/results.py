@@ -240,8 +240,9 @@ def over_agents(seeds: Sequence[Mapping[int, float]]) -> float | None:
 
 
 def deviations(scores: Sequence[AgentScores], steps: int) -> dict[int, Deviations]:
-    """The scores on resamples minus those on all samples, by agent, where they are recorded."""
-    return {s.agent: np.array(s.resampled[steps]) for s in scores if s.resampled}
+    """The scores on resamples minus those on all samples, by agent, if recorded of all of them."""
+    known = all(s.resampled for s in scores)
+    return {s.agent: np.array(s.resampled[steps]) for s in scores} if known else {}
 
 
 def over_samples(seeds: Sequence[Mapping[int, Deviations]]) -> float | None:
