@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import altair as alt
@@ -50,7 +51,7 @@ def fits_chart(run: Run) -> Any | None:
     colours = alt.Scale(domain=drawn, range=STEPS[-len(drawn) :])
     targets = [row["y"] for row in rows if "samples" in row]
     low, high = 2 * min(targets) - max(targets), 2 * max(targets) - min(targets)
-    clip = any(not low <= row["y"] <= high for row in rows)
+    clip = math.isfinite(high - low) and any(not low <= row["y"] <= high for row in rows)
     scale = alt.Scale(domain=[low, high]) if clip else alt.Undefined
     base = alt.Chart(alt.InlineData(values=rows)).encode(
         x=alt.X("x:Q", title="input"), y=alt.Y("y:Q", title="output", scale=scale)

@@ -43,8 +43,8 @@ class Look:
         above = any(value > limits[1] for value in means) or (lost and not better)
         given = len(runs) > 1 or below or above
         domain = _range(value for value in means if _within(value, limits)) if given else None
-        if domain:  # with room for marks at the edges
-            room = 0.08 * (domain[1] - domain[0])
+        room = 0.08 * (domain[1] - domain[0]) if domain else 0.0  # for marks at the edges
+        if domain and math.isfinite(room):
             domain = domain[0] - room * below, domain[1] + room * above
         return cls(
             Styles.of(names),

@@ -33,7 +33,8 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
     before, after = (_number(end.score[line.steps]) for end in ends)
     worse = after < before if measure.higher_is_better else after > before
     own = [s.score[line.steps] for s in trained.scores if s.seen]
-    error = float(np.std(own) / math.sqrt(len(own))) if own else 0.0
+    with np.errstate(all="ignore"):
+        error = float(np.std(own) / math.sqrt(len(own))) if own else 0.0
     worse = worse and _differ(before, after) and not abs(after - before) <= error
     if not (worse or math.isnan(after)):
         return None

@@ -131,15 +131,16 @@ def paired(
         }
         for line in lines
     )
-    pairs = [
-        {
-            agent: own[agent] - second[seed][agent]
-            for agent in own.keys() & second[seed]
-            if len(own[agent]) == len(second[seed][agent])
-        }
-        for seed, own in first.items()
-        if seed in second
-    ]
+    with np.errstate(all="ignore"):
+        pairs = [
+            {
+                agent: own[agent] - second[seed][agent]
+                for agent in own.keys() & second[seed]
+                if len(own[agent]) == len(second[seed][agent])
+            }
+            for seed, own in first.items()
+            if seed in second
+        ]
     return replace(found, over_samples=over_samples(pairs))
 
 

@@ -252,8 +252,9 @@ def over_samples(seeds: Sequence[Mapping[int, Deviations]]) -> float | None:
     that of the mean over seeds is their mean, since seeds have the same samples. None if they were
     not recorded.
     """
-    means = [np.mean(list(own.values()), axis=0) for own in seeds if own]
-    width = float(np.mean([Z975 * np.std(own) for own in means])) if means else math.nan
+    with np.errstate(all="ignore"):  # of diverged models
+        means = [np.mean(list(own.values()), axis=0) for own in seeds if own]
+        width = float(np.mean([Z975 * np.std(own) for own in means])) if means else math.nan
     return width if math.isfinite(width) and len(means) == len(seeds) else None
 
 
