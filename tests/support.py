@@ -197,7 +197,7 @@ def json_lines(path):
 
 def report_without_figures(runs, out, *, figures=True):
     """:func:`nufed.report.build_report` without SVG and PNG files."""
-    return build_report(runs, out, figures=False)
+    return build_report(runs, out, figures=None if figures is None else False)
 
 
 @contextmanager

@@ -191,3 +191,40 @@ def test_choices_are_scored_on_validation_data_and_never_read_the_test_part():
         answers = objective.predict(objective.initial(), x).argmax(1)
         assert got.score[0] == (answers == y).double().mean() and got.test_samples == len(y)
         assert math.isfinite(got.loss[1])
+
+
+def test_resamples_have_the_spread_of_a_bootstrap():
+    """Its closed form, of a mean over n samples: their standard deviation over √n."""
+    objective, data = Objective(mlp(torch.float32)), federation()
+    targets = data.samples.targets[data.scored_rows(0)]
+    outputs = torch.nn.functional.one_hot(targets, int(data.samples.targets.max()) + 1).float()
+    outputs[:2] = outputs[:2].roll(1, dims=1)  # two of six are wrong
+    losses = [
+        float(objective.loss(o[None], y[None])) for o, y in zip(outputs, targets, strict=True)
+    ]
+    wanted = {accuracy: np.array([0, 0, 1, 1, 1, 1]), None: np.array(losses)}
+    for metric, values in wanted.items():
+        measure = replace(Measure("m", metric), resamples=4000)
+        found = score_agent(objective, data, 0, [outputs, outputs], measure)
+        (first, second) = found.resampled
+        assert first == second and len(first) == 4000
+        assert np.std(first) == pytest.approx(np.std(values) / math.sqrt(6), rel=0.05)
+        assert np.mean(first) == pytest.approx(0, abs=0.1 * np.std(first))
+        assert "resampled" not in found.record()
+    null = majority_class(data, 0, 1, 4000)
+    share = null.score[0]
+    assert np.std(null.resampled[1]) == pytest.approx(math.sqrt(share * (1 - share) / 6), rel=0.05)
+    assert not score_agent(objective, data, 0, [outputs], Measure("m")).resampled
+
+
+def test_a_metric_that_fails_on_resamples_has_no_interval():
+    def whole(outputs, targets):
+        if len(set(targets.tolist())) < len(seen):
+            raise ValueError("a class is missing")
+        return 0.5
+
+    objective, data = Objective(mlp(torch.float32)), federation()
+    seen = set(data.samples.targets[data.scored_rows(0)].tolist())
+    outputs = torch.zeros(6, int(data.samples.targets.max()) + 1)
+    found = score_agent(objective, data, 0, [outputs], Measure("m", whole).resampled(4))
+    assert found.score == (0.5,) and found.resampled == ()

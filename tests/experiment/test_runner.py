@@ -58,7 +58,7 @@ def test_the_same_seed_gives_the_same_files(finished, tmp_path):
     again = nufed.run(SMALL, out=tmp_path / "again")
     assert file_hashes(finished.path) == file_hashes(again.path)
     bundles = 3
-    assert len(file_hashes(finished.path)) == 4 + 4 + 3 * 2 * 7 + 3 * 2 * 2 + bundles
+    assert len(file_hashes(finished.path)) == 4 + 4 + 3 * 2 * 8 + 3 * 2 * 3 + bundles
 
 
 def test_a_run_writes_all_its_files(finished):

@@ -10,6 +10,10 @@ from torch import nn
 
 import nufed
 from nufed.errors import NumericalWarning, RunError
+from nufed.evaluate import AgentScores, Measure
+from nufed.runs.below_start import below_start
+from nufed.runs.records import Curves, MetricsLine
+from nufed.runs.results import Line, Trained
 from nufed.simulation import start_method
 from support import file_hashes
 
@@ -173,3 +177,27 @@ def test_a_training_that_ends_below_its_start_is_named_with_the_likely_cause(tmp
     assert message.startswith("ends below its untrained start") and "lower meta_lr" in message
     assert f"large, seed 0: {message}" in " ".join(said.stdout.split())
     assert message in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "losses", "said"),
+    [
+        (0.50, 0.49, (1.2201, 1.2204), None),  # one agent of 20 by one sample of five
+        (0.50, 0.4999999, (1.0, 1.5), None),
+        (0.50, 0.30, (1.2201, 1.2204), "the loss stayed at 1.22: train for more rounds"),
+        (0.50, 0.30, (1.2, 1.9), "the loss rose from 1.2 to 1.9, so step sizes are too large"),
+        (0.50, 0.30, (1.9, 1.2), "the loss fell from 1.9 to 1.2, so it learns"),
+        (0.50, None, (1.2, 1.9), "it diverged: lower meta_lr"),
+    ],
+)
+def test_a_difference_within_the_spread_of_agents_is_no_alarm(before, after, losses, said):
+    ends = zip((0, 1), (before, after), losses, strict=True)
+    metrics = [
+        MetricsLine(round=at, cohort=[0], rejected=[], gradients=0, hvps=0, bytes_down=0,
+                    bytes_up=0, evaluation={"seen": Curves(score=[score], loss=[loss])})
+        for at, score, loss in ends
+    ]  # fmt: skip
+    agents = [AgentScores(k, f"{k}", True, 5, 5, (1.0,), (0.4 + 0.2 * (k % 2),)) for k in range(20)]
+    trained = Trained(metrics, agents)
+    found = below_start(Line("m", "m", "method", 0, {0: trained}), trained, Measure("accuracy"))
+    assert found is None if said is None else said in found

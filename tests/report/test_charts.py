@@ -12,8 +12,10 @@ import nufed as library
 from nufed.config import load_config
 from nufed.files import read_sealed
 from nufed.report import figures, page
+from nufed.report.charts import all_charts
 from nufed.report.differing_key import one_differing_key, value_of
 from nufed.report.look import Look
+from nufed.report.style import spread_labels
 from nufed.report.training_chart import signal_chart
 from nufed.runs import load_run
 from support import json_lines, with_figures
@@ -343,3 +345,58 @@ def test_advice(run, drawn, nufed):
     assert points(spec, "point", "x", "y") == [*(p[1:] for p in wanted), chosen]
     level = [(steps, advice["majority"]) for steps in (0, 2)]
     assert points(spec, "dashed line", "x", "y") == level
+
+
+def diverged(run, value, method="fo"):
+    """The run as if one method had this loss on every agent, after training."""
+    parts = {}
+    for seed, trained in run.methods[method].items():
+        metrics = [*trained.metrics]
+        last = metrics[-1].model_copy(deep=True)
+        last.evaluation["seen"].score[:] = [value] * 3
+        own = [replace(s, score=(value,) * 3) for s in trained.final]
+        parts[seed] = replace(trained, metrics=[*metrics[:-1], last], scores=own, chosen=None)
+    return replace(run, methods={**run.methods, method: parts})
+
+
+@pytest.mark.parametrize("value", [1e12, float("nan")])
+def test_a_diverged_method_is_marked_at_the_edge_and_does_not_stretch_the_axis(
+    tmp_path_factory, drawn, value
+):
+    config = {**CONFIG, "metric": "none", "methods": {"fedavg": {}, "fo": {}}}
+    good = load_run(library.run(config, out=tmp_path_factory.mktemp("runs") / "loss").path)
+    for spec in (chart.to_dict() for _, _, chart in all_charts([good])):
+        marks = [layer["mark"] for layer in spec.get("layer", [spec])]
+        assert not any(mark.get("clip") or "triangle" in mark.get("shape", "") for mark in marks)
+    bad = diverged(good, value)
+    specs = {name: chart.to_dict() for name, _, chart in all_charts([bad])}
+    for name, axis in {"results-seen": "x", "rounds-seen": "y", "steps": "y"}.items():
+        layers = specs[name]["layer"]
+        scales = [own["encoding"][axis]["scale"] for own in layers if axis in own["encoding"]]
+        assert all(own == scales[0] for own in scales), name
+        low, high = scales[0]["domain"]
+        assert -5 < low < high < 20, name  # of all others
+        edges = [
+            own for own in layers if own["mark"].get("shape") in ("triangle-up", "triangle-right")
+        ]
+        if value == 1e12 or name == "results-seen":  # curves have no points that are not finite
+            (edge,) = edges
+            rows = specs[name]["datasets"][edge["data"]["name"]]
+            assert {row["method"] for row in rows} == {"fo"}
+            assert {row["edge"] for row in rows} == {high}
+            assert {row["mean"] for row in rows} == {"1e+12" if value == 1e12 else "diverged"}
+            others = [
+                own["mark"] for own in layers if own is not edge and own["mark"]["type"] != "text"
+            ]
+            assert all(mark["clip"] for mark in others)
+    agents = specs["agents"]["layer"][0]["encoding"]["x"]["scale"]["domain"]
+    assert agents[1] < 20
+
+
+def test_labels_of_null_baselines_do_not_extend_an_axis_of_shares():
+    ends = [
+        {"method": name, "mean": mean} for name, mean in zip("abc", (1.0, 1.0, 0.99), strict=True)
+    ]
+    spread = spread_labels(ends, [{"mean": 0.6}, {"mean": 1.0}])
+    assert [round(own["mean"], 3) for own in spread] == [0.952, 0.976, 1.0]
+    assert {own["method"] for own in spread} == set("abc")

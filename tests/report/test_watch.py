@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import shutil
 import socket
 import threading
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 import nufed as library
+from nufed.cli import watch_command
 from nufed.errors import InputError
 from nufed.report.watch_server import WatchedPage, WatchServer
 from nufed.runs.training_state import rounds_so_far, training_state
@@ -228,5 +230,54 @@ def test_ctrl_c_ends_the_command(seen, nufed, monkeypatch):
     said = nufed("watch", seen[0].path, cwd=seen[0].path.parent)
     assert said.returncode == 0 and said.stdout.endswith("stopped watching\n")
     assert re.search(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/ ", said.stdout)
-    said = nufed("watch", "nowhere", cwd=seen[0].path.parent)
+    (seen[0].path.parent / "other").mkdir()
+    said = nufed("watch", "other", cwd=seen[0].path.parent)
     assert said.returncode == 2 and "is not a run directory" in said.stderr
+
+
+def test_it_waits_for_a_run_that_is_about_to_start(seen, nufed, monkeypatch, tmp_path):
+    """And says so in one line; Ctrl-C ends the waiting, too."""
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 1:
+            (tmp_path / "soon").mkdir()  # a start writes run.json last
+        if len(looks) == 2:
+            shutil.copytree(seen[0].path, tmp_path / "soon", dirs_exist_ok=True)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WatchServer, "serve_forever", interrupted)
+    monkeypatch.setattr(watch_command.time, "sleep", sleep)
+    said = nufed("watch", "soon", cwd=tmp_path)
+    assert said.returncode == 0 and len(looks) == 2
+    first, second, _ = said.stdout.splitlines()
+    assert "waiting for a run to start in soon, which does not exist yet" in first
+    assert second.startswith("watching soon at http://127.0.0.1:")
+    monkeypatch.setattr(watch_command.time, "sleep", interrupted)
+    said = nufed("watch", "later", cwd=tmp_path)
+    assert said.returncode == 0 and said.stdout.splitlines()[1:] == ["stopped watching"]
+
+
+def test_report_and_bundle_work_for_what_is_finished(tmp_path, nufed):
+    def stop(event):
+        if (event.seed, event.method, event.round) == stop.at:
+            raise KeyboardInterrupt
+
+    for stop.at, name in (((0, "first", 3), "early"), ((1, "second", 3), "late")):
+        with pytest.raises(KeyboardInterrupt):
+            library.run(CONFIG, out=tmp_path / name, figures=False, on_progress=stop)
+    none = nufed("report", "early", "--no-figures", cwd=tmp_path)
+    assert none.returncode == 2 and "no method of early is finished: wait, or" in none.stderr
+    said = nufed("report", "late", "--no-figures", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "not finished, left out above: second, seed 1\n" in said.stdout
+    page = (tmp_path / "late/report.html").read_text()
+    assert "<b>Not finished, and left out above:</b>\n<ul><li>second, seed 1</li></ul>" in page
+    assert "<td>first</td>" in page and "<td>second</td>" in page
+    made = nufed("bundle", "late", "--method", "first", "--seed", 1, cwd=tmp_path)
+    assert made.returncode == 0 and (tmp_path / "first.nufed").exists()
+    made = nufed("bundle", "late", "--method", "second", "--seed", 1, cwd=tmp_path)
+    assert made.returncode == 2 and "second, seed 1 of late is not finished: wait" in made.stderr

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import nufed as library
 from nufed.evaluate import AgentScores, Measure
 from nufed.report.headline import finding
 from nufed.runs.paired import paired_differences
@@ -104,31 +105,59 @@ NOISE = np.array([0.02, -0.02, 0.01, -0.01, 0.02, -0.02, 0.01, -0.01])
         (
             {"a": 0.2, "b": 0.1},
             {"local": 0.0},
-            "a is the best method at 65.0 %, +20.0 ± 0.0 points",
+            "a is the best method at 65.0 % accuracy, +20.0 ± 0.0 points",
         ),
-        ({"a": 0.2, "b": 0.2 + NOISE}, {"local": 0.0}, "a and b can't be told apart (65.0 %); all"),
-        ({"a": 0.2, "b": 0.1, "c": 0.2 + NOISE}, {"local": 0.0}, "a and c can't be told apart"),
+        (
+            {"a": 0.2, "b": 0.2 + 2 * NOISE},
+            {"local": 0.0},
+            "a and b can't be told apart (65.0 % accuracy); all",
+        ),
+        (
+            {"a": 0.2, "b": 0.2 + NOISE},
+            {"local": 0.0},
+            "a and b are practically equal (65.0 % accuracy); all",
+        ),
+        (  # told apart, and too little to matter
+            {"a": 0.2, "b": 0.195, "c": 0.1},
+            {"local": 0.0},
+            "a and b are practically equal (65.0 % to 64.5 % accuracy); all beat local",
+        ),
+        (
+            {"a": 0.005, "b": -0.1},
+            {"local": 0.0},
+            "a is the best method at 45.5 % accuracy, +0.5 ± 0.0 points (95 %, over agents; "
+            "practically equal) over local training (45.0 %).",
+        ),
+        ({"a": 0.2, "b": 0.1, "c": 0.2 + 2 * NOISE}, {"local": 0.0}, "a and c can't be told apart"),
         (
             {n: 0.2 + i * NOISE for i, n in enumerate("abc")},
             {"local": 0.0},
-            "The 3 methods can't be told apart (65.0 %); all beat local training (45.0 %), a by",
+            "The 3 methods can't be told apart (65.0 % accuracy); all beat local training (45.0",
         ),
         (
             {"a": NOISE + 0.003, "b": -0.1},
             {"local": 0.0, "majority": -0.2},
-            "No method beats local training beyond noise: a 45.3 %, local 45.0 %, paired difference"
-            " +0.3 ± 1.4 points (95 %, over agents).",
+            "No method beats local training beyond noise: a 45.3 % accuracy, local 45.0 %, paired "
+            "difference +0.3 ± 1.4 points (95 %, over agents; practically equal).",
         ),
-        ({"a": -0.1, "b": -0.2}, {"local": 0.0}, "Local training beats every method: a 35.0 %, lo"),
-        ({"a": -0.1}, {"local": 0.0}, "Local training beats a: a 35.0 %, local 45.0 %"),
+        (
+            {"a": -0.1, "b": -0.2},
+            {"local": 0.0},
+            "Local training beats every method: a 35.0 % accuracy,",
+        ),
+        ({"a": -0.1}, {"local": 0.0}, "Local training beats a: a 35.0 % accuracy, local"),
         (
             {"a": 0.1, "b": 0.0},
             {"local": -0.1, "majority": 0.2},
             "Always predicting the agent's most frequent class beats every method",
         ),
-        ({"a": 0.1, "b": 0.0}, {}, "a is the best method at 55.0 %, +10.0 ± 0.0 points over b."),
+        ({"a": 0.1, "b": 0.0}, {}, "a is the best method at 55.0 % accuracy, +10.0 ±"),
         ({"a": math.nan}, {"local": 0.0}, "No method has finite scores."),
-        ({"a": math.nan, "b": 0.1}, {"local": 0.0}, "b reaches 55.0 %, +10.0 ± 0.0 points"),
+        (
+            {"a": math.nan, "b": 0.1},
+            {"local": 0.0},
+            "b reaches 55.0 % accuracy, +10.0 ± 0.0 points",
+        ),
     ],
 )
 def test_the_finding_names_a_best_method_only_where_it_is(methods, baselines, sentence):
@@ -139,4 +168,50 @@ def test_the_finding_names_a_best_method_only_where_it_is(methods, baselines, se
 
 def test_of_losses_the_lowest_is_the_best():
     run = run_of({"a": AGENTS - 0.1, "b": AGENTS}, LOSS, local=AGENTS + 0.1)
-    assert finding(run).startswith("a is the best method at 0.35, −0.2 ± ")
+    assert finding(run).startswith("a is the best method at loss 0.35, −0.2 ± ")
+
+
+CONFIG = {
+    "rounds": 2,
+    "workers": 1,
+    "seeds": [0, 1],
+    "baselines": ["majority", "local"],
+    "data": {"agents": 4, "samples_per_agent": 60, "dirichlet": 0.5, "validation": 0.2},
+    "method": {"batch_size": 6},
+    "methods": {
+        "a": {"algorithm": "fedavg"},
+        "b": {"algorithm": "fedavg"},
+        "c": {"algorithm": "fedavg", "meta_lr": 0.5},
+    },
+}
+
+
+def test_few_agents_have_intervals_over_their_samples(tmp_path, nufed):
+    run = library.run(CONFIG, out=tmp_path / "run", figures=False)
+    for line, row in ((line, r) for line in run.lines() for r in run.rows() if r.name == line.name):
+        widths = []
+        for scores in line.scores("seen"):  # of a mean of four independent shares
+            shares = [(s.score[line.steps], s.test_samples) for s in scores]
+            errors = [p * (1 - p) / n for p, n in shares]
+            widths.append(1.96 * math.sqrt(sum(errors)) / 4)
+        assert row.over_samples == pytest.approx(np.mean(widths), rel=0.2)
+    same, other = pair(run, "b", "a"), pair(run, "c", "a")
+    assert (same.mean, same.over_samples) == (0, 0)  # the same resamples
+    rows = {row.name: row for row in run.rows()}
+    alone = math.hypot(rows["a"].over_samples, rows["c"].over_samples)
+    assert 0 < other.over_samples < alone  # what pairing is for
+    text = f"/ {100 * pair(run, rows['a'].name, 'local').over_samples:.1f}"
+    said = nufed("report", run.path, "--no-figures", cwd=tmp_path)
+    page = (run.path / "report.html").read_text()
+    assert "± samples" in said.stdout and text in said.stdout
+    assert "<th>± samples</th>" in page and "over these agents&#39; samples" in page
+
+
+def test_runs_without_resamples_can_be_read(tmp_path, monkeypatch):
+    """Such of many agents, of a federation, or of earlier versions."""
+    monkeypatch.setattr("nufed.evaluate.scores.FEW_AGENTS", 3)
+    run = library.run(CONFIG, ["seeds=[0]"], out=tmp_path / "run", figures=False)
+    assert not list(run.path.rglob("resampled.jsonl"))
+    assert {row.over_samples for row in run.rows()} == {None}
+    assert {p.over_samples for p in run.paired()} == {None}
+    assert "± samples" not in (run.path / "report.html").read_text()

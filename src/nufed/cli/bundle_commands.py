@@ -44,7 +44,10 @@ Trust = Annotated[
 
 def bundle(
     run: Annotated[
-        Path, typer.Argument(help="A finished run directory.", autocompletion=complete_run)
+        Path,
+        typer.Argument(
+            help="A run directory; this method must be finished.", autocompletion=complete_run
+        ),
     ],
     method: Annotated[
         str, typer.Option(help="The method to bundle.", autocompletion=complete_method)
@@ -78,9 +81,9 @@ def bundle(
     from nufed.bundle.bundle import SUFFIX
     from nufed.bundle.from_run import make_bundle
     from nufed.bundle.personal import make_personal
-    from nufed.runs import load_run
+    from nufed.runs.read_run import load_finished
 
-    finished = load_run(run, trust=trust)
+    finished = load_finished(run, trust=trust)
     if agent is None:
         if steps is not None:
             raise InputError("--steps is for an agent's personal model: add --agent N")

@@ -89,6 +89,10 @@ def run(
     ray: part_option.Ray = None,
     trust: Trust = False,
     no_figures: NoFigures = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="No null baselines, no charts: for a first look at training."),
+    ] = False,
     tensorboard: Annotated[
         bool,
         typer.Option("--tensorboard", help="Write TensorBoard event files into RUN/tensorboard."),
@@ -109,16 +113,20 @@ def run(
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume RUN")
     if (budget is not None or per is not None) and not tuned:
         raise InputError("--budget and --per are those of a search: add --tuned")
+    if quick and resume:
+        raise InputError("--quick is for a new run: a resumed one keeps its null baselines")
     share = part_option.share_of(part, out, resume, tuned)
     if tuned:
         search = None if resume else source
         searched = {"budget": budget, "per": per, "figures": not no_figures}
         source, settings = tune_commands.tune_first(search, settings, **searched), []
+    if quick:
+        settings.append("baselines=[]")
     with show_progress(console(stderr=True)) as display:
         follow: dict[str, Any] = {
             "ray": ray,
             "observers": [display, *([TensorBoard()] if tensorboard else ())],
-            "figures": not no_figures,
+            "figures": None if quick else not no_figures,
             "on_stop": lambda: _say("stopping after this round; press Ctrl-C again to stop now", 0),
         }
         try:
@@ -161,17 +169,19 @@ def report(
 ) -> None:
     """Rebuild a run's report, or compare several runs on one page.
 
+    Of an unfinished run, the methods and seeds that are finished are shown.
+
     Example: nufed report runs/quickstart-00* --out compared --csv > results.csv
     """
     from nufed.cli.printed_results import print_results
     from nufed.config.trust import require_trust
     from nufed.report import build_report
     from nufed.report.csv_results import results_csv
-    from nufed.runs import load_run
+    from nufed.runs.read_run import load_finished
 
     if as_json and as_csv:
         raise InputError("--json and --csv: give one of them")
-    loaded = [load_run(path, trust=trust) for path in runs]
+    loaded = [load_finished(path, trust=trust) for path in runs]
     for each in loaded:
         require_trust(each.path, each.config, trust)
     if out is None:

@@ -10,7 +10,7 @@ from nufed.bundle.from_run import can_be_bundled
 from nufed.cli.terminal import console, natural_width, print_line, print_table, say, table, wide
 from nufed.report.headline import finding, measured
 from nufed.report.settings_tables import problem_text
-from nufed.report.tables import Table, all_groups, results_table, run_name
+from nufed.report.tables import Table, all_groups, between_runs, results_table, run_name
 from nufed.runs import Run
 
 
@@ -24,8 +24,16 @@ def print_results(runs: Sequence[Run]) -> None:
     for group in all_groups(runs):
         console().print()
         print_numbers(f"agents {group} in training", results_table(runs, group))
+        between, reasons = between_runs(runs, group)
+        if between.rows:
+            console().print()
+            print_numbers(f"paired differences, agents {group} in training", between)
+        for reason in reasons:
+            print_line(reason)
     for line in (line for run in runs for line in run.failures):
         print_line(("could not be trained", "red"), f", left out above: {line}")
+    for line in (line for run in runs for line in run.unfinished):
+        print_line(("not finished", "yellow"), f", left out above: {line}")
     for warning in (w for run in runs for w in run.warnings() if w.about == "data"):
         print_line(("check the data", "yellow"), f", {warning}")
     for warning in (w for run in runs for w in run.warnings() if w.about == "training"):

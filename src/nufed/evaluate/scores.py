@@ -20,19 +20,30 @@ from nufed.data import Federation
 from nufed.evaluate.metrics import Better, Metric, accuracy
 from nufed.evaluate.outputs import outputs_of
 from nufed.objective import AnyObjective, Objective
+from nufed.seeding import stream
 
 NO_COST = Cost()
 ENOUGH_AGENTS = 10  # from which standard errors are over agents, below over groups of samples
 GROUPS = 10  # of an agent's validation samples, whose losses are compared
+FEW_AGENTS = 20  # up to so many, scores have intervals over samples, too
+RESAMPLES = 100  # of an agent's samples
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What agents are scored by: a metric, or else the loss, of which lower is better."""
+    """What agents are scored by: a metric, or else the loss, of which lower is better.
+
+    ``resamples``: how many times an agent's scored samples are resampled, for intervals over them.
+    """
 
     name: str
     metric: Metric | None = accuracy
     better: Better = "higher"  # of the metric
+    resamples: int = 0
+
+    def resampled(self, agents: int) -> Measure:
+        """The same with resamples, if agents are few: they take time and disk space."""
+        return replace(self, resamples=RESAMPLES if agents <= FEW_AGENTS else 0)
 
     @property
     def higher_is_better(self) -> bool:
@@ -48,6 +59,10 @@ class AgentScores:
     accuracy, the mean of the accuracies on the agent's classes; ``minority`` is the accuracy on its
     ``minority_samples`` test samples that are not of its most frequent training class (NaN if there
     are none).
+
+    ``resampled`` holds, by number of steps, how far the personal model's score on each bootstrap
+    resample of the scored samples is from its score on all of them. All methods have the same
+    resamples, so that differences of theirs are those of a paired bootstrap.
     """
 
     agent: int
@@ -65,11 +80,13 @@ class AgentScores:
     personal_gradients: int = 0  # evaluated to compute the personal model, beyond training
     personal_hvps: int = 0  # the same of Hessian-vector products
     newcomer: bool = False  # its personal model was computed without a state
+    resampled: tuple[tuple[float, ...], ...] = ()
     group_loss: tuple[tuple[float, ...], ...] = ()  # by steps, of groups of validation samples
 
     def record(self) -> dict[str, Any]:
-        """As in ``agents.jsonl``."""
-        return {name: value for name, value in asdict(self).items() if name != "group_loss"}
+        """As in agents.jsonl; ``resampled`` has a file of its own."""
+        apart = ("resampled", "group_loss")
+        return {name: value for name, value in asdict(self).items() if name not in apart}
 
 
 @dataclass(frozen=True)
@@ -140,7 +157,9 @@ def evaluation_context(
     return AgentContext(0, len(federation.split.seen), 0, objective, batches, samples)
 
 
-def majority_class(federation: Federation, agent: int, steps: int) -> AgentScores:
+def majority_class(
+    federation: Federation, agent: int, steps: int, resamples: int = 0
+) -> AgentScores:
     """The null baseline that always predicts the agent's most frequent training class.
 
     It has no loss, no global model and nothing to fine-tune: every step has the same score.
@@ -149,7 +168,9 @@ def majority_class(federation: Federation, agent: int, steps: int) -> AgentScore
     guess = torch.tensor(_most_frequent(federation, agent)).expand(len(targets))
     correct = float((targets == guess).double().mean())
     scored = [(float("nan"), correct, *_by_class(guess, targets, int(guess[0])))]
-    return _record(federation, agent, scored * (steps + 1), None)
+    found = _record(federation, agent, scored * (steps + 1), None)
+    right = _deviations(targets == guess, _resamples(agent, len(targets), resamples))
+    return replace(found, resampled=(right,) * (steps + 1) if resamples else ())
 
 
 def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Summary:
@@ -206,15 +227,44 @@ def score_agent(
     most, outputs = _most_frequent(federation, agent) if by_class else None, list(outputs)
     scored = [_scores(objective, each, targets, measure, most) for each in outputs]
     whole = None if shared is None else _scores(objective, shared, targets, measure, most)
-    record = _record(federation, agent, scored, whole, cost, newcomer)
+    found = _record(federation, agent, scored, whole, cost, newcomer)
     if federation.scored_on == "validation" and len(federation.split.seen) < ENOUGH_AGENTS:
         groups = torch.arange(len(targets)).tensor_split(min(len(targets), GROUPS))
         losses = [
             tuple(float(objective.loss(each[group], targets[group])) for group in groups)
             for each in outputs
         ]
-        record = replace(record, group_loss=tuple(losses))
-    return record
+        found = replace(found, group_loss=tuple(losses))
+    if not measure.resamples:
+        return found
+    picks = _resamples(agent, len(targets), measure.resamples)
+    if measure.metric is accuracy:
+        answers = [each.to(targets.device).argmax(dim=1) for each in outputs]
+        return replace(found, resampled=tuple(_deviations(y == targets, picks) for y in answers))
+    resampled = []
+    for each, (_, score, *_) in zip(outputs, scored, strict=True):
+        try:
+            on = [_scores(objective, each[own], targets[own], measure, None)[1] for own in picks]
+        except Exception:  # a metric of one's own may need, say, samples of every class
+            return found
+        resampled.append(_rounded(value - score for value in on))
+    return replace(found, resampled=tuple(resampled))
+
+
+def _resamples(agent: int, samples: int, number: int) -> Tensor:
+    """The samples of every resample: as many as there are, with replacement."""
+    rng = stream(0, "resamples", agent=agent)
+    return torch.from_numpy(rng.integers(samples, size=(number, samples)))
+
+
+def _deviations(values: Tensor, picks: Tensor) -> tuple[float, ...]:
+    """How far the mean of a sample's values on each resample is from that on all."""
+    values = values.double().cpu()
+    return _rounded((values[picks].mean(dim=1) - values.mean()).tolist())
+
+
+def _rounded(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(float(f"{value:.4g}") for value in values)
 
 
 def _scores(

@@ -328,7 +328,7 @@ def _means(scores: Sequence[AgentScores], steps: int) -> tuple[float, float]:
 def _assemble(by_steps: Sequence[tuple[AgentScores, int]]) -> AgentScores:
     """One agent's record whose entries come from these records and numbers of steps."""
 
-    def pick(name: str) -> tuple[float, ...]:
+    def pick(name: str) -> tuple[Any, ...]:
         values = [(getattr(scores, name), steps) for scores, steps in by_steps]
         return tuple(curve[steps] for curve, steps in values) if values[0][0] else ()
 
@@ -338,4 +338,5 @@ def _assemble(by_steps: Sequence[tuple[AgentScores, int]]) -> AgentScores:
         score=pick("score"),
         balanced=pick("balanced"),
         minority=pick("minority"),
+        resampled=pick("resampled"),
     )

@@ -29,18 +29,18 @@ def baselines(
     """Evaluate the null baselines named in ``wanted``."""
     config, steps = setup.config, setup.config.steps_evaluated
     agents, engines = setup.evaluated[seed], setup.engines[seed]
-    local, measure = local_training(setup), setup.measure
+    local, measure = local_training(setup), setup.measure.resampled(len(agents))
     short = local_training(setup, rounds=1)
     own, own_short = OwnModel.like(local), OwnModel.like(short)
     named = config.engine
     engine = get_engine(engines.choose(own, "auto" if named == "gram" else named, own_short))
     if "majority" in wanted:
-        scores = [majority_class(engine.federation, a, steps) for a in agents]
+        scores = [majority_class(engine.federation, a, steps, measure.resamples) for a in agents]
         yield "majority", Evaluation(scores)
     initial = {"model": engine.objective.initial()}
     if "untrained" in wanted:
         choose = chooses(config.eval_lr, True)
-        yield "untrained", evaluate(setup, engine, local, Progress(0, initial), choose)
+        yield "untrained", evaluate(setup, engine, local, Progress(0, initial), choose, True)
     if "local" not in wanted:
         return
     trainer = get_engine(engines.choose(local, named, short))
@@ -64,7 +64,7 @@ def baselines(
             initial,
             {agent: model for agent, model in models.items() if agent in setup.validated(seed)},
             steps=0,
-            measure=measure,
+            measure=setup.measure,
             scales=[1.0],
             part="validation",
         )

@@ -11,6 +11,7 @@ from nufed.data import ScoredOn
 from nufed.evaluate import (
     ByScale,
     Evaluation,
+    Measure,
     can_be_drawn,
     chooses,
     evaluate_with_choice,
@@ -44,15 +45,16 @@ def evaluate_round(
     validated = _validate(setup, engine, name, progress, recorder)
     last = recorder.is_last(progress)
     shown = recorder.shown(progress) if last else progress
-    choose = chooses(config.eval_lr, last and shown is progress)
-    evaluation = evaluate(setup, engine, algorithm, progress, choose)
+    final_here = last and shown is progress
+    choose = chooses(config.eval_lr, final_here)
+    evaluation = evaluate(setup, engine, algorithm, progress, choose, final_here)
     entries = evaluation_line(evaluation, config.steps_evaluated, setup.measure)
     trained = _training_loss(setup, engine, algorithm, progress)
     costs = [validated, trained, dict(entries)]
     final = Final(shown, evaluation) if last else None
     if shown is not progress:
         final = Final(
-            shown, evaluate(setup, engine, algorithm, shown, chooses(config.eval_lr, True))
+            shown, evaluate(setup, engine, algorithm, shown, chooses(config.eval_lr, True), True)
         )
         costs.append(evaluation_line(final.evaluation, config.steps_evaluated, setup.measure))
     for key in ("evaluation_gradients", "evaluation_hvps"):
@@ -61,12 +63,19 @@ def evaluate_round(
 
 
 def evaluate(
-    setup: Setup, engine: Engine, algorithm: Algorithm, progress: Progress, choose: bool
+    setup: Setup,
+    engine: Engine,
+    algorithm: Algorithm,
+    progress: Progress,
+    choose: bool,
+    final: bool,
 ) -> Evaluation:
     """Scores of the evaluated agents as trained and, if ``choose`` and they have validation
-    samples, with step sizes chosen on these."""
+    samples, with step sizes chosen on these; ``final`` ones with resamples, if agents are few."""
     steps, agents = setup.config.steps_evaluated, setup.evaluated[engine.seed]
-    score = _scorer(setup, engine, algorithm, progress, setup.config.eval_on, agents, steps)
+    measure = setup.measure.resampled(len(agents)) if final else setup.measure
+    part = setup.config.eval_on
+    score = _scorer(setup, engine, algorithm, progress, part, agents, steps, measure)
     seen = [agent for agent in agents if agent in setup.validated(engine.seed)]
     validate = _scorer(setup, engine, algorithm, progress, "validation", seen, steps)
     return evaluate_with_choice(
@@ -101,11 +110,13 @@ def _scorer(
     part: ScoredOn,
     agents: Sequence[int],
     steps: int,
+    measure: Measure | None = None,
 ) -> ByScale:
     """Scores agents on one part of their samples, after up to ``steps`` fine-tuning steps."""
+    measure = measure or setup.measure
     received, states = to_send(algorithm, progress.server), StatesOf(agents, progress.states)
     return lambda scales: engine.evaluate_scales(
-        algorithm, received, states, steps=steps, measure=setup.measure, scales=scales, part=part
+        algorithm, received, states, steps=steps, measure=measure, scales=scales, part=part
     )
 
 

@@ -44,7 +44,7 @@ def run(
     out: str | Path | None = None,
     part: Share | None = None,
     ray: str | None = None,
-    figures: bool = True,
+    figures: bool | None = True,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
@@ -70,7 +70,8 @@ def run(
             writes the report (docs/scale.md). The returned run has the parts that are done.
         ray: ``"auto"`` or the address of a cluster of Ray, which trains instead of this machine
             (docs/scale.md).
-        figures: whether to also write the report's charts as SVG and PNG files.
+        figures: whether to also write the report's charts as SVG and PNG files; None: no charts,
+            which is quicker.
         on_start, on_progress, on_stop: called with the directory, after every round (by default a
             notebook shows a progress bar), and on Ctrl-C or SIGTERM: current rounds are then
             finished and saved before KeyboardInterrupt is raised, and :func:`resume` resumes from
@@ -96,11 +97,11 @@ def run(
         if part is not None:
             assert out is not None
             with shared_run(setup, Path(out), check_share(part)) as own:
-                return _train(own.setup, own.directory, own.parts, told, on_stop)
+                return _train(own.setup, own.directory, own.parts, told, on_stop, whole=False)
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
         with locked(directory.path):
             begin_run(setup, directory)
-            return _train(setup, directory, parts_of(setup), told, on_stop, figures)
+            return _train(setup, directory, parts_of(setup), told, on_stop, figures=figures)
 
 
 def resume(
@@ -115,7 +116,7 @@ def resume(
     partition: Partition | None = None,
     trust: bool = False,
     ray: str | None = None,
-    figures: bool = True,
+    figures: bool | None = True,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
     on_stop: Callable[[], None] | None = None,
@@ -140,7 +141,7 @@ def resume(
         with torch_threads(setup.config.threads):
             Provenance(directory).write_resumed(setup.config)
             told = Observers(with_notebook_bar(observers, on_progress), on_start, on_progress)
-            return _train(setup, directory, parts_of(setup), told, on_stop, figures)
+            return _train(setup, directory, parts_of(setup), told, on_stop, figures=figures)
 
 
 def _train(
@@ -149,10 +150,12 @@ def _train(
     parts: Sequence[RunPart],
     observers: Observers,
     on_stop: Callable[[], None] | None,
+    *,
     figures: bool | None = None,
+    whole: bool = True,
 ) -> ShownRun:
-    """Run those of the parts that are unfinished, then read the run back and write its report;
-    without ``figures`` no report."""
+    """Run those of the parts that are unfinished, then read the run back and write its report,
+    unless these are not the ``whole`` run."""
     observers.start(setup.config, directory.path)
     stop, finished = Stop(on_stop or (lambda: None)), None
     jobs = [Job(setup, directory, part) for part in parts]
@@ -161,7 +164,7 @@ def _train(
             run_jobs(jobs, setup.workers, lambda job, event: observers.tell(event), stop)
         if stop():
             raise KeyboardInterrupt
-        if figures is None:
+        if not whole:
             return ShownRun.of(load_run(directory.path, partial=True))
         finished = finish(directory, setup.objectives, setup.problem.algorithms, figures=figures)
         return finished

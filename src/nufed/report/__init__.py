@@ -12,10 +12,11 @@ from nufed.runs.bounds_record import BoundsRecord
 from nufed.runs.tuning_record import TuningRecord
 
 
-def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Path:
+def build_report(runs: Sequence[Run], out: Path, *, figures: bool | None = True) -> Path:
     """Write ``report.html`` and ``figures/`` for one run, or several side by side, into ``out``.
 
-    Without ``figures`` only the page is written, with its tables and interactive charts.
+    Without ``figures`` only the page is written, with its tables and interactive charts; with None
+    only its tables.
     """
     from nufed.report import page  # altair is slow to import
 

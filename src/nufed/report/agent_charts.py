@@ -40,11 +40,12 @@ def agents_chart(runs: Sequence[Run], look: Look | None = None) -> Any:
         x=score_axis(alt.X, "score", look.title, look.percent, look.agents_domain),
     )
     colour = alt.Color("method:N", scale=alt.Scale(domain=names, range=palette), legend=None)
+    clip = {"clip": True} if look.clipped else {}
     boxes = base.mark_boxplot(
-        extent="min-max", size=18, opacity=0.55, median={"color": GREY}
+        extent="min-max", size=18, opacity=0.55, median={"color": GREY}, **clip
     ).encode(color=colour)
     points = (
-        base.mark_circle(size=22, opacity=0.6)
+        base.mark_circle(size=22, opacity=0.6, **clip)
         .encode(
             color=colour,
             yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[-1, 1])),

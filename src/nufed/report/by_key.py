@@ -87,6 +87,9 @@ def score_by_key(
     def line(chosen: list[dict[str, Any]], **style: Any) -> Any:
         return base(chosen if numeric else []).mark_line(**style)
 
+    if percent:
+        for row in rows:
+            row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
     own = [row for row in rows if not row["baseline"]]
     nulls = [row for row in rows if row["baseline"]]
     bars = [row for row in own if row["half_width"] is not None]

@@ -28,7 +28,6 @@ from nufed.report.style import (
     method_colour,
     method_shape,
     plot,
-    score_axis,
     spread_labels,
     tooltips,
 )
@@ -48,6 +47,7 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
     if len(runs) == 1 and (curves := fits_chart(runs[0])):
         yield "fits", fits_caption(runs[0]), curves
     look = Look.of(runs)
+    cut = " Triangles at the edge: beyond the axis, or diverged." if look.clipped else ""
     key = one_differing_key(runs)
     for group in all_groups(runs) if key else ():
         yield (
@@ -67,7 +67,8 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
             runs,
             f"results-{group}",
             f"{_score(runs)} of the shown models, agents {group} in training. Filled: personal "
-            "models, with 95 % confidence intervals; open: the global model; grey: null baselines.",
+            "models, with 95 % confidence intervals; open: the global model; grey: null baselines."
+            + cut,
             [result_chart(run, group, look) for run in runs],
         )
     for group in all_groups(runs):
@@ -77,7 +78,7 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
             f"{_score(runs)} of personal models after {_steps(runs)} fine-tuning steps by round, "
             f"agents {group} in training, with the step size of fine-tuning {_sized_by_round(runs)}"
             ". Lines: mean over agents and seeds; bands: range over seeds; dotted: the method's "
-            "global model; dashed: null baselines.",
+            f"global model; dashed: null baselines.{cut}",
             [rounds_chart([run], group, look) for run in runs],
         )
     for run in runs:
@@ -89,7 +90,7 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
         runs,
         "steps",
         f"{_score(runs)} of personal models by number of fine-tuning steps, agents "
-        "seen in training. Bands: range over seeds; dashed: null baselines.",
+        f"seen in training. Bands: range over seeds; dashed: null baselines.{cut}",
         [steps_chart([run], look) for run in runs],
     )
     yield from _of_each(
@@ -200,12 +201,13 @@ def _curves(
     base = plot(points).encode(x=axis, color=colour)
 
     def height(field: str) -> Any:
-        return score_axis(alt.Y, field, look.title, look.percent, look.domain)
+        return look.axis(alt.Y, field)
 
-    band = base.mark_area(opacity=0.15).encode(y=height("low"), y2=alt.Y2("high:Q"))
-    line = base.mark_line(strokeWidth=2).encode(y=height("mean"))
+    clip = {"clip": True} if look.clipped else {}
+    band = base.mark_area(opacity=0.15, **clip).encode(y=height("low"), y2=alt.Y2("high:Q"))
+    line = base.mark_line(strokeWidth=2, **clip).encode(y=height("mean"))
     # open symbols of different shapes distinguish methods whose lines coincide
-    point = base.mark_point(size=55, strokeWidth=1.5).encode(
+    point = base.mark_point(size=55, strokeWidth=1.5, **clip).encode(
         y=height("mean"),
         shape=method_shape(names, look.styles),
         tooltip=tooltips(["method", x], ["mean", "low", "high"], look.percent),
@@ -214,10 +216,12 @@ def _curves(
     dotted = plot(shared).encode(x=axis, y=height("mean"), color=colour)
     dashed = plot(nulls).encode(x=axis, y=height("mean"), detail="method:N")
     ends = {line["method"]: line for line in nulls}  # the last point of each
-    named = plot(spread_labels(list(ends.values()), points + nulls)).encode(x=axis)
+    labels = spread_labels(list(ends.values()), points + nulls, look.domain)
+    named = plot(labels).encode(x=axis)
     chart = alt.layer(
-        dashed.mark_line(strokeDash=DASHED, color=GREY),
-        *([dotted.mark_line(strokeDash=DOTTED, strokeWidth=1.5)] if shared else []),
+        dashed.mark_line(strokeDash=DASHED, color=GREY, **clip),
+        *([dotted.mark_line(strokeDash=DOTTED, strokeWidth=1.5, **clip)] if shared else []),
+        *look.edges([*points, *shared], alt.Y, x=axis, color=colour),
         end_labels(named, height("mean")),
         band,
         line,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,15 +61,18 @@ class Drawn:
 def draw(specs: Mapping[str, Any], *, javascript: bool = False) -> Drawn:
     """Draw charts from Vega-Lite specifications and, on request, get the page's JavaScript.
 
-    If the drawing process dies, the charts drawn so far are returned with the reason.
+    Both take about a second, and are done at the same time by a process each. If one dies, the
+    charts drawn so far are returned with the reason.
     """
     drawn = Drawn()
-    request = {"javascript": javascript and not _javascript, "specs": dict(specs)}
-    if request["javascript"] or specs:
-        output, drawn.failure = _run(json.dumps(request).encode())
-        for line in output.splitlines(keepends=True):
-            if line.endswith(b"\n"):  # complete
-                _add(json.loads(line), drawn)
+    requests = [{"javascript": True, "specs": {}}] if javascript and not _javascript else []
+    requests += [{"javascript": False, "specs": dict(specs)}] if specs else []
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for output, failure in pool.map(_run, [json.dumps(each).encode() for each in requests]):
+            drawn.failure = drawn.failure or failure
+            for line in output.splitlines(keepends=True):
+                if line.endswith(b"\n"):  # complete
+                    _add(json.loads(line), drawn)
     if javascript and _javascript:
         drawn.javascript = _javascript[0]
     return drawn

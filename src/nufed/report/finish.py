@@ -20,7 +20,7 @@ def finish(
     objectives: Mapping[int, Objective],
     algorithms: Mapping[str, Algorithm],
     *,
-    figures: bool = True,
+    figures: bool | None = True,
 ) -> ShownRun:
     """Read a run back, and write its bundles, results and report.
 
@@ -28,7 +28,7 @@ def finish(
         directory: the run's directory.
         objectives: the objective of every seed.
         algorithms: its methods.
-        figures: whether to also write the report's charts as SVG and PNG files.
+        figures: whether to also write the report's charts as SVG and PNG files; None: no charts.
     """
     run = load(directory.path)
     if not run.methods:

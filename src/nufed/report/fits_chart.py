@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import altair as alt
@@ -27,6 +28,7 @@ def fits_chart(run: Run) -> Any | None:
     """Curves of the models of some agents by method and fine-tuning steps; None without any.
 
     A column per method, a row per agent, a line per number of steps (none, one, the number shown).
+    Curves that leave the range of the samples by more than its width are cut there.
     """
     found = _fits(run)
     if not found:
@@ -47,12 +49,16 @@ def fits_chart(run: Run) -> Any | None:
                 rows += [{**place, "samples": kind, "x": x, "y": y} for x, y in points]
     drawn = sorted({row["steps"] for row in rows if "steps" in row}, key=int)
     colours = alt.Scale(domain=drawn, range=STEPS[-len(drawn) :])
+    targets = [row["y"] for row in rows if "samples" in row]
+    low, high = 2 * min(targets) - max(targets), 2 * max(targets) - min(targets)
+    clip = math.isfinite(high - low) and any(not low <= row["y"] <= high for row in rows)
+    scale = alt.Scale(domain=[low, high]) if clip else alt.Undefined
     base = alt.Chart(alt.InlineData(values=rows)).encode(
-        x=alt.X("x:Q", title="input"), y=alt.Y("y:Q", title="output")
+        x=alt.X("x:Q", title="input"), y=alt.Y("y:Q", title="output", scale=scale)
     )
     lines = (
         base.transform_filter("isValid(datum.steps)")
-        .mark_line()
+        .mark_line(clip=clip or alt.Undefined)
         .encode(
             color=alt.Color("steps:N", scale=colours, title="fine-tuning steps"),
             order="x:Q",

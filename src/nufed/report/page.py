@@ -23,7 +23,9 @@ from nufed.report.tables import (
     agents_table,
     all_groups,
     baseline_notes,
+    between_runs,
     newcomer_notes,
+    over_samples,
     results_table,
     run_name,
     without_global,
@@ -42,11 +44,12 @@ PARTS = {
 }
 
 
-def build_report(runs: Sequence[Run], out: Path, *, figures: bool = True) -> Path:
+def build_report(runs: Sequence[Run], out: Path, *, figures: bool | None = True) -> Path:
     """Write ``report.html`` and ``figures/`` for one run, or several side by side, into ``out``.
 
-    Without ``figures`` no SVG and PNG files are drawn. If drawing fails, the page is written
-    without the missing charts and says so, and a :class:`~nufed.errors.ReportWarning` is issued.
+    Without ``figures`` no SVG and PNG files are drawn, with None no charts at all. If drawing
+    fails, the page is written without the missing charts and says so, and a
+    :class:`~nufed.errors.ReportWarning` is issued.
     """
     page, drawn = page_of(runs, figures=figures)
     return save_page(page, drawn, out, "nufed report")
@@ -67,24 +70,25 @@ def save_page(
     return out / file
 
 
-def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn]:
-    """The page in UTF-8, and with ``figures`` its charts as SVG and PNG."""
+def page_of(runs: Sequence[Run], *, figures: bool | None = False) -> tuple[bytes, Drawn]:
+    """The page in UTF-8, and with ``figures`` its charts as SVG and PNG; with None without any."""
     if len({run.measure.name for run in runs}) > 1:
         scores = ", ".join(f"{run.path.name}: {run.measure.name}" for run in runs)
         raise InputError(f"these runs have different measures ({scores}): compare runs of one")
     if len({run.config.eval_on for run in runs}) > 1:
         raise InputError("these runs have different eval_on: compare runs with the same")
     scored = [run for run in runs if run.rows()]
-    charts = list(all_charts(scored)) if scored else []
+    charts = list(all_charts(scored)) if scored and figures is not None else []
     bounds = runs[0].bounds() if len(runs) == 1 else None
-    bounded = list(bounds_charts(bounds)) if bounds else []
+    bounded = list(bounds_charts(bounds)) if bounds and figures is not None else []
     specs = {name: spec_of(chart) for name, _, chart in (*charts, *bounded)}
-    drawn = draw(specs if figures else {}, javascript=True)
+    drawn = draw(specs if figures else {}, javascript=bool(specs))
     warnings = [w for run in runs for w in run.warnings()]
     page = template("page.html.j2").render(
         title=" and ".join(run_name(run, runs) for run in runs),
         headlines=[(run_name(run, runs) if len(runs) > 1 else "", *_said(run)) for run in runs],
         short=[(group, results_table(runs, group, short=True)) for group in all_groups(runs)],
+        between=[(group, *between_runs(runs, group)) for group in all_groups(runs)],
         results=[(group, results_table(runs, group)) for group in all_groups(runs)],
         baselines=baseline_notes(runs[0]),
         newcomers=newcomer_notes(runs),
@@ -95,6 +99,7 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
         ),
         scored_on=runs[0].config.eval_on,
         classes=runs[0].measure.name == "accuracy",
+        over_samples=over_samples(runs),
         charts=_by_part([(name, caption) for name, caption, _ in charts]),
         bounds=list(bounds_tables(bounds)) if bounds else [],
         bounds_notes=bounds_notes(bounds) if bounds else [],
@@ -111,6 +116,7 @@ def page_of(runs: Sequence[Run], *, figures: bool = False) -> tuple[bytes, Drawn
         ],
         agents=[(run_name(run, runs), agents_table(run)) for run in scored],
         failures=[line for run in runs for line in run.failures],
+        unfinished=[line for run in runs for line in run.unfinished],
         unanswered=[line for run in runs for line in run.unanswered()],
         rejected=[line for run in runs for line in run.rejected()],
         warnings=[str(w) for w in warnings if w.about in ("data", "numbers")],

@@ -8,15 +8,16 @@ from typing import Any
 import altair as alt
 
 from nufed.report.look import Look, interval
-from nufed.report.style import ROW, WIDTH, fitted, method_shape, plot, score_axis, tooltips
+from nufed.report.style import ROW, WIDTH, fitted, method_shape, plot, tooltips
 from nufed.runs import Run
 
 
 def result_chart(run: Run, group: str, look: Look | None = None) -> Any:
     """A row for each method and null baseline, in the order of the table."""
     look = look or Look.of([run])
-    rows = [row for row in run.rows() if row.group == group and math.isfinite(row.personal.mean)]
-    names = [row.name for row in rows]
+    every = [row for row in run.rows() if row.group == group]
+    rows = [row for row in every if math.isfinite(row.personal.mean)]
+    names = [row.name for row in every]
     personal = [
         {
             "method": row.name,
@@ -34,8 +35,9 @@ def result_chart(run: Run, group: str, look: Look | None = None) -> Any:
     ]
 
     def across(field: str) -> Any:
-        return score_axis(alt.X, field, look.title, look.percent, look.domain)
+        return look.axis(alt.X, field)
 
+    clip = {"clip": True} if look.clipped else {}
     scale = alt.Scale(domain=names, range=look.styles.colours(names))
     y = alt.Y("method:N", sort=names, title=None, axis=alt.Axis(grid=True))
     style = {"y": y, "color": alt.Color("method:N", scale=scale, legend=None)}
@@ -43,10 +45,10 @@ def result_chart(run: Run, group: str, look: Look | None = None) -> Any:
     bars = [row for row in personal if row["half_width"] is not None]
     chart = alt.layer(
         plot(bars)
-        .mark_rule(strokeWidth=3, opacity=0.4)
+        .mark_rule(strokeWidth=3, opacity=0.4, **clip)
         .encode(x=across("low"), x2="high:Q", **style),
         plot(shared)
-        .mark_point(size=70, strokeWidth=1.5, filled=False)
+        .mark_point(size=70, strokeWidth=1.5, filled=False, **clip)
         .encode(
             x=across("mean"),
             tooltip=tooltips(["method", "model"], ["mean"], look.percent),
@@ -54,12 +56,13 @@ def result_chart(run: Run, group: str, look: Look | None = None) -> Any:
             **symbol,
         ),
         plot(personal)
-        .mark_point(size=90, filled=True, opacity=1)
+        .mark_point(size=90, filled=True, opacity=1, **clip)
         .encode(
             x=across("mean"),
             tooltip=tooltips(["method", "model"], ["mean", "half_width"], look.percent),
             **style,
             **symbol,
         ),
+        *look.edges([{"method": r.name, "mean": r.personal.mean} for r in every], alt.X, **style),
     ).properties(width=WIDTH, height=ROW * len(names))
     return fitted(chart)

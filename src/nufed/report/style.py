@@ -102,15 +102,33 @@ def end_labels(chart: Any, height: Any) -> Any:
     return text.encode(y=height, text="method:N")
 
 
-def spread_labels(ends: list[dict[str, Any]], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Labels at the ends of lines, moved apart to avoid overlap."""
+def spread_labels(
+    ends: list[dict[str, Any]], points: list[dict[str, Any]], domain: Any = None
+) -> list[dict[str, Any]]:
+    """Labels at the ends of lines, moved apart to avoid overlap, within the range of the points (or
+    ``domain``), so that they do not extend the axis."""
     values = [p[k] for p in points for k in ("mean", "low", "high") if math.isfinite(p.get(k, nan))]
-    gap = 0.05 * (max(values) - min(values)) if values else 0.0
+    low, high = domain or (min(values, default=0.0), max(values, default=0.0))
+    gap = 0.06 * (high - low)
     spread: list[dict[str, Any]] = []
     for end in sorted(ends, key=lambda e: float(e["mean"])):
-        lowest = spread[-1]["mean"] + gap if spread else end["mean"]
+        lowest = spread[-1]["mean"] + gap if spread else low
         spread.append({**end, "mean": max(end["mean"], lowest)})
+    for place, end in enumerate(reversed(spread)):
+        end["mean"] = min(end["mean"], high - place * gap)
     return spread
+
+
+def edge_marks(rows: Sequence[Mapping[str, Any]], shape: str, **encoding: Any) -> Any:
+    """Triangles at the edge of the axis, of values beyond it."""
+    return (
+        plot(rows)
+        .mark_point(shape=shape, size=90, filled=True, opacity=1)
+        .encode(
+            tooltip=[alt.Tooltip("method:N"), alt.Tooltip("mean:N", title="beyond the axis")],
+            **encoding,
+        )
+    )
 
 
 def tooltips(names: Sequence[str], scores: Sequence[str], percent: bool) -> list[Any]:
@@ -128,9 +146,11 @@ def number_format(percent: bool) -> str:
     return ".1%" if percent else ".4~g"
 
 
-def score_axis(channel: Any, field: str, title: str, percent: bool, domain: Any = None) -> Any:
+def score_axis(
+    channel: Any, field: str, title: str, percent: bool, domain: Any = None, nice: bool = True
+) -> Any:
     """The axis of a score; ``domain`` fixes its range, so that charts can be compared."""
-    scale = alt.Scale(zero=False) if domain is None else alt.Scale(domain=list(domain), nice=True)
+    scale = alt.Scale(zero=False) if domain is None else alt.Scale(domain=list(domain), nice=nice)
     axis = alt.Axis(format="%" if percent else "~g")
     return channel(f"{field}:Q", title=title, scale=scale, axis=axis)
 

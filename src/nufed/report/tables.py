@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from nufed.evaluate import AgentScores
+from nufed.evaluate.scores import FEW_AGENTS
 from nufed.runs import Estimate, Row, Run
 from nufed.runs.finished_run import BASELINES
+from nufed.runs.paired import Paired, paired
+from nufed.runs.results import Line, deviations
+from nufed.runs.results import over_samples as over_samples_of
 
 MAX_LISTED = 100  # agents shown individually
+MAX_CLASSES = 10  # whose counts are shown by agent
 
 
 @dataclass(frozen=True)
@@ -29,20 +35,24 @@ def number_format(run: Run) -> Callable[[float], str]:
     return lambda value: f"{value:.3g}" if math.isfinite(value) else "diverged"
 
 
-def difference_format(run: Run) -> Callable[[float, float | None], str]:
-    """Formats a difference of scores with its half-width; accuracies in percentage points."""
+def difference_format(run: Run) -> Callable[[Paired], str]:
+    """Formats a paired difference of scores with its half-width, after a slash that over samples;
+    accuracies in percentage points."""
     percent = run.measure.name == "accuracy"
 
     def show(value: float) -> str:
         return f"{100 * value:.1f}" if percent else f"{value:.3g}"
 
-    def both(mean: float, half: float | None) -> str:
+    def both(pair: Paired) -> str:
+        mean, half = pair.mean, pair.half_width
         if not math.isfinite(mean):
             return "–"
-        if mean == half == 0:
+        if mean == half == 0 and not pair.over_samples:
             return "equal"  # on every agent
         size = show(abs(mean))
         signed = size if float(size) == 0 else ("+" if mean > 0 else "−") + size
+        if pair.over_samples is not None:
+            return f"{signed} ± {'–' if half is None else show(half)} / {show(pair.over_samples)}"
         return f"{signed} (too few)" if half is None else f"{signed} ± {show(half)}"
 
     return both
@@ -77,6 +87,8 @@ def results_table(runs: Sequence[Run], group: str, *, short: bool = False) -> Ta
         for name in (_SHORT if short else _COLUMNS)
         if (name not in _STEP_SIZES or chosen) and (name not in _BY_CLASS or accuracy)
     ]
+    if not over_samples(runs):
+        columns.remove("± samples")
     if not any("local" in run.baselines for run in runs):
         columns.remove("− local")
     if all(sum(row.kind == "method" for row in run.rows()) < 2 for run in runs):
@@ -105,12 +117,65 @@ def _pairs(run: Run, group: str) -> dict[tuple[str, str], str]:
             column = {"local": "− local", "majority": "", "untrained": ""}.get(
                 pair.against, "− best"
             )
-            found[pair.name, column] = show(pair.mean, pair.half_width)
+            found[pair.name, column] = show(pair)
     return found
+
+
+def between_runs(runs: Sequence[Run], group: str) -> tuple[Table, list[str]]:
+    """Paired differences of the methods of each further run to the first, and why some have none.
+
+    Methods of the same name are compared; if no name is in both runs, their best ones. Seeds whose
+    splits differ are left out.
+    """
+    rows, reasons = [], []
+    verdicts = {"undecided": "can't be told apart"}
+    first = runs[0]
+    for other in runs[1:]:
+        both = f"{run_name(other, runs)} − {run_name(first, runs)}"
+        seeds, reason = _same_splits(first, other)
+        if reason:
+            if group == "seen":  # once
+                reasons.append(f"{both}: no paired differences, {reason}")
+            continue
+        own, ours = (_lines_of(run, group, seeds) for run in (other, first))
+        names = [(name, name) for name in own if name in ours]
+        names = names or [(a, b) for a, b in zip(own, ours, strict=False)][:1]
+        sign = 1 if first.measure.higher_is_better else -1
+        for pair in names:
+            found = paired(group, pair, (own[pair[0]], ours[pair[1]]), sign)
+            if found:
+                name = pair[0] if pair[0] == pair[1] else " − ".join(pair)
+                verdict = verdicts.get(found.verdict, found.verdict)
+                rows.append([f"{both}: {name}", difference_format(first)(found), verdict])
+    return Table(["", "difference", ""], rows, [False] * len(rows)), reasons
+
+
+def _same_splits(one: Run, other: Run) -> tuple[list[int], str]:
+    """The seeds in which two runs have the same agents and samples; if there are none, why."""
+    if one.data_sha256 != other.data_sha256:
+        return [], "since their data differ"
+    if one.federated or other.federated:
+        return [], "since the splits of a federation stay at its sites"
+    common = [seed for seed in one.splits if seed in other.splits]
+    same = [seed for seed in common if one.splits[seed].sha256 == other.splits[seed].sha256]
+    why = "since their splits differ" if common else "since they have no seed in common"
+    return same, "" if same else why
+
+
+def _lines_of(run: Run, group: str, seeds: Sequence[int]) -> dict[str, Line]:
+    """The lines of the methods of a run with these seeds only, the best first."""
+    lines = {line.label: line for line in run.lines()}
+    own = [row.name for row in run.rows() if (row.kind, row.group) == ("method", group)]
+    kept = {name: {s: t for s, t in lines[name].seeds.items() if s in seeds} for name in own}
+    return {name: replace(lines[name], seeds=trained) for name, trained in kept.items()}
 
 
 def _signed(show: Callable[[float], str]) -> Callable[[float], str]:
     return lambda value: ("+" if value >= 0 else "−") + show(abs(value))
+
+
+def _nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _or_dash(value: float, show: Callable[[float], str]) -> str:
@@ -122,6 +187,7 @@ _COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
     "global": lambda row, show: _or_dash(row.shared.mean, show),
     "personal": lambda row, show: show(row.personal.mean),
     "± 95 %": lambda row, show: _half_width(row.personal, show),
+    "± samples": lambda row, show: _or_dash(_nan(row.over_samples), show),
     "− local": lambda row, show: "–",
     "− best": lambda row, show: "–",
     "as trained": lambda row, show: show(row.as_trained.mean) if row.lr_scale else "–",
@@ -136,9 +202,14 @@ _COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
 _BY_CLASS = ("over majority", "balanced", "minority")
 _STEP_SIZES = ("as trained", "α")
 _PAIRED = ("− local", "− best")
-_SHORT = ("personal", "± 95 %", *_PAIRED, "global")
+_SHORT = ("personal", "± 95 %", "± samples", *_PAIRED, "global")
 _OPTIONAL = ("std", "over majority", "minority", "balanced", "as trained", "α", "harmed",
-             "worst 10 %", "− best", "± 95 %", "global")  # fmt: skip
+             "worst 10 %", "− best", "± 95 %", "± samples", "global")  # fmt: skip
+
+
+def over_samples(runs: Sequence[Run]) -> bool:
+    """Whether any of the runs has intervals over samples."""
+    return any(row.over_samples is not None for run in runs for row in run.rows())
 
 
 def _chosen_lr(row: Row) -> str:
@@ -161,20 +232,48 @@ def _half_width(estimate: Estimate, show: Callable[[float], str]) -> str:
 
 
 def agents_table(run: Run) -> Table:
-    """Individual agents' scores, first seed: the global and the personal model, by method."""
+    """Individual agents' scores, first seed: the model of local training, and by method the global
+    and the personal model.
+
+    With few agents also their numbers of samples by class, and intervals over samples.
+    """
     show, seed = number_format(run), run.config.seeds[0]
-    lines = [line for line in run.lines() if line.kind == "method" and seed in line.seeds]
-    headings = ["", "training samples", "test samples"]
+    lines = [line for line in run.lines() if line.name == "local" and line.kind == "baseline"]
+    lines += [line for line in run.lines() if line.kind == "method" and seed in line.seeds]
+    few, split = run.agents <= FEW_AGENTS, run.splits[seed]
+    classes = split.classes if few and len(split.classes) <= MAX_CLASSES else []
+    headings = ["", "training samples", "test samples", *(f"of class {name}" for name in classes)]
     rows: dict[int, list[str]] = {}
-    for number, line in enumerate(lines):
-        headings += [f"{line.label}: global", "personal"]
+    for line in lines:
+        is_method = line.kind == "method"
+        about = len(headings)
+        headings += [f"{line.label}: global", "personal"] if is_method else [line.label]
         for s in line.seeds[seed].final[:MAX_LISTED]:
-            about = [s.name if s.seen else f"{s.name}, unseen"]
-            about += [f"{s.train_samples:,}", f"{s.test_samples:,}"]
-            row = rows.setdefault(s.agent, about + ["–"] * 2 * len(lines))
-            shared = "–" if s.global_score is None else show(s.global_score)
-            row[3 + 2 * number : 5 + 2 * number] = shared, show(s.score[line.steps])
+            counts = [f"{count:,}" for count in split.agents[s.agent].counts] if classes else []
+            name = s.name if s.seen else f"{s.name}, unseen"
+            first = [name, f"{s.train_samples:,}", f"{s.test_samples:,}", *counts]
+            row = rows.setdefault(s.agent, first)
+            row += ["–"] * (about - len(row))
+            if is_method:
+                row.append("–" if s.global_score is None else show(s.global_score))
+            row.append(
+                show(s.score[line.steps]) + (_of_samples(s, line.steps, show) if few else "")
+            )
+    for row in rows.values():
+        row += ["–"] * (len(headings) - len(row))
     return Table(headings, [rows[agent] for agent in sorted(rows)], [False] * len(rows))
+
+
+def _of_samples(scores: AgentScores, steps: int, show: Callable[[float], str]) -> str:
+    """The half-width of an agent's interval over its samples, as text.
+
+    Where all samples are right, or all wrong, resamples do not differ: three of n samples could
+    still be otherwise (the rule of three).
+    """
+    width = over_samples_of([deviations([scores], steps)])
+    if not width and scores.balanced and scores.score[steps] in (0, 1):
+        width = min(1.0, 3 / scores.test_samples)
+    return "" if width is None else f" ± {show(width)}"
 
 
 def steps_shown(run: Run) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from nufed.evaluate import Measure
 from nufed.runs.results import Line, Trained
 
-ROUNDING = 1e-9  # relative, of the means over agents
 LISTED = 10  # agents named in a sentence
 CAUSES = {
     "diverged": "it diverged: lower meta_lr or adapt_lr, or set clip_norm",
     "rose": "the loss rose from {before:.3g} to {after:.3g}, so step sizes are too large for it: "
     "lower meta_lr or adapt_lr, or set clip_norm",
+    "stayed": "the loss stayed at {after:.3g}: train for more rounds, or raise meta_lr",
     "fell": "the loss fell from {before:.3g} to {after:.3g}, so it learns but is not yet better "
     "than its start: train for more rounds, or raise meta_lr",
 }
@@ -22,7 +24,8 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
     """Why a method's training is suspect: its agents score lower at the end than at the start.
 
     Both are the means over agents seen in training of the personal model after the shown steps,
-    with the step size of its settings, before round 1 and after the last round.
+    with the step size of its settings, before round 1 and after the last round. The difference must
+    exceed the standard error of the mean over agents, and show in the three digits printed.
     """
     found = [m.evaluation["seen"] for m in trained.metrics if "seen" in m.evaluation]
     if len(found) < 2 or line.steps >= len(found[0].score):
@@ -30,12 +33,15 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
     ends = (found[0], found[-1])
     before, after = (_number(end.score[line.steps]) for end in ends)
     worse = after < before if measure.higher_is_better else after > before
-    worse = worse and not math.isclose(before, after, rel_tol=ROUNDING)
+    own = [s.score[line.steps] for s in trained.scores if s.seen]
+    with np.errstate(all="ignore"):
+        error = float(np.std(own) / math.sqrt(len(own))) if own else 0.0
+    worse = worse and _differ(before, after) and not abs(after - before) <= error
     if not (worse or math.isnan(after)):
         return None
     shown = line.label.removeprefix(line.name).lstrip()
-    own = [s for s in trained.final if s.seen and math.isfinite(s.loss[line.steps])]
-    undefined = [s.name for s in own if math.isnan(s.score[line.steps])]
+    finite = [s for s in trained.final if s.seen and math.isfinite(s.loss[line.steps])]
+    undefined = [s.name for s in finite if math.isnan(s.score[line.steps])]
     if undefined:
         agents = f"agent{'s' * (len(undefined) > 1)} {', '.join(undefined[:LISTED])}"
         more = f" and {len(undefined) - LISTED} more" if len(undefined) > LISTED else ""
@@ -46,11 +52,16 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
     loss_before, loss_after = (_number(end.loss[line.steps]) for end in ends)
     diverged = math.isnan(after) or not math.isfinite(loss_after)
     cause = "diverged" if diverged else "rose" if loss_after > loss_before else "fell"
+    cause = cause if diverged or _differ(loss_before, loss_after) else "stayed"
     return (
         f"{shown + ' ' if shown else ''}ends below its untrained start on the agents it was "
         f"trained on ({measure.name} {before:.3g} before, {after:.3g} after training); "
         + CAUSES[cause].format(before=loss_before, after=loss_after)
     )
+
+
+def _differ(one: float, other: float) -> bool:
+    return f"{one:.3g}" != f"{other:.3g}"
 
 
 def _number(value: float | None) -> float:

@@ -15,6 +15,7 @@
         personal/7.safetensors      sealed: the final personal model of agent 7, if it has a state
         agents.jsonl                one line per agent: scores of the final model
         agents-chosen.jsonl         the same with the step sizes of fine-tuning that were chosen
+        resampled.jsonl             with few agents: scores on resamples of their samples
         step-sizes.json             those tried and chosen, if there are validation samples
         warnings.jsonl              numerical problems found, if any
         failure.json                instead of the others, if training failed: the reason

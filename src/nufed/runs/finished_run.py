@@ -83,6 +83,7 @@ class Run:
     data_sha256: str
     inputs: Inputs | None  # None: not one array
     data_warnings: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()  # methods and seeds that are left out, as text
 
     def __repr__(self) -> str:
         names, rounds = ", ".join([*self.methods, *self.baselines]), self.config.rounds

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from nufed.evaluate import Measure
-from nufed.runs.results import MIN_VALUES, Estimate, Line, Row, over_agents
+from nufed.runs.results import (
+    MIN_VALUES,
+    Estimate,
+    Line,
+    Row,
+    deviations,
+    over_agents,
+    over_samples,
+)
 
 Scores: TypeAlias = Mapping[int, Mapping[int, float]]  # by seed and agent
 
@@ -28,6 +36,8 @@ class Paired:
     by chance), else over agents (an agent's value is its mean over seeds). Both are None with
     fewer than three seeds and agents. ``verdict`` is "better" or "worse" if the interval excludes
     0, else "undecided". Each interval is for one comparison, not corrected for their number.
+    ``over_samples`` is the half-width of the interval over the samples of these very agents, by a
+    paired bootstrap, where they are few (:func:`nufed.runs.results.over_samples`).
     """
 
     group: str
@@ -37,6 +47,7 @@ class Paired:
     half_width: float | None
     over: Literal["seeds", "agents"] | None
     verdict: Literal["better", "worse", "undecided"]
+    over_samples: float | None = None
 
     @classmethod
     def of(
@@ -94,15 +105,43 @@ def paired_differences(
     found = []
     for group in dict.fromkeys(row.group for row in rows):
         own = [row for row in rows if row.group == group]
-        scores = {row.name: _scores(by_label[row.name], group) for row in own}
+        lines_of = {row.name: by_label[row.name] for row in own}
         methods = [row.name for row in own if row.kind == "method"]
         nulls = [row.name for row in own if row.kind == "baseline"]
         for name in methods:
             for against in [*nulls, *methods[:1]]:
-                both = (scores[name], scores[against])
-                if name != against and (pair := Paired.of(group, (name, against), both, sign)):
+                both = (lines_of[name], lines_of[against])
+                if name != against and (pair := paired(group, (name, against), both, sign)):
                     found.append(pair)
     return found
+
+
+def paired(
+    group: str, names: tuple[str, str], lines: tuple[Line, Line], sign: int
+) -> Paired | None:
+    """The first line minus the second, on the agents of a group; arguments as of Paired.of."""
+    one, other = (_scores(line, group) for line in lines)
+    found = Paired.of(group, names, (one, other), sign)
+    if found is None:
+        return None
+    first, second = (
+        {
+            s: deviations(own, line.steps)
+            for s, own in zip(line.seeds, line.scores(group), strict=True)
+        }
+        for line in lines
+    )
+    with np.errstate(all="ignore"):
+        pairs = [
+            {
+                agent: own[agent] - second[seed][agent]
+                for agent in own.keys() & second[seed]
+                if len(own[agent]) == len(second[seed][agent])
+            }
+            for seed, own in first.items()
+            if seed in second
+        ]
+    return replace(found, over_samples=over_samples(pairs))
 
 
 def _scores(line: Line, group: str) -> Scores:

@@ -53,7 +53,8 @@ CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"  # where step size
 WARNINGS = "warnings.jsonl"  # where there were any
 FITS = "fits.jsonl"  # where models are curves
 LAST = "model-last.safetensors"  # where results show the model of an earlier round
-OPTIONAL = (CHOSEN, STEP_SIZES, WARNINGS, FITS, LAST)
+RESAMPLED = "resampled.jsonl"  # where agents are few: of the scores that results show
+OPTIONAL = (CHOSEN, STEP_SIZES, WARNINGS, FITS, LAST, RESAMPLED)
 
 
 class PartFiles:
@@ -255,6 +256,10 @@ def _score_files(evaluation: Evaluation) -> dict[str, bytes]:
     if evaluation.step_sizes is not None:
         text = json.dumps(finite(evaluation.step_sizes.record()), indent=1, allow_nan=False)
         files[STEP_SIZES] = f"{text}\n".encode()
+    shown = evaluation.chosen or evaluation.as_trained
+    if any(agent.resampled for agent in shown):
+        own = ({"agent": agent.agent, "scores": agent.resampled} for agent in shown)
+        files[RESAMPLED] = _lines(own)
     if evaluation.fits:
         files[FITS] = _lines(fit.record() for fit in evaluation.fits)
     return files

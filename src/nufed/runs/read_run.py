@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nufed.runs.part_files import (
     FILES,
     FITS,
     OPTIONAL,
+    RESAMPLED,
     STEP_SIZES,
     WARNINGS,
     check_done,
@@ -30,6 +32,7 @@ from nufed.runs.records import (
     Group,
     Inputs,
     MetricsLine,
+    ResampledLine,
     ScoresLine,
     SplitRecord,
     StepSizesRecord,
@@ -44,7 +47,8 @@ def load_run(path: str | Path, *, trust: bool = False, partial: bool = False) ->
 
     A file that violates its schema or digest or contradicts other files is refused and named.
     ``trust`` allows importing the algorithms that it names as ``package.module:Class``, if any.
-    ``partial`` reads a run that is not finished, without the methods and seeds that are not.
+    ``partial`` reads a run that is not finished, without the methods and seeds that are not, which
+    ``unfinished`` then names.
     """
     path = Path(path)
     check_entries(path)
@@ -66,6 +70,13 @@ def load_run(path: str | Path, *, trust: bool = False, partial: bool = False) ->
         if (path / "baselines" / name).is_dir()
     }
     baselines = {name: part for name, part in baselines.items() if len(part) == len(config.seeds)}
+    failed = dict(_failures(path, config))
+    unfinished = [
+        f"{name}, seed {seed}"
+        for name, part in methods.items()
+        for seed in config.seeds
+        if seed not in part and (name, seed) not in failed
+    ]
     measure = about.measure
     return Run(
         path=path,
@@ -81,7 +92,8 @@ def load_run(path: str | Path, *, trust: bool = False, partial: bool = False) ->
         methods=kept,
         baselines=baselines,
         timing=directory.timing(),
-        failures=list(_failures(path, config)),
+        failures=list(failed.values()),
+        unfinished=tuple(unfinished),
     )
 
 
@@ -89,7 +101,15 @@ def _never_called(outputs: Any, targets: Any) -> float:
     raise AssertionError("scores of a finished run are read, not computed")
 
 
-def _failures(path: Path, config: Config) -> Iterator[str]:
+def load_finished(path: str | Path, *, trust: bool = False) -> Run:
+    """The finished methods and seeds of a run, of which there must be one."""
+    run = load_run(path, trust=trust, partial=True)
+    if run.unfinished and not run.methods:
+        raise RunError(f"no method of {path} is finished: wait, or resume it if it was stopped")
+    return run
+
+
+def _failures(path: Path, config: Config) -> Iterator[tuple[tuple[str, int], str]]:
     """Every method and seed that could not be trained, and why, as text."""
     for name in config.algorithms():
         for seed in config.seeds:
@@ -97,7 +117,7 @@ def _failures(path: Path, config: Config) -> Iterator[str]:
             if file.exists():
                 failure = read_record(file, Failure)
                 warned = [f"; warned in round {w.round}: {w.message}" for w in failure.warnings]
-                yield f"{name}, seed {seed}: {failure.reason}{''.join(warned)}"
+                yield (name, seed), f"{name}, seed {seed}: {failure.reason}{''.join(warned)}"
 
 
 class _Reader:
@@ -111,6 +131,7 @@ class _Reader:
         self._agents: dict[int, list[int]] = {}  # agents with scores, by seed
         self._groups: set[bool] | None = None  # values of ``seen`` among them
         self._evaluated: list[list[Group]] | None = None  # evaluated groups by round
+        self._resamples: set[int] = set()  # their number
 
     def parts(self, kind: str, name: str) -> dict[int, Trained]:
         """A method or baseline by seed, without seeds that failed."""
@@ -162,7 +183,26 @@ class _Reader:
         curves = read_lines(folder / FITS, FitLine) if FITS in done.files else []
         if any(len(own.predicted) != self._config.steps_evaluated + 1 for own in curves):
             raise RunError(f"{folder / FITS} is invalid: it must have a curve for every step")
-        return Trained(metrics, scores, chosen, sizes, warned, curves, done.shown)
+        found = Trained(metrics, scores, chosen, sizes, warned, curves, done.shown)
+        return found if RESAMPLED not in done.files else self._resampled(found, folder / RESAMPLED)
+
+    def _resampled(self, found: Trained, path: Path) -> Trained:
+        """The part with the resamples of the scores that results show."""
+        own = {line.agent: line.scores for line in read_lines(path, ResampledLine)}
+        steps = self._config.steps_evaluated + 1
+        self._resamples |= {len(numbers) for scores in own.values() for numbers in scores}
+        if (
+            own.keys() != {s.agent for s in found.final}
+            or any(len(scores) not in (0, steps) for scores in own.values())
+            or len(self._resamples) > 1
+            or 0 in self._resamples
+        ):
+            raise RunError(
+                f"{path} is invalid: it must have {steps} lists for every agent, all of one length"
+            )
+        as_tuples: dict[int, Any] = {a: tuple(map(tuple, scores)) for a, scores in own.items()}
+        final = [replace(s, resampled=as_tuples[s.agent]) for s in found.final]
+        return replace(found, chosen=final) if found.chosen else replace(found, scores=final)
 
     def _step_sizes(self, folder: Path, of_fine_tuning: bool) -> StepSizes:
         """Step sizes of fine-tuning, for every number of steps; else that of local training."""

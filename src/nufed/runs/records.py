@@ -151,6 +151,13 @@ class FitLine(Record):
         return self
 
 
+class ResampledLine(Record):
+    """A line of ``resampled.jsonl``: see ``resampled`` of :class:`nufed.evaluate.AgentScores`."""
+
+    agent: Whole
+    scores: list[Numbers]
+
+
 class Failure(Record):
     """``failure.json``."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,8 @@ _T975 = (
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
     2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
+Z975 = 1.96
+Deviations: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 MIN_VALUES = 3  # seeds or agents that an interval needs: that of two is far too wide, or 0
 
 
@@ -109,7 +111,8 @@ class Row:
     ``personal`` that of the personal model after the shown fine-tuning steps. It and the fields
     after ``lr_scale`` use the chosen step size if there is one, ``as_trained`` that of training.
     ``adapt_lr`` is the chosen step size by seed (null if it is not a single number), ``lr_scale``
-    its ratio to that of training.
+    its ratio to that of training. ``over_samples`` is the half-width of the interval of
+    ``personal`` over the samples of these very agents, where they are few.
     """
 
     name: str
@@ -129,6 +132,7 @@ class Row:
     balanced: Estimate
     minority: Estimate
     above_majority: Estimate
+    over_samples: float | None = None
 
     def record(self) -> dict[str, Any]:
         """As in results.json, where ``shared`` is ``global``, a reserved word in Python."""
@@ -168,7 +172,12 @@ def results_table(
 
 
 def _row(line: Line, group: str, measure: Measure, lr: float | None, majority: Line | None) -> Row:
-    chosen, steps, at_steps = line.scores(group), line.steps, _personal_score(line.steps)
+    # a seed that still trains has no scores
+    chosen, trained = (
+        [own for own in by_seed if own]
+        for by_seed in (line.scores(group), line.scores_as_trained(group))
+    )
+    steps, at_steps = line.steps, _personal_score(line.steps)
     after = [summarise(scores, steps, measure) for scores in chosen]
     return Row(
         name=line.label,
@@ -176,12 +185,13 @@ def _row(line: Line, group: str, measure: Measure, lr: float | None, majority: L
         group=group,
         shared=_estimate(chosen, _global_score),
         personal=_estimate(chosen, at_steps),
-        as_trained=_estimate(line.scores_as_trained(group), at_steps),
+        as_trained=_estimate(trained, at_steps),
         adapt_lr=tuple(None if lr is None else scale * lr for scale in line.scales()),
         lr_scale=tuple(line.scales()),
         balanced=_over_seeds([s.balanced for s in after]),
         minority=_over_seeds([m for s in after if (m := s.minority) == m] or [math.nan]),
         above_majority=_over_seeds(_above_majority(line, group, majority)),
+        over_samples=over_samples([deviations(own, steps) for own in chosen]),
         deciles=tuple(np.mean([s.deciles for s in after], axis=0).tolist()),
         **{f: _mean(after, f) for f in ("weighted_mean", "std", "worst_tenth", "harmed", "loss")},
     )
@@ -196,6 +206,7 @@ def _above_majority(line: Line, group: str, majority: Line | None) -> list[float
         float(np.mean([s.score[line.steps] for s in scores]))
         - float(np.mean([s.score[0] for s in nulls[seed]]))
         for seed, scores in zip(line.seeds, line.scores(group), strict=True)
+        if scores
     ]
 
 
@@ -226,6 +237,25 @@ def over_agents(seeds: Sequence[Mapping[int, float]]) -> float | None:
             values.setdefault(agent, []).append(value)
     means = [float(np.mean(own)) for own in values.values()]
     return Estimate.of(means).half_width if len(means) >= MIN_VALUES else None
+
+
+def deviations(scores: Sequence[AgentScores], steps: int) -> dict[int, Deviations]:
+    """The scores on resamples minus those on all samples, by agent, if recorded of all of them."""
+    known = all(s.resampled for s in scores)
+    return {s.agent: np.array(s.resampled[steps]) for s in scores} if known else {}
+
+
+def over_samples(seeds: Sequence[Mapping[int, Deviations]]) -> float | None:
+    """The half-width of the interval of a mean over these agents, with other samples of theirs.
+
+    It is 1.96 standard deviations over bootstrap resamples, drawn from each agent independently;
+    that of the mean over seeds is their mean, since seeds have the same samples. None if they were
+    not recorded.
+    """
+    with np.errstate(all="ignore"):  # of diverged models
+        means = [np.mean(list(own.values()), axis=0) for own in seeds if own]
+        width = float(np.mean([Z975 * np.std(own) for own in means])) if means else math.nan
+    return width if math.isfinite(width) and len(means) == len(seeds) else None
 
 
 def _global_score(scores: AgentScores) -> float:
