@@ -214,6 +214,20 @@ def test_a_second_sum_of_a_round_over_other_sites_is_not_unmasked(run, zero, key
         assert after.taken == (0, 1, 2, 3)
 
 
+def test_a_rerun_without_a_site_says_that_its_sum_is_refused(keys, tmp_path):
+    """Once, and not only that too few agents replied."""
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    list(secure_server(plan, keys, tmp_path)[0].train())
+    again, grid = secure_server(plan, keys, tmp_path, run="f" * 32)
+    del grid.contexts[grid.node_of(2)]
+    with pytest.raises(TrainingError) as stopped:
+        list(again.train())
+    reason = str(stopped.value)
+    assert reason.count("was summed over sites [0, 1, 2, 3] before") == 1
+    assert "set `seeds` in the configuration to another number" in reason
+    assert "site 1: the same; site 3: the same" in reason
+
+
 def test_another_method_of_the_same_seed_is_summed_over_the_same_sites_only(keys, tmp_path):
     """A server that may choose methods could choose two whose updates are equal."""
     plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))

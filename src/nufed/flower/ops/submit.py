@@ -127,7 +127,8 @@ def _follow(
     if status == "finished:completed" and not reasons:
         return report_of(out)
     why = "; ".join(reason for _, _, reason in reasons) or details or f"it is {status}"
-    raise TrainingError(f"the run failed: {why.rstrip('.')}. {_how_to_resume(out, resume_command)}")
+    how = _how_to_resume(out, resume_command, "Once that is corrected, resume with")
+    raise TrainingError(f"the run failed: {why.rstrip('.')}. {how}")
 
 
 def check_option(app: Path, key: str) -> None:
@@ -143,9 +144,9 @@ def check_option(app: Path, key: str) -> None:
         )
 
 
-def _how_to_resume(out: Path, resume_command: str) -> str:
+def _how_to_resume(out: Path, resume_command: str, words: str = "Resume with") -> str:
     if (out / "run.json").is_file():
-        return f"Resume with: {resume_command}"
+        return f"{words}: {resume_command}"
     return "Nothing was saved yet: start it again"
 
 
