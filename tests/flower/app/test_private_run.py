@@ -16,6 +16,7 @@ from nufed.errors import RunError, TrainingError
 from nufed.files import read_sealed
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.privacy import Privacy, planned
+from nufed.report.settings_tables import problem_text
 from nufed.runs import load_run
 from nufed.runs.checkpoint import saved_rounds
 from nufed.server import choose_cohort
@@ -80,6 +81,8 @@ def test_a_private_run_reports_what_it_spent_and_no_scores(tmp_path):
     told = f"{about['epsilon']['released']:.4g}"
     assert f"epsilon {told} of the released model" in log
     assert f"<td>{told}: for anyone who sees the models" in page and "Sites sent no scores" in page
+    assert "<td>samples per agent</td><td>not sent by the sites</td>" in page
+    assert problem_text(load_run(run)) == "Data: 4 agents, 1 of them unseen in training."
     assert json.loads((run / "results.json").read_text())["rows"] == []
     trained = nufed.load_bundle(run / "bundles" / "gmeta.nufed").about.trained
     assert told in trained["privacy"]
