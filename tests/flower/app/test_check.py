@@ -13,6 +13,7 @@ from nufed.flower.app.authentication import SIGNATURE
 from nufed.flower.app.check import check_site
 from nufed.flower.app.load_app import load_app
 from nufed.flower.app.monitor import size_of
+from nufed.flower.app.privacy import Privacy, planned
 from nufed.flower.ops.keys import make_site_key
 
 LOAD = """
@@ -98,6 +99,24 @@ def test_with_secure_aggregation_it_shows_the_size_of_a_masked_update(tmp_path, 
     (shown,) = [found.text for found in check_site(app, data) if found.name == "messages"]
     assert shown.endswith("training, beside the keys and shares of secure aggregation")
     assert f"and {sizes['train.masked']:,} back" in shown
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_epsilon_is_predicted_with_a_sentence_that_says_what_it_means(
+    command, nufed, tmp_path, app
+):
+    save(tmp_path)
+    text = (app / "federation.toml").read_text() + "[privacy]\nclip = 0.5\nnoise = 2.0\n"
+    (app / "federation.toml").write_text(text)
+    options = ("--data", "site0.npz") if command == "check" else ("--dry",)
+    shown = nufed("federate", command, "app", *options, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    spent = planned(Privacy(0.5, 2.0), agents=2, cohort=2, rounds=2)
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("privacy: ")]
+    assert f"epsilon will be {spent.released:.3g} for whoever sees the released models" in line
+    assert f"{spent.server:.3g} against the server, if all sites reply: with any one" in line
+    assert "more than e^epsilon times as likely, except with probability 1e-05" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["app", "site0.npz"]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ from nufed.algorithms.protocol import AgentContext, AgentResult, AgentUpdate, St
 from nufed.data.input_range import input_ranges, scale_warnings
 from nufed.errors import InputError, in_short
 from nufed.evaluate import training_loss
+from nufed.flower.app.apps import App
 from nufed.flower.app.load_app import load_app
 from nufed.flower.app.monitor import size_of
 from nufed.flower.app.payload import ARRAYS, content
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.privacy import check_plan
+from nufed.flower.app.privacy import check_plan, in_words
 from nufed.flower.app.secure_payload import words_record
 from nufed.flower.app.secure_sum.words import encode
 from nufed.flower.app.site import PARTITION_ID, Site
@@ -40,6 +41,23 @@ class Found(NamedTuple):
     text: str
     note: bool = False
 
+    def __str__(self) -> str:
+        return f"{'note: ' if self.note else ''}{self.name}: {self.text}"
+
+
+def check_configuration(app: App) -> Iterator[Found]:
+    """What an app trains, and the epsilon that it will spend; raises what is wrong."""
+    plan, config = app.plan(), app.checked
+    (method,) = config.algorithms()
+    yield Found(
+        "configuration",
+        f"{config.name}: {method}, {plan.rounds} rounds, {plan.agents} sites, {plan.cohort} per "
+        f"round; model of {plan.objective.size:,} parameters",
+    )
+    if plan.privacy:
+        spent = check_plan(plan.privacy, len(plan.seen), plan.cohort, plan.rounds)
+        yield Found("privacy", in_words(spent, plan.privacy))
+
 
 def check_site(folder: Path, data: Path | None, number: int = 0) -> Iterator[Found]:
     """Load the app and the data as a site does, and train one step; raises what is wrong.
@@ -50,15 +68,8 @@ def check_site(folder: Path, data: Path | None, number: int = 0) -> Iterator[Fou
         number: its number.
     """
     app = load_app(folder)
-    plan, config = app.plan(), app.checked
-    if plan.privacy:
-        check_plan(plan.privacy, len(plan.seen), plan.cohort, plan.rounds)
-    (method,) = config.algorithms()
-    yield Found(
-        "configuration",
-        f"{config.name}: {method}, {plan.rounds} rounds, {plan.agents} sites, {plan.cohort} per "
-        f"round; model of {plan.objective.size:,} parameters",
-    )
+    yield from check_configuration(app)
+    plan = app.plan()
     with tempfile.TemporaryDirectory() as temporary, torch_threads(plan.threads):
         where = {} if data is None else {"data": str(data.absolute())}
         site = Site(plan, {PARTITION_ID: number, "folder": temporary, **where}, app.load)

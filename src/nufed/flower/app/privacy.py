@@ -259,6 +259,17 @@ def check_plan(privacy: Privacy, agents: int, cohort: int, rounds: int) -> Spent
     return spent
 
 
+def in_words(spent: Spent, privacy: Privacy) -> str:
+    """The planned spending, and what it means."""
+    return (
+        f"epsilon will be {spent.released:.3g} for whoever sees the released models and "
+        f"{spent.server:.3g} against the server, if all sites reply: with any one site's data "
+        "replaced by other data, nothing that they see becomes more than e^epsilon times as "
+        f"likely, except with probability {privacy.delta:g}; 1 is strong, 10 is weak, and 50 is "
+        "meaningless"
+    )
+
+
 def check_round(privacy: Privacy, ledger: Ledger, agents: int, cohort: int, accepted: int) -> None:
     """Refuse a round whose model would exceed the budget of the released models.
 
