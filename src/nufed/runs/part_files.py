@@ -102,8 +102,8 @@ class PartFiles:
                 "to that or more, or start a new run"
             )
 
-    def check_newest(self) -> None:
-        """Refuse to resume from an earlier checkpoint if the last one is damaged."""
+    def newest(self) -> Checkpoint | None:
+        """The last checkpoint; refused if it is damaged, whatever earlier ones are."""
         saved = saved_rounds(self.folder)
         checkpoint, problems = load_checkpoint(self.folder, self.belongs_to)
         if saved and (checkpoint is None or saved[-1] != checkpoint.round):
@@ -111,6 +111,7 @@ class PartFiles:
                 f"{problems[0]}, and an earlier one does not record all privacy spent: restore "
                 "its files from a backup, or start a new run"
             )
+        return checkpoint
 
     def begin(self, rounds: int, eval_every: int) -> Checkpoint | None:
         """Truncate the metrics to the newest valid checkpoint, open them, and return it.
@@ -147,8 +148,16 @@ class PartFiles:
 
     def lines(self) -> list[MetricsLine]:
         """The metrics of the rounds before the one that training starts or resumes with."""
+        return self._lines(self._length)
+
+    def all_lines(self) -> list[MetricsLine]:
+        """The metrics of all rounds up to the newest valid checkpoint."""
+        checkpoint, _ = load_checkpoint(self.folder, self.belongs_to)
+        return self._lines(checkpoint.metrics_bytes if checkpoint else 0)
+
+    def _lines(self, length: int) -> list[MetricsLine]:
         path = self.folder / "metrics.jsonl"
-        text = path.read_bytes()[: self._length] if self._length else b""
+        text = path.read_bytes()[:length] if length else b""
         return [checked(MetricsLine, line, path) for line in text.splitlines()]
 
     def add(self, record: Mapping[str, Any]) -> None:

@@ -506,6 +506,35 @@ def test_the_default_norm_bound_is_off_and_another_is_refused(keys, tmp_path):
 
 
 @pytest.mark.usefixtures("no_report")
+def test_several_methods_are_summed_over_the_same_sites_in_a_round(keys, tmp_path):
+    """A site that the sum of a round lacks is not asked for that of another method."""
+    text = "[methods.gmeta]\n[methods.scaffold]\n[methods.again]\nadapt_lr = 0.2\n"
+    app = secure_app(keys, tmp_path)
+    app.config.write_text(app.config.read_text() + text)
+
+    def lose(agent, message, reply):
+        first = message.content.get("method", {}).get("name") == "gmeta"
+        second = message.content.get("about", {}).get("round") == 2
+        return without({2}, 2)(agent, message, reply) if first and second else reply
+
+    def run(tamper, name):
+        grid = MemoryGrid(app.site, (), tmp_path / "sites", tamper)
+        for number in range(4):
+            grid.add(number, key=str(keys / f"{number}"))
+        app.server(grid, Context(1, 0, {}, RecordDict(), {"out": str(tmp_path / name)}))
+        return grid
+
+    run(lose, "run")
+    for method in ("gmeta", "scaffold", "again"):
+        lines = json_lines(tmp_path / "run" / "methods" / method / "seed-0" / "metrics.jsonl")
+        taken = [line.get("taken", line["cohort"]) for line in lines[1:]]
+        assert taken == [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3]]
+    # the sites hold to it, whatever the server asks for
+    with pytest.raises(TrainingError, match=r"round 2 .* was summed over sites \[0, 1, 3\] before"):
+        run(same, "other")
+
+
+@pytest.mark.usefixtures("no_report")
 def test_an_app_records_the_messages_of_every_phase(keys, tmp_path):
     app = secure_app(keys, tmp_path)
     grid = MemoryGrid(app.site, (), tmp_path / "sites", without({2}, 2))

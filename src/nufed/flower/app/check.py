@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from nufed.evaluate import training_loss
 from nufed.flower.app.apps import App
 from nufed.flower.app.load_app import load_app
 from nufed.flower.app.monitor import size_of
-from nufed.flower.app.payload import ARRAYS, content
+from nufed.flower.app.payload import ARRAYS, content, method_record
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import check_plan, in_words
 from nufed.flower.app.secure_payload import words_record
@@ -47,15 +48,17 @@ class Found(NamedTuple):
 
 def check_configuration(app: App) -> Iterator[Found]:
     """What an app trains, and the epsilon that it will spend; raises what is wrong."""
-    plan, config = app.plan(), app.checked
-    (method,) = config.algorithms()
+    plans, config = app.plans(), app.checked
+    plan = next(iter(plans.values()))
     yield Found(
         "configuration",
-        f"{config.name}: {method}, {plan.rounds} rounds, {plan.agents} sites, {plan.cohort} per "
-        f"round; model of {plan.objective.size:,} parameters",
+        f"{config.name}: {', '.join(plans)}, {plan.rounds} rounds{' each' if plan.method else ''}, "
+        f"{plan.agents} sites, {plan.cohort} per round; model of {plan.objective.size:,} "
+        "parameters",
     )
     if plan.privacy:
-        spent = check_plan(plan.privacy, len(plan.seen), plan.cohort, plan.rounds)
+        rounds = len(plans) * plan.rounds
+        spent = check_plan(plan.privacy, len(plan.seen), plan.cohort, rounds)
         yield Found("privacy", in_words(spent, plan.privacy))
 
 
@@ -75,6 +78,8 @@ def check_site(folder: Path, data: Path | None, number: int = 0) -> Iterator[Fou
         site = Site(plan, {PARTITION_ID: number, "folder": temporary, **where}, app.load)
         yield from _data(site, folder)
         yield from _training(site)
+        for other in list(app.plans().values())[1:]:
+            yield from _training(replace(site, plan=other))
 
 
 def _data(site: Site, folder: Path) -> Iterator[Found]:
@@ -125,11 +130,14 @@ def _training(site: Site) -> Iterator[Found]:
             f"the server would leave out the update of site {agent} after one step, because "
             f"{rejected[0].reason}: lower meta_lr or adapt_lr, or scale the inputs"
         )
+    of = f"{plan.method}, " if plan.method else ""
     yield Found(
-        "one step",
+        f"{of}one step",
         f"training loss {first:.4g} before, {then:.4g} after one local step of {seconds:.2g} s",
     )
-    down = size_of(content(received, run="0" * 32, agent=agent, round=1, taken=0, released=0))
+    request = content(received, run="0" * 32, agent=agent, round=1, taken=0, released=0)
+    request.update(method_record(plan.method))
+    down = size_of(request)
     about = {"agent": agent, "round": 1, "gradients": 1, "hvps": 0, "began": 0}
     reply, beside = content(result.vectors, samples=1, **about), ""
     if plan.site_keys:
@@ -137,7 +145,8 @@ def _training(site: Site) -> Iterator[Found]:
         reply[ARRAYS] = words_record(encode(result.vectors, replaced, plan.cohort))
     up = size_of(reply)
     yield Found(
-        "messages", f"{down:,} bytes to the site and {up:,} back, per round of training{beside}"
+        f"{of}messages",
+        f"{down:,} bytes to the site and {up:,} back, per round of training{beside}",
     )
     yield Found("memory", _memory(site, plan, up))
 
