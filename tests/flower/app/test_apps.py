@@ -180,6 +180,9 @@ def test_after_a_method_that_fails_the_others_are_trained(tmp_path):
     app = app_of(tmp_path, TEXT + SEVERAL)
     with pytest.raises(TrainingError, match="round 1 has no usable update"):
         start(app, tmp_path, tmp_path / "run", lose)
+    with pytest.raises(TrainingError, match="start the sites"):
+        start(app, tmp_path, tmp_path / "none", sites=0)  # none can be trained, so one is tried
+    assert len(list((tmp_path / "none").rglob("failure.json"))) == 1
     run = load_run(tmp_path / "run")
     assert list(run.methods) == ["gmeta", "ditto"] and "scaffold" in run.failures[0]
     start(app, tmp_path, tmp_path / "run")
@@ -423,8 +426,11 @@ def test_a_sites_error_message_is_printed_literally(tmp_path, capsys):
     [
         (TEXT.replace("input_shape = [5]", ""), "must be the shape of one sample's input"),
         ("seeds = [0, 1]" + TEXT, "seeds has 2 entries: a federation trains one seed per run"),
-        (TEXT + "[approval]\nrounds = [5, 9]\n", "rounds = 3: [approval] has rounds = [5.0, 9.0]"),
-        (TEXT + "[approval]\nmeta_lr = [0, 0.1]\n", "method.meta_lr = 0.3: [approval] has meta_lr"),
+        (
+            TEXT + "[approval]\nrounds = [5, 9]\n",
+            "rounds = 3: must be in 5 … 9, as approval.rounds says",
+        ),
+        (TEXT + "[approval]\nmeta_lr = [0, 0.1]\n", "method.meta_lr = 0.3: must be in 0 … 0.1"),
         (TEXT + "[approval]\nseeds = [0, 9]\n", "must be [least, most] of rounds or of a setting"),
         (
             TEXT.replace("classes", "secure_aggregation = true\nclasses")

@@ -206,7 +206,8 @@ def _check_bounds(config: Config) -> None:
                 "of the methods"
             )
         for key, value in values.items():
-            require(within(value, bounds), key, value, f"[approval] has {bounded} = {bounds}")
+            allowed = f"must be in {bounds[0]:g} … {bounds[1]:g}, as approval.{bounded} says"
+            require(within(value, bounds), key, value, allowed)
 
 
 def _like(config: Config) -> Samples:

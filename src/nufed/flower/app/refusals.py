@@ -18,6 +18,10 @@ class Refusal(str):
     __slots__ = ()
 
 
+class TooFewSitesError(TrainingError):
+    """Too few sites can take part, whatever method is trained."""
+
+
 class Refusals:
     """The sites that have refused every request so far, and why."""
 
@@ -43,7 +47,7 @@ class Refusals:
         if len(left) >= needed:
             return
         said = by_reason((site_label(a, names), why) for a, why in sorted(self._reasons.items()))
-        raise TrainingError(
+        raise TooFewSitesError(
             f"{len(left)} of {len(plan.seen)} sites can train, and a round needs {needed} "
             f"({said}); correct the data at these sites, or the configuration, and check each "
             "with `nufed federate check`"

@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Iterable
 from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from nufed.errors import TrainingError
 from nufed.flower.app.authentication import Authentication
 from nufed.flower.app.messaging import LOG, POLL_INTERVAL, Requests
 from nufed.flower.app.payload import PayloadError, content, read_identity
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.refusals import by_reason, site_label
+from nufed.flower.app.refusals import TooFewSitesError, by_reason, site_label
 from nufed.flower.app.versions import VERSION
 from nufed.runs.audit_log import Audit, not_audited
 
@@ -171,7 +170,7 @@ class Roster:
         training = [agent for agent in plan.seen if agent in self.nodes]
         if len(training) < max(1, plan.rules.min_updates):
             absent = self._absent(missing)
-            raise TrainingError(
+            raise TooFewSitesError(
                 f"{len(self.nodes)} of {plan.agents} sites take part"
                 + (f" after {plan.wait:g} s" if absent else "")
                 + f" (without {self._reasons(missing)}), and a round needs "

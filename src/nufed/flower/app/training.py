@@ -27,6 +27,7 @@ from nufed.flower.app.monitor import Monitor
 from nufed.flower.app.outcome import Outcome
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Ledger, check_plan
+from nufed.flower.app.refusals import TooFewSitesError
 from nufed.flower.app.server_app import Server
 from nufed.flower.app.versions import VERSION
 from nufed.flower.logs import event, log_to
@@ -181,7 +182,10 @@ def _train_all(
     parts: Mapping[str, PartFiles],
     audit: AuditLog,
 ) -> None:
-    """Train the methods that are not done; after one that fails, the others, and then raise."""
+    """Train the methods that are not done; after one that fails, the others, and then raise.
+
+    Without sites none can be trained, and the first one's failure ends the run.
+    """
     left = [m for m, plan in plans.items() if not parts[m].is_done(plan.rounds)]
     if not left:
         return
@@ -196,8 +200,9 @@ def _train_all(
             except TrainingError as error:
                 directory.write_failure(method, seed, str(error))
                 failures.append(error)
-                if number < len(left):
-                    LOG.error("%s failed, and %s follows: %s", method, left[number], error)
+                if number == len(left) or isinstance(error, TooFewSitesError):
+                    break
+                LOG.error("%s failed, and %s follows: %s", method, left[number], error)
                 continue
             seconds = time.perf_counter() - began
             directory.write_timing(method=method, seed=seed, seconds=seconds)

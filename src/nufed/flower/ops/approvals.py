@@ -130,8 +130,9 @@ def _beyond(approved: bytes, bundle: bytes) -> str | None:
         # what a key that is removed leaves is checked by the app itself
         if left_out or (bounded and (value is None or within(value, bounds[name]))):
             continue
-        allowed = f"is approved for {bounds[name]}" if bounded else "has no bounds in [approval]"
-        return f"{visible('.'.join(path))} is {shown(value)}, was another and {allowed}"
+        low, high = bounds[name] if bounded else (0, 0)
+        how = f"outside of the approved {low:g} … {high:g}" if bounded else "not what was approved"
+        return f"{visible('.'.join(path))} = {shown(value)} is {how}"
     return ""
 
 
