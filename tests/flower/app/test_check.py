@@ -77,6 +77,20 @@ def test_it_shows_samples_classes_a_step_messages_and_memory(nufed, tmp_path, ap
     assert sizes[0] == (int(down), int(up))
 
 
+def test_every_method_is_tried(tmp_path, app):
+    save(tmp_path)
+    text = (app / "federation.toml").read_text().replace('curvature = "first_order"\n', "")
+    (app / "federation.toml").write_text(text + "[methods.gmeta]\n[methods.scaffold]\n")
+    found = {each.name: each.text for each in check_site(app, tmp_path / "site0.npz")}
+    assert "small: gmeta, scaffold, 2 rounds each, 2 sites" in found["configuration"]
+    assert {"gmeta, one step", "scaffold, one step"} <= found.keys()
+    one, other = (
+        int(re.search("and ([0-9,]+) back", found[f"{method}, messages"])[1].replace(",", ""))
+        for method in ("gmeta", "scaffold")
+    )
+    assert one < other  # which sends two vectors
+
+
 @pytest.mark.usefixtures("no_report")
 def test_with_secure_aggregation_it_shows_the_size_of_a_masked_update(tmp_path, app):
     save(tmp_path)
