@@ -189,6 +189,21 @@ def test_after_a_method_that_fails_the_others_are_trained(tmp_path):
     assert list(load_run(tmp_path / "run").methods) == ["gmeta", "scaffold", "ditto"]
 
 
+@pytest.mark.usefixtures("no_report")
+def test_if_all_sites_leave_between_two_methods_the_run_fails_and_resumes(tmp_path):
+    def leave(agent, message, reply):
+        if message.metadata.message_type == "evaluate.keep":
+            grid.contexts.clear()
+        return reply
+
+    app = app_of(tmp_path, TEXT + SEVERAL)
+    grid = MemoryGrid(app.site, range(AGENTS), tmp_path / "sites", leave)
+    with pytest.raises(TrainingError, match="start the sites"):
+        app.server(grid, Context(1, 0, {}, RecordDict(), {"out": str(tmp_path / "run")}))
+    start(app, tmp_path, tmp_path / "run")
+    assert list(load_run(tmp_path / "run").methods) == ["gmeta", "scaffold", "ditto"]
+
+
 def test_a_site_refuses_a_method_that_its_app_does_not_have(tmp_path):
     with pytest.raises(InputError, match="for method 'fedavg', but this app has gmeta, scaffold"):
         app_of(tmp_path, TEXT + SEVERAL).plan("fedavg")

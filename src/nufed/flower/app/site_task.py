@@ -53,7 +53,7 @@ class Task:
     @property
     def digest(self) -> str:
         """Digest that identifies this request."""
-        what = f"{self.run}/{self.round}/{self.method}"
+        what = f"{self.run}/{self.round}/" + (f"{self.method}/" if self.method else "")
         return sha256(what.encode() + save(dict(self.received)))
 
 

@@ -90,6 +90,8 @@ def train_federation(
             failure = None
             try:
                 _train_all(plans, config, grid, identity, directory, parts, audit)
+            except TooFewSitesError:  # other methods were not tried, so there is no report
+                raise
             except TrainingError as error:
                 failure = error
             if any(files.is_done(plan.rounds) for files in parts.values()):
@@ -199,10 +201,11 @@ def _train_all(
                 _train(method, plans, config, grid, identity, directory, parts, audit, monitor)
             except TrainingError as error:
                 directory.write_failure(method, seed, str(error))
+                if isinstance(error, TooFewSitesError):
+                    raise
                 failures.append(error)
-                if number == len(left) or isinstance(error, TooFewSitesError):
-                    break
-                LOG.error("%s failed, and %s follows: %s", method, left[number], error)
+                if number < len(left):
+                    LOG.error("%s failed, and %s follows: %s", method, left[number], error)
                 continue
             seconds = time.perf_counter() - began
             directory.write_timing(method=method, seed=seed, seconds=seconds)
