@@ -46,7 +46,7 @@ from nufed.runs.records import Done, MetricsLine, checked
 from nufed.runs.validation_scores import ValidationScores
 from nufed.server import Progress, to_send
 
-DONE = "done.json"
+DONE, FAILURE = "done.json", "failure.json"
 FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # of a method
 BASELINE_FILES = ("agents.jsonl",)
 CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"  # where step sizes were chosen
@@ -138,7 +138,7 @@ class PartFiles:
         self.states.begin(checkpoint.states if checkpoint else Inventory())
         try:
             (self.folder / DONE).unlink(missing_ok=True)
-            (self.folder / "failure.json").unlink(missing_ok=True)
+            (self.folder / FAILURE).unlink(missing_ok=True)
             self._metrics = path.open("r+b" if path.exists() else "wb")
             self._metrics.truncate(length)  # later rounds are trained again
             self._metrics.seek(length)

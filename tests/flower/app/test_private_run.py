@@ -208,6 +208,21 @@ def test_epsilon_is_the_total_over_all_methods_of_a_run(tmp_path, no_report):
     assert first != second
 
 
+def test_after_a_private_method_that_fails_no_other_is_trained(tmp_path, no_report):
+    """Sites keep their last noisy update only: they would send another one of the failed round."""
+
+    def lose(agent, message, reply):
+        return None if message.content.get("about", {}).get("round") == 2 else reply
+
+    run, app = tmp_path / "run", app_of(tmp_path, TWO.replace("0.75", "1.0"))
+    with pytest.raises(TrainingError, match="round 2 has no usable update"):
+        start(app, tmp_path, run, lose)
+    assert not (run / "methods" / "again" / "seed-0" / "metrics.jsonl").exists()
+    start(app, tmp_path, run)
+    about, own = load_run(run).privacy(), kept(tmp_path / "sites")
+    assert about.updates.charged == about.updates.claimed == max(own.values()) == 6
+
+
 def test_a_budget_is_for_all_methods_of_a_run(tmp_path, no_report):
     spends = planned(Privacy(0.5, 3.0), agents=3, cohort=2, rounds=3).released
     with pytest.raises(InputError, match="6 rounds with 2 of 3 agents"):

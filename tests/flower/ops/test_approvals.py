@@ -229,6 +229,7 @@ meta_lr = [0, 1]
         ("[methods.gmeta]", "[methods.ditto]\n[methods.gmeta]", "methods.ditto = {} is not what"),
         ("[methods.gmeta]\n[methods.scaffold]\nlocal_steps = 3", "[methods]", "methods.gmeta = N"),
         ("[approval]", "local_steps = 1 # twice\n[approval]", None),
+        ("hidden = [6]", "hidden = [6.0]", "model.args.hidden = [6.0] is not what was approved"),
         ("test = 0.25", "test = 0.25\n'x.rounds' = 1", "data.x.rounds = 1 is not"),
     ],
     ids=str,

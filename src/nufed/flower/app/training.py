@@ -37,7 +37,7 @@ from nufed.runs.audit_log import AUDIT, AuditLog
 from nufed.runs.directory import PRIVACY
 from nufed.runs.federation_records import FederationRecord
 from nufed.runs.metric_lines import evaluation_line
-from nufed.runs.part_files import PartFiles
+from nufed.runs.part_files import FAILURE, PartFiles
 from nufed.runs.provenance import Provenance
 from nufed.runs.recorder import Recorder
 from nufed.runs.records import checked
@@ -90,11 +90,11 @@ def train_federation(
             failure = None
             try:
                 _train_all(plans, config, grid, identity, directory, parts, audit)
-            except TooFewSitesError:  # other methods were not tried, so there is no report
-                raise
             except TrainingError as error:
                 failure = error
-            if any(files.is_done(plan.rounds) for files in parts.values()):
+            done = [files.is_done(plan.rounds) for files in parts.values()]
+            tried = [(files.folder / FAILURE).exists() for files in parts.values()]
+            if any(done) and all(map(max, done, tried)):
                 from nufed.report.finish import finish  # it takes a moment to import
 
                 algorithms = {method: each.algorithm for method, each in plans.items()}
@@ -186,7 +186,8 @@ def _train_all(
 ) -> None:
     """Train the methods that are not done; after one that fails, the others, and then raise.
 
-    Without sites none can be trained, and the first one's failure ends the run.
+    Not without sites; nor with privacy, whose account relies on the order of requests: of a failed
+    round, sites only keep the update that was requested last.
     """
     left = [m for m, plan in plans.items() if not parts[m].is_done(plan.rounds)]
     if not left:
@@ -201,7 +202,7 @@ def _train_all(
                 _train(method, plans, config, grid, identity, directory, parts, audit, monitor)
             except TrainingError as error:
                 directory.write_failure(method, seed, str(error))
-                if isinstance(error, TooFewSitesError):
+                if plans[method].privacy or isinstance(error, TooFewSitesError):
                     raise
                 failures.append(error)
                 if number < len(left):

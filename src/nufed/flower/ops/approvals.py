@@ -144,7 +144,7 @@ def _changes(
         old, new = then.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from _changes(old, new, *path, key)
-        elif old != new or type(old) is not type(new):
+        elif repr(old) != repr(new):  # as 1 == True
             yield (*path, key), new
 
 

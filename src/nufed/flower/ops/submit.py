@@ -40,9 +40,9 @@ def run_app(
     app: Path, out: Path, link: Link, say: Say, monitoring: Monitoring = Monitoring()
 ) -> Path:
     """Run an app on a federation; returns the path of the report, or raises with the reason."""
+    wait_for_server(link, say)
     for warning in link_expiry(link):
         say(warning)
-    wait_for_server(link, say)
     with flower() as commands:
         link.connect(commands)
         resume_command = f"nufed federate run {app} --resume {out} {link.options}"
