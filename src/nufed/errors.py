@@ -35,7 +35,8 @@ class UpdateError(NufedError):
     """One agent's update is rejected; ``who`` names the agent in the message."""
 
     def __init__(self, agent: int, round: int, reason: str, who: str = "") -> None:
-        super().__init__(f"{who or f'agent {agent}'}, round {round}: {reason}")
+        self.who = who or f"agent {agent}"
+        super().__init__(f"{self.who}, round {round}: {reason}")
         self.agent = agent
         self.round = round
         self.reason = reason

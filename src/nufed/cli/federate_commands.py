@@ -167,12 +167,22 @@ def run(
     insecure: Insecure = False,
     log_format: LogFormat = "text",
     metrics_port: MetricsPort = None,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Only check the configuration, and predict ε.")
+    ] = False,
 ) -> None:
     """Train with the sites of a server; run this on the server's machine."""
     from nufed.flower.logs import as_format
     from nufed.flower.ops.link import link_to
     from nufed.flower.ops.submit import Monitoring, run_app, run_directory
 
+    if dry:
+        from nufed.flower.app.check import check_configuration
+        from nufed.flower.app.load_app import load_app
+
+        for found in check_configuration(load_app(app)):
+            say(str(found))
+        return
     link = link_to(server, ca, insecure)
     monitoring = Monitoring(as_format(log_format), metrics_port)
     with _report_interrupt():

@@ -26,7 +26,7 @@ def check(
     if data is not None and not data.exists():
         raise InputError(f"--data {data}: there is no such file or folder")
     for found in check_site(app, data, number):
-        say(f"{'note: ' if found.note else ''}{found.name}: {found.text}")
+        say(str(found))
     say("ok: this site could take part")
 
 

@@ -7,8 +7,8 @@ of its own (:mod:`nufed.config.methods`). :mod:`nufed.config.load` reads files a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
 
 import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -33,6 +33,16 @@ Baseline: TypeAlias = Literal["majority", "untrained", "local"]
 FEDERATION_NORM = 100.0  # the default of max_update_norm in a federation
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def within(value: object, bounds: Sequence[float]) -> bool:
+    """Whether a value is a number in [least, most].
+
+    >>> within(3, [1, 5]), within(True, [0, 1]), within("3", [1, 5])
+    (True, False, False)
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and bounds[0] <= cast(float, value) <= bounds[1]
 
 
 def _partition(name: str) -> str:
@@ -273,6 +283,12 @@ class Config(_Table):
     privacy: PrivacyConfig = Field(
         default=PrivacyConfig(), exclude_if=lambda value: value == PrivacyConfig()
     )
+    approval: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(
+        default={},
+        exclude_if=lambda value: not value,
+        description="of a federation: rounds and settings of methods that may be changed without "
+        "a new approval of its sites, with [least, most] of each",
+    )
     sweep: dict[str, Any] = Field(
         default={},
         exclude_if=lambda value: not value,
@@ -351,7 +367,7 @@ class Config(_Table):
     @property
     def fingerprint(self) -> str:
         """The SHA-256 of everything that determines bits, except ``rounds``."""
-        others = {"name", "note", "rounds", "workers", "tune", "tuned"}
+        others = {"name", "note", "rounds", "workers", "approval", "tune", "tuned"}
         exact = self.model_dump(exclude=others)
         try:
             json.dumps(exact, allow_nan=False, default=str)

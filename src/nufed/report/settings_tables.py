@@ -16,6 +16,8 @@ from nufed.report.tuned_rows import tuned_rows
 from nufed.runs import Run
 from nufed.settings import Field, settings_of, text_of
 
+NOT_SENT = "not sent by the sites"
+
 
 def costs_table(runs: Sequence[Run]) -> Table:
     """The cost of training and evaluating each method, per seed, and that of a newcomer."""
@@ -129,7 +131,9 @@ def problem_text(run: Run) -> str:
     config = run.config.data
     unseen = f", {config.unseen_agents} of them unseen in training" if config.unseen_agents else ""
     source = "" if config.source == AT_SITES else f"{config.source}, {_partition(run)}: "
-    return f"Data: {source}{run.agents} agents{unseen}, {samples_per_agent(run)} samples each."
+    sizes = samples_per_agent(run)
+    each = "" if sizes == NOT_SENT else f", {sizes} samples each"
+    return f"Data: {source}{run.agents} agents{unseen}{each}."
 
 
 def samples_per_agent(run: Run) -> str:
@@ -137,7 +141,9 @@ def samples_per_agent(run: Run) -> str:
     listed = [agent for split in run.splits.values() for agent in split.agents]
     sizes = [agent.train + agent.validation + agent.test for agent in listed]
     if run.federated:  # sites that sent no scores have not told their number
-        sizes = [size for size in sizes if size] or [0]
+        sizes = [size for size in sizes if size]
+    if not sizes:
+        return NOT_SENT
     low, middle, high = min(sizes), float(np.median(sizes)), max(sizes)
     same = f"{low:,}"
     return same if low == high else f"{same} to {high:,} (median {middle:,g})"

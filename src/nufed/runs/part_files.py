@@ -46,7 +46,7 @@ from nufed.runs.records import Done, MetricsLine, checked
 from nufed.runs.validation_scores import ValidationScores
 from nufed.server import Progress, to_send
 
-DONE = "done.json"
+DONE, FAILURE = "done.json", "failure.json"
 FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # of a method
 BASELINE_FILES = ("agents.jsonl",)
 CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"  # where step sizes were chosen
@@ -103,8 +103,8 @@ class PartFiles:
                 "to that or more, or start a new run"
             )
 
-    def check_newest(self) -> None:
-        """Refuse to resume from an earlier checkpoint if the last one is damaged."""
+    def newest(self) -> Checkpoint | None:
+        """The last checkpoint; refused if it is damaged, whatever earlier ones are."""
         saved = saved_rounds(self.folder)
         checkpoint, problems = load_checkpoint(self.folder, self.belongs_to)
         if saved and (checkpoint is None or saved[-1] != checkpoint.round):
@@ -112,6 +112,7 @@ class PartFiles:
                 f"{problems[0]}, and an earlier one does not record all privacy spent: restore "
                 "its files from a backup, or start a new run"
             )
+        return checkpoint
 
     def begin(self, rounds: int, eval_every: int) -> Checkpoint | None:
         """Truncate the metrics to the newest valid checkpoint, open them, and return it.
@@ -138,7 +139,7 @@ class PartFiles:
         self.states.begin(checkpoint.states if checkpoint else Inventory())
         try:
             (self.folder / DONE).unlink(missing_ok=True)
-            (self.folder / "failure.json").unlink(missing_ok=True)
+            (self.folder / FAILURE).unlink(missing_ok=True)
             self._metrics = path.open("r+b" if path.exists() else "wb")
             self._metrics.truncate(length)  # later rounds are trained again
             self._metrics.seek(length)
@@ -148,8 +149,16 @@ class PartFiles:
 
     def lines(self) -> list[MetricsLine]:
         """The metrics of the rounds before the one that training starts or resumes with."""
+        return self._lines(self._length)
+
+    def all_lines(self) -> list[MetricsLine]:
+        """The metrics of all rounds up to the newest valid checkpoint."""
+        checkpoint, _ = load_checkpoint(self.folder, self.belongs_to)
+        return self._lines(checkpoint.metrics_bytes if checkpoint else 0)
+
+    def _lines(self, length: int) -> list[MetricsLine]:
         path = self.folder / "metrics.jsonl"
-        text = path.read_bytes()[: self._length] if self._length else b""
+        text = path.read_bytes()[:length] if length else b""
         return [checked(MetricsLine, line, path) for line in text.splitlines()]
 
     def add(self, record: Mapping[str, Any]) -> None:

@@ -115,7 +115,11 @@ class QuorumError(TrainingError):
 
 def below_quorum(round: int, rejected: Sequence[UpdateError], rules: Rules) -> str:
     """The message about a round with too few valid updates."""
-    reasons = "; ".join(str(r) for r in rejected) or "too few agents replied"
+    first: dict[str, UpdateError] = {}
+    reasons = "; ".join(
+        str(r) if first.setdefault(r.reason, r) is r else f"{r.who}: the same" for r in rejected
+    )
+    reasons = reasons or "too few agents replied"
     diverged = any(NOT_FINITE in r.reason or DIVERGES in r.reason for r in rejected)
     return (
         f"round {round} has no usable update or fewer than min_updates = {rules.min_updates} "

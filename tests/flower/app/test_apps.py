@@ -66,9 +66,9 @@ def start(
     return grid
 
 
-def simulate(folder, *more):
+def simulate(folder, *more, text=TEXT):
     """The same configuration with all data in one place."""
-    settings = [line for line in TEXT.split("[federation]")[0].splitlines() if line != "agents = 4"]
+    settings = [line for line in text.split("[federation]")[0].splitlines() if line != "agents = 4"]
     (folder / "simulated.toml").write_text("\n".join([*settings]))
     inputs, targets = (np.concatenate(part) for part in zip(*DATA, strict=True))
     owners = np.repeat([f"{i}" for i in range(AGENTS)], [len(y) for _, y in DATA])
@@ -100,6 +100,114 @@ def test_a_federation_leaves_the_files_of_the_simulation_and_its_report(tmp_path
     shared, own = np.mean([(s.global_score, s.score[2]) for s in scores], axis=0)
     line = f"accuracy global {shared:.3f}, personal {own:.3f} after 2 steps"
     assert f"round 3 of 3, 2 of 2 sites, {line}" in log
+
+
+# two have states, which sites keep apart; [method] does not name an algorithm
+SEVERAL = """
+[methods.gmeta]
+[methods.scaffold]
+eval_steps = [0]
+[methods.ditto]
+weight = 0.5
+"""
+
+
+def tables(run, kind):
+    """The files of every method or baseline that must be bit-identical in every run."""
+    found = {}
+    for path in sorted(run.glob(f"{kind}/*/seed-0/*")):
+        if path.name == "metrics.jsonl":
+            lines = json_lines(path)
+            for line in lines:  # sites do not send it
+                line.pop("training_loss", None)
+            found[str(path.relative_to(run))] = lines
+        elif path.name in ("agents.jsonl", "model.safetensors"):
+            found[str(path.relative_to(run))] = path.read_bytes()
+    return found
+
+
+def test_several_methods_are_trained_in_one_run_with_the_simulators_bits(tmp_path):
+    text = TEXT.replace('["majority"]', '["majority", "untrained", "local"]')
+    simulated = simulate(tmp_path, text=text.replace("[federation]", SEVERAL + "[federation]"))
+    start(app_of(tmp_path, text + SEVERAL), tmp_path, tmp_path / "run")
+    for kind, names in (
+        ("methods", {"gmeta", "scaffold", "ditto"}),
+        ("baselines", {"majority", "untrained", "local"}),
+    ):
+        one, other = (tables(tmp_path / name, kind) for name in ("run", "sim"))
+        assert one == other and {path.split("/")[1] for path in one} == names
+    run = load_run(tmp_path / "run")
+    assert [row.personal for row in run.rows()] == [row.personal for row in simulated.rows()]
+    assert {path.stem for path in (tmp_path / "run" / "bundles").iterdir()} >= {"gmeta", "scaffold"}
+    page = html.unescape((tmp_path / "run" / "report.html").read_text())
+    assert all(f">{method}<" in page for method in ("gmeta", "scaffold", "ditto"))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.index("gmeta, round 3 of 3") < log.index("scaffold, round 1 of 3")
+    asked = [e for e in json_lines(tmp_path / "run" / "audit.jsonl") if e["event"] == "asked"]
+    assert list(dict.fromkeys(e["method"] for e in asked)) == ["gmeta", "scaffold", "ditto"]
+    personal = (tmp_path / "sites").glob("*/methods/*/personal/0.safetensors")
+    assert {path.parts[-3] for path in personal} == {"gmeta", "scaffold", "ditto"}
+
+
+@pytest.mark.usefixtures("no_report")
+def test_several_methods_resume_and_train_longer_each_from_its_own_state(tmp_path):
+    text = TEXT + SEVERAL
+    start(app_of(tmp_path, text.replace("rounds = 3", "rounds = 5")), tmp_path, tmp_path / "right")
+
+    def kill(agent, message, reply):
+        if message.metadata.message_type == "train":
+            trained.append(agent)
+            if len(trained) in (5, 12):
+                raise Killed
+        return reply
+
+    trained = []
+    for _ in range(2):
+        with pytest.raises(Killed):
+            start(app_of(tmp_path, text), tmp_path, tmp_path / "run", kill)
+    start(app_of(tmp_path, text), tmp_path, tmp_path / "run", kill)
+    longer = app_of(tmp_path, text.replace("rounds = 3", "rounds = 5"))
+    start(longer, tmp_path, tmp_path / "run")
+    one, other = (tables(tmp_path / name, "methods") for name in ("run", "right"))
+    assert one == other and len(one) == 9
+
+
+@pytest.mark.usefixtures("no_report")
+def test_after_a_method_that_fails_the_others_are_trained(tmp_path):
+    def lose(agent, message, reply):
+        named = message.content.get("method", {}).get("name") == "scaffold"
+        return None if named and message.metadata.message_type == "train" else reply
+
+    app = app_of(tmp_path, TEXT + SEVERAL)
+    with pytest.raises(TrainingError, match="round 1 has no usable update"):
+        start(app, tmp_path, tmp_path / "run", lose)
+    with pytest.raises(TrainingError, match="start the sites"):
+        start(app, tmp_path, tmp_path / "none", sites=0)  # none can be trained, so one is tried
+    assert len(list((tmp_path / "none").rglob("failure.json"))) == 1
+    run = load_run(tmp_path / "run")
+    assert list(run.methods) == ["gmeta", "ditto"] and "scaffold" in run.failures[0]
+    start(app, tmp_path, tmp_path / "run")
+    assert list(load_run(tmp_path / "run").methods) == ["gmeta", "scaffold", "ditto"]
+
+
+@pytest.mark.usefixtures("no_report")
+def test_if_all_sites_leave_between_two_methods_the_run_fails_and_resumes(tmp_path):
+    def leave(agent, message, reply):
+        if message.metadata.message_type == "evaluate.keep":
+            grid.contexts.clear()
+        return reply
+
+    app = app_of(tmp_path, TEXT + SEVERAL)
+    grid = MemoryGrid(app.site, range(AGENTS), tmp_path / "sites", leave)
+    with pytest.raises(TrainingError, match="start the sites"):
+        app.server(grid, Context(1, 0, {}, RecordDict(), {"out": str(tmp_path / "run")}))
+    start(app, tmp_path, tmp_path / "run")
+    assert list(load_run(tmp_path / "run").methods) == ["gmeta", "scaffold", "ditto"]
+
+
+def test_a_site_refuses_a_method_that_its_app_does_not_have(tmp_path):
+    with pytest.raises(InputError, match="for method 'fedavg', but this app has gmeta, scaffold"):
+        app_of(tmp_path, TEXT + SEVERAL).plan("fedavg")
 
 
 FOUR = TEXT.replace("0.75", "1.0").replace("unseen_agents = 1", "")
@@ -335,9 +443,17 @@ def test_a_sites_error_message_is_printed_literally(tmp_path, capsys):
         (TEXT.replace("input_shape = [5]", ""), "must be the shape of one sample's input"),
         ("seeds = [0, 1]" + TEXT, "seeds has 2 entries: a federation trains one seed per run"),
         (
-            TEXT + "[methods.fedavg]\n[methods.gmeta]\n",
-            "methods has 2 entries: a federation trains one",
+            TEXT + "[approval]\nrounds = [5, 9]\n",
+            "rounds = 3: must be in 5 … 9, as approval.rounds says",
         ),
+        (TEXT + "[approval]\nmeta_lr = [0, 0.1]\n", "method.meta_lr = 0.3: must be in 0 … 0.1"),
+        (TEXT + "[approval]\nseeds = [0, 9]\n", "must be [least, most] of rounds or of a setting"),
+        (
+            TEXT.replace("classes", "secure_aggregation = true\nclasses")
+            + "[privacy]\nclip = 1.0\n[methods.fedavg]\n[methods.gmeta]\n",
+            "several methods need 1.0",
+        ),
+        (TEXT + "[approval]\nrounds = [9, 1]\n", "must be [least, most] of rounds or of a setting"),
         ("eval_agents = 2" + TEXT, "eval_agents is for simulation"),
         ('eval_on = "validation"' + TEXT, "sites have no validation part; set data.validation"),
         (TEXT + "[faults]\ndropout = 0.1\n", "[faults] is for simulation"),

@@ -13,6 +13,7 @@ from nufed.flower.app.authentication import SIGNATURE
 from nufed.flower.app.check import check_site
 from nufed.flower.app.load_app import load_app
 from nufed.flower.app.monitor import size_of
+from nufed.flower.app.privacy import Privacy, planned
 from nufed.flower.ops.keys import make_site_key
 
 LOAD = """
@@ -76,6 +77,20 @@ def test_it_shows_samples_classes_a_step_messages_and_memory(nufed, tmp_path, ap
     assert sizes[0] == (int(down), int(up))
 
 
+def test_every_method_is_tried(tmp_path, app):
+    save(tmp_path)
+    text = (app / "federation.toml").read_text().replace('curvature = "first_order"\n', "")
+    (app / "federation.toml").write_text(text + "[methods.gmeta]\n[methods.scaffold]\n")
+    found = {each.name: each.text for each in check_site(app, tmp_path / "site0.npz")}
+    assert "small: gmeta, scaffold, 2 rounds each, 2 sites" in found["configuration"]
+    assert {"gmeta, one step", "scaffold, one step"} <= found.keys()
+    one, other = (
+        int(re.search("and ([0-9,]+) back", found[f"{method}, messages"])[1].replace(",", ""))
+        for method in ("gmeta", "scaffold")
+    )
+    assert one < other  # which sends two vectors
+
+
 @pytest.mark.usefixtures("no_report")
 def test_with_secure_aggregation_it_shows_the_size_of_a_masked_update(tmp_path, app):
     save(tmp_path)
@@ -98,6 +113,24 @@ def test_with_secure_aggregation_it_shows_the_size_of_a_masked_update(tmp_path, 
     (shown,) = [found.text for found in check_site(app, data) if found.name == "messages"]
     assert shown.endswith("training, beside the keys and shares of secure aggregation")
     assert f"and {sizes['train.masked']:,} back" in shown
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_epsilon_is_predicted_with_a_sentence_that_says_what_it_means(
+    command, nufed, tmp_path, app
+):
+    save(tmp_path)
+    text = (app / "federation.toml").read_text() + "[privacy]\nclip = 0.5\nnoise = 2.0\n"
+    (app / "federation.toml").write_text(text)
+    options = ("--data", "site0.npz") if command == "check" else ("--dry",)
+    shown = nufed("federate", command, "app", *options, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    spent = planned(Privacy(0.5, 2.0), agents=2, cohort=2, rounds=2)
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("privacy: ")]
+    assert f"epsilon will be {spent.released:.3g} for whoever sees the released models" in line
+    assert f"{spent.server:.3g} against the server, if all sites reply: with any one" in line
+    assert "more than e^epsilon times as likely, except with probability 1e-05" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["app", "site0.npz"]
 
 
 @pytest.mark.parametrize(

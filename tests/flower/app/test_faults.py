@@ -3,6 +3,7 @@
 import io
 import logging
 import math
+import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from nufed.algorithms import Scaffold
 from nufed.data import site_split
 from nufed.errors import TrainingError
 from nufed.evaluate import Measure
+from nufed.flower.app.authentication import Authentication
 from nufed.flower.app.server_app import Server
 from nufed.flower.app.site_app import client_app
 from nufed.flower.app.site_store import load_record
@@ -336,6 +338,34 @@ def test_without_sites_the_run_fails_and_says_what_to_do():
         TrainingError, match=r"0 of 4 sites take part .*without site 0, .* start the sites"
     ):
         federate(plan_of(FEDAVG), DATA, prepare=lambda grid: grid.contexts.clear())
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_if_all_sites_are_excluded_the_run_ends_without_waiting(numbered, monkeypatch):
+    """Whether the server knows their numbers, as by their keys, or not."""
+
+    def refuse(agent, message, reply):
+        return Message(Error(1, "<class 'X'>:<'has not approved this app'>"), reply_to=message)
+
+    def never(seconds):
+        raise AssertionError("it waits")
+
+    if numbered:
+        monkeypatch.setattr(
+            Authentication, "number_of", lambda self, node, agents: numbers.get(node)
+        )
+    monkeypatch.setattr(time, "sleep", never)
+    numbers = {}
+
+    def prepare(grid):
+        numbers.update(
+            {node: grid.contexts[node].node_config["partition-id"] for node in grid.contexts}
+        )
+
+    with pytest.raises(TrainingError, match=r"0 of 4 sites take part .*approved") as stopped:
+        federate(plan_of(FEDAVG, wait=600.0), DATA, refuse, prepare)
+    assert "correct that at the excluded sites" in str(stopped.value)
+    assert "start the sites" not in str(stopped.value) and "600 s" not in str(stopped.value)
 
 
 def scored(**changes):

@@ -13,9 +13,10 @@ from flower.app.test_apps import AGENTS, TEXT, app_of, start
 from flower.app.test_private import in_round, kept, lost, recording, releases, untouched
 from nufed import InputError
 from nufed.errors import RunError, TrainingError
-from nufed.files import read_sealed
+from nufed.files import read_sealed, sha256
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.privacy import Privacy, planned
+from nufed.report.settings_tables import problem_text
 from nufed.runs import load_run
 from nufed.runs.checkpoint import saved_rounds
 from nufed.server import choose_cohort
@@ -80,6 +81,8 @@ def test_a_private_run_reports_what_it_spent_and_no_scores(tmp_path):
     told = f"{about['epsilon']['released']:.4g}"
     assert f"epsilon {told} of the released model" in log
     assert f"<td>{told}: for anyone who sees the models" in page and "Sites sent no scores" in page
+    assert "<td>samples per agent</td><td>not sent by the sites</td>" in page
+    assert problem_text(load_run(run)) == "Data: 4 agents, 1 of them unseen in training."
     assert json.loads((run / "results.json").read_text())["rows"] == []
     trained = nufed.load_bundle(run / "bundles" / "gmeta.nufed").about.trained
     assert told in trained["privacy"]
@@ -164,6 +167,69 @@ def test_killed_at_any_message_it_charges_what_it_would_have_charged(
         sent = {(agent, round): records["arrays"] for agent, round, records in replies}
         assert len(sent) == 6
         assert all(records["arrays"] == sent[a, k] for a, k, records in replies)
+
+
+TWO = PRIVATE + "[methods.gmeta]\n[methods.again]\nadapt_lr = 0.2\n"  # the same algorithm twice
+
+
+def test_epsilon_is_the_total_over_all_methods_of_a_run(tmp_path, no_report):
+    """Also if the run is killed between two methods, and if each is trained longer."""
+
+    def kill(agent, message, reply):
+        replies.append(agent)
+        if message.content.get("method", {}).get("name") == "again" and not killed:
+            killed.append(True)
+            raise Killed
+        return reply
+
+    run, replies, killed = tmp_path / "run", [], []
+    with pytest.raises(Killed):
+        start(app_of(tmp_path, TWO), tmp_path, run, kill)
+    start(app_of(tmp_path, TWO), tmp_path, run, kill)
+    for rounds in (3, 4):
+        app = app_of(tmp_path, TWO.replace("rounds = 3", f"rounds = {rounds}"))
+        start(app, tmp_path, run)
+        about = load_run(run).privacy()
+        spent = planned(Privacy(0.5, 3.0), agents=3, cohort=2, rounds=2 * rounds)
+        assert about.rounds == 2 * rounds
+        assert about.epsilon.released == pytest.approx(spent.released)
+        own = kept(tmp_path / "sites")
+        assert sum(own.values()) == 2 * 2 * rounds and about.updates.charged == max(own.values())
+        assert about.epsilon.server == server_epsilon(3.0, max(own.values()), 1e-5)
+    # each has cohorts and noise of its own, though both begin with the same model
+    parts = [run / "methods" / name / "seed-0" for name in ("gmeta", "again")]
+    one, other = ([line["cohort"] for line in json_lines(p / "metrics.jsonl")] for p in parts)
+    secret = read_sealed(run / "federation.json").about["cohort_seed"]
+    seeds = [int(sha256(f"{secret} {part.parent.name}".encode())[:32], 16) for part in parts]
+    for cohorts, seed in zip((one, other), seeds, strict=True):
+        seen = app.plan().seen
+        assert cohorts[1:] == [choose_cohort(seen, 0.75, seed, k) for k in (1, 2, 3, 4)]
+    first, second = ((part / "model.safetensors").read_bytes() for part in parts)
+    assert first != second
+
+
+def test_after_a_private_method_that_fails_no_other_is_trained(tmp_path, no_report):
+    """Sites keep their last noisy update only: they would send another one of the failed round."""
+
+    def lose(agent, message, reply):
+        return None if message.content.get("about", {}).get("round") == 2 else reply
+
+    run, app = tmp_path / "run", app_of(tmp_path, TWO.replace("0.75", "1.0"))
+    with pytest.raises(TrainingError, match="round 2 has no usable update"):
+        start(app, tmp_path, run, lose)
+    assert not (run / "methods" / "again" / "seed-0" / "metrics.jsonl").exists()
+    start(app, tmp_path, run)
+    about, own = load_run(run).privacy(), kept(tmp_path / "sites")
+    assert about.updates.charged == about.updates.claimed == max(own.values()) == 6
+
+
+def test_a_budget_is_for_all_methods_of_a_run(tmp_path, no_report):
+    spends = planned(Privacy(0.5, 3.0), agents=3, cohort=2, rounds=3).released
+    with pytest.raises(InputError, match="6 rounds with 2 of 3 agents"):
+        app = app_of(
+            tmp_path, TWO.replace("noise = 3.0", f"noise = 3.0\nepsilon = {spends * 1.01}")
+        )
+        start(app, tmp_path, tmp_path / "run")
 
 
 def within_its_plan(folder, rounds=3):

@@ -214,6 +214,20 @@ def test_a_second_sum_of_a_round_over_other_sites_is_not_unmasked(run, zero, key
         assert after.taken == (0, 1, 2, 3)
 
 
+def test_a_rerun_without_a_site_says_that_its_sum_is_refused(keys, tmp_path):
+    """Once, and not only that too few agents replied."""
+    plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
+    list(secure_server(plan, keys, tmp_path)[0].train())
+    again, grid = secure_server(plan, keys, tmp_path, run="f" * 32)
+    del grid.contexts[grid.node_of(2)]
+    with pytest.raises(TrainingError) as stopped:
+        list(again.train())
+    reason = str(stopped.value)
+    assert reason.count("was summed over sites [0, 1, 2, 3] before") == 1
+    assert "set `seeds` in the configuration to another number" in reason
+    assert "site 1: the same; site 3: the same" in reason
+
+
 def test_another_method_of_the_same_seed_is_summed_over_the_same_sites_only(keys, tmp_path):
     """A server that may choose methods could choose two whose updates are equal."""
     plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
@@ -489,6 +503,35 @@ def test_the_default_norm_bound_is_off_and_another_is_refused(keys, tmp_path):
     assert secure_app(keys, tmp_path, 'max_update_norm = "off"').plan().site_keys
     with pytest.raises(InputError, match="can't be combined with max_update_norm; change that"):
         secure_app(keys, tmp_path, "max_update_norm = 100").plan()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_several_methods_are_summed_over_the_same_sites_in_a_round(keys, tmp_path):
+    """A site that the sum of a round lacks is not asked for that of another method."""
+    text = "[methods.gmeta]\n[methods.scaffold]\n[methods.again]\nadapt_lr = 0.2\n"
+    app = secure_app(keys, tmp_path)
+    app.config.write_text(app.config.read_text() + text)
+
+    def lose(agent, message, reply):
+        first = message.content.get("method", {}).get("name") == "gmeta"
+        second = message.content.get("about", {}).get("round") == 2
+        return without({2}, 2)(agent, message, reply) if first and second else reply
+
+    def run(tamper, name):
+        grid = MemoryGrid(app.site, (), tmp_path / "sites", tamper)
+        for number in range(4):
+            grid.add(number, key=str(keys / f"{number}"))
+        app.server(grid, Context(1, 0, {}, RecordDict(), {"out": str(tmp_path / name)}))
+        return grid
+
+    run(lose, "run")
+    for method in ("gmeta", "scaffold", "again"):
+        lines = json_lines(tmp_path / "run" / "methods" / method / "seed-0" / "metrics.jsonl")
+        taken = [line.get("taken", line["cohort"]) for line in lines[1:]]
+        assert taken == [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3]]
+    # the sites hold to it, whatever the server asks for
+    with pytest.raises(TrainingError, match=r"round 2 .* was summed over sites \[0, 1, 3\] before"):
+        run(same, "other")
 
 
 @pytest.mark.usefixtures("no_report")

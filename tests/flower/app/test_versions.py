@@ -44,7 +44,7 @@ def test_releases_of_one_minor_series_train_together(installed, caplog):
 )
 def test_others_are_refused_and_both_logs_name_both_versions(installed, server, sites, caplog):
     installed(server, sites)
-    with pytest.raises(TrainingError, match="start the sites"):
+    with pytest.raises(TrainingError, match="correct that at the excluded sites"):
         federate(plan_of(fedavg(meta_lr=0.1, batch_size=5)), DATA)
     advice = "install releases of one minor series at both"
     assert f"excluded: it has nufed '{sites}' and the server '{server}': {advice}" in caplog.text

@@ -198,6 +198,70 @@ def test_an_app_is_approved_after_its_diff_to_the_last_approved_one(tmp_path):
     assert len(list((state / "approved").iterdir())) == 2
 
 
+BOUNDED = """
+[methods.gmeta]
+[methods.scaffold]
+local_steps = 3
+[approval]
+rounds = [1, 200]
+local_steps = [1, 50]
+meta_lr = [0, 1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("rounds = 2", "rounds = 200", ""),
+        ("local_steps = 3", "local_steps = 50\nmeta_lr = 0.5", ""),
+        ("local_steps = 2", "local_steps = 1", ""),
+        ("[methods.scaffold]\nlocal_steps = 3", "", ""),
+        ("rounds = 2", "rounds = 201", "rounds = 201 is outside of the approved 1 … 200)"),
+        (
+            "meta_lr = 0.3",
+            "meta_lr = 1.1",
+            "method.meta_lr = 1.1 is outside of the approved 0 … 1)",
+        ),
+        ("meta_lr = 0.3", "meta_lr = nan", "method.meta_lr = nan is outside of"),
+        ("local_steps = 3", "local_steps = true", "methods.scaffold.local_steps = True is outside"),
+        ("adapt_lr = 0.2", "adapt_lr = 0.3", "method.adapt_lr = 0.3 is not what was approved)"),
+        ("rounds = [1, 200]", "rounds = [1, 300]", "approval.rounds = [1, 300] is not what was"),
+        ("[methods.gmeta]", "[methods.ditto]\n[methods.gmeta]", "methods.ditto = {} is not what"),
+        ("[methods.gmeta]\n[methods.scaffold]\nlocal_steps = 3", "[methods]", "methods.gmeta = N"),
+        ("[approval]", "local_steps = 1 # twice\n[approval]", None),
+        ("hidden = [6]", "hidden = [6.0]", "model.args.hidden = [6.0] is not what was approved"),
+        ("test = 0.25", "test = 0.25\n'x.rounds' = 1", "data.x.rounds = 1 is not"),
+    ],
+    ids=str,
+)
+def test_an_approval_covers_settings_within_its_bounds(tmp_path, old, new, sentence):
+    app, approvals = write_app(tmp_path / "app", sites=2, rounds=2), Approvals(tmp_path / "state")
+    config = app / "federation.toml"
+    config.write_text(config.read_text() + BOUNDED)
+    approvals.add(build_bundle(app))
+    assert approvals.refusal(build_bundle(app)) == ""
+    assert config.read_text().count(old) == 1
+    config.write_text(config.read_text().replace(old, new))
+    refusal = approvals.refusal(build_bundle(app))
+    if sentence == "":
+        assert refusal == ""
+    else:
+        assert refusal.startswith("has not approved this app (digest ")
+        assert (f"; {sentence}" if sentence else "): review it, then run") in refusal
+    (app / "app.py").write_text((app / "app.py").read_text() + "import os\n")
+    assert "): review it" in approvals.refusal(build_bundle(app)), "the code is another one"
+
+
+def test_without_bounds_an_approval_covers_nothing_else(tmp_path):
+    app, approvals = write_app(tmp_path / "app", sites=2, rounds=2), Approvals(tmp_path / "state")
+    approvals.add(build_bundle(app))
+    config = app / "federation.toml"
+    config.write_text(config.read_text().replace("rounds = 2", "rounds = 3"))
+    assert "has not approved this app" in approvals.refusal(build_bundle(app))
+    config.write_text(config.read_text() + "[approval]\nrounds = [1, 9]\n")
+    assert "has not approved this app" in approvals.refusal(build_bundle(app))
+
+
 def test_the_diff_hides_no_change(tmp_path):
     approvals = Approvals(tmp_path)
     first = {

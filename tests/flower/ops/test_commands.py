@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from nufed.errors import InputError
+from nufed.errors import InputError, RunError
 from nufed.files import write_sealed
+from nufed.flower.ops import submit
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import Link, error_message
 from nufed.flower.ops.local import data_of, sites_of
 from nufed.flower.ops.site_runner import SiteOptions, site_command
-from nufed.flower.ops.submit import Tail, failures, report_of
+from nufed.flower.ops.submit import Tail, failures, report_of, wait_for_server
 from nufed.flower.ops.superlink import superlink_command
 
 SECURE, OPEN = Link("fed.example.org:8000", Path("/k/ca.crt")), Link("127.0.0.1:8000", None)
@@ -88,6 +89,20 @@ def test_the_reasons_of_a_failure_and_the_report_are_found(tmp_path):
     assert report_of(tmp_path) == tmp_path
     (tmp_path / "report.html").touch()
     assert report_of(tmp_path) == tmp_path / "report.html"
+
+
+def test_a_run_waits_for_a_server_that_is_starting_and_says_so(monkeypatch):
+    answers, said = [False, False, False, True], []
+    monkeypatch.setattr(submit, "is_listening", lambda host, port: answers.pop(0))
+    wait_for_server(OPEN, said.append)
+    assert not answers and len(said) == 1
+    assert said[0].startswith("nothing listens at 127.0.0.1:8000: waiting up to 60 seconds")
+    monkeypatch.setattr(submit, "is_listening", lambda host, port: True)
+    wait_for_server(OPEN, said.append)
+    assert len(said) == 1  # a server that is ready needs no word
+    monkeypatch.setattr(submit, "is_listening", lambda host, port: False)
+    with pytest.raises(RunError, match="after 0 seconds: start the server with `nufed federate"):
+        wait_for_server(OPEN, said.append, seconds=0)
 
 
 def test_flowers_error_messages_are_shown_without_boxes():

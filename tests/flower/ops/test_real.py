@@ -49,7 +49,9 @@ def test_a_run_that_fails_says_why_and_how_to_resume(tmp_path, then, words):
         home = home_of(begun(process))
         assert process.wait(TIMEOUT) == 2
     assert words in process.printed()
-    assert process.printed().endswith("Resume with: nufed federate local app --resume out\n")
+    assert process.printed().endswith(
+        "corrected, resume with: nufed federate local app --resume out\n"
+    )
     assert not running(home)
 
 

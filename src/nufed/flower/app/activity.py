@@ -61,7 +61,9 @@ def _record(
 def _log(site: Site, kind: str, round: int, seconds: float) -> None:
     """One line about a round."""
     notes, of = site.notes, {"round": round, "rounds": site.plan.rounds, "seconds": seconds}
-    where = f"round {round} of {site.plan.rounds}"
+    method = site.plan.method
+    where = f"{method}, round" if method else "round"
+    where = f"{where} {round} of {site.plan.rounds}"
     if kind in TRAINS:
         samples = notes.get("samples", {}).get("training", 0)
         event(

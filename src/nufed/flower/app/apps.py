@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import Context
@@ -22,9 +23,10 @@ from nufed.config.schema import (
     FaultsConfig,
     FederationConfig,
     PrivacyConfig,
+    within,
 )
 from nufed.data import Samples
-from nufed.errors import InputError, require
+from nufed.errors import InputError, require, shown
 from nufed.evaluate import Metric
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Privacy
@@ -68,7 +70,7 @@ class App:
             configured = str(context.run_config.get("out", ""))
             place = out or (Path(configured) if configured else None)
             form = str(context.run_config.get("log-format", "text"))
-            train_federation(self.plan(), self.checked, grid, place, form)
+            train_federation(self.plans(), self.checked, grid, place, form)
 
         app.main()(main)
         return app
@@ -96,16 +98,24 @@ class App:
             }
         )
 
-    def plan(self) -> Plan:
-        """The plan that server and sites share."""
+    def plans(self) -> dict[str, Plan]:
+        """The plans of all methods, in the order in which they are trained."""
+        return {method: self.plan(method) for method in self.checked.algorithms()}
+
+    def plan(self, method: str | None = None) -> Plan:
+        """The plan of a method, by default of the first, that server and sites share."""
         config = self.checked
-        like, seed = _like(config), config.seeds[0]
-        ((method, algorithm),) = config.algorithms().items()
+        like, seed, algorithms = _like(config), config.seeds[0], config.algorithms()
+        first = next(iter(algorithms))
+        method = method or first
+        if method not in algorithms:
+            names = ", ".join(algorithms)
+            raise InputError(f"the request is for method {shown(method)}, but this app has {names}")
         module = build_module(config, like, seed, self.model)
         loss = self.loss or build_loss(config, like)
         measure = build_measure(config, like, self.metric)
         return Plan(
-            algorithm,
+            algorithms[method],
             build_objective(config, module, loss),
             agents=config.data.agents,
             rounds=config.rounds,
@@ -126,9 +136,10 @@ class App:
             wait=config.federation.wait,
             like=like,
             privacy=_privacy(config.privacy),
-            baselines=tuple(config.baselines),
+            baselines=tuple(config.baselines) if method == first else (),
             tune_local=config.tune_local,
             site_keys=_site_keys(config.federation),
+            method=method if len(algorithms) > 1 else "",
         )
 
 
@@ -140,15 +151,19 @@ def _check(config: Config) -> None:
         None,
         "must be the shape of one sample's input, the same at all sites, for example [64]",
     )
-    for key, number, what in (
-        ("seeds", len(config.seeds), "one seed"),
-        ("methods", len(config.algorithms()), "one method"),
-    ):
-        if number != 1:
-            raise InputError(
-                f"{key} has {number} entries: a federation trains {what} per run; start one run "
-                "for each and compare them with `nufed report RUN RUN`"
-            )
+    if len(config.seeds) != 1:
+        raise InputError(
+            f"seeds has {len(config.seeds)} entries: a federation trains one seed per run; start "
+            "one run for each and compare them with `nufed report RUN RUN`"
+        )
+    _check_bounds(config)
+    private, secure = config.privacy.clip is not None, config.federation.secure_aggregation
+    if len(config.algorithms()) > 1 and private and secure and config.participation < 1:
+        raise InputError(
+            f"participation = {config.participation:g}: with [privacy] and secure_aggregation "
+            "several methods need 1.0, since sums of one round are over the same sites, and "
+            "epsilon assumes a cohort of its own for each method; or train one method per run"
+        )
     for key in ("stop_when", "keep"):
         if key in config.model_dump(exclude_none=True):
             raise InputError(
@@ -175,6 +190,24 @@ def _check(config: Config) -> None:
             "privacy.clip is not set, so there would be no privacy: set it to the clipping norm of "
             "updates, or remove [privacy]"
         )
+
+
+def _check_bounds(config: Config) -> None:
+    """Refuse settings outside of ``[approval]``, and bounds of what is no setting."""
+    tables = {"method": config.method, **{f"methods.{n}": t for n, t in config.methods.items()}}
+    found: list[tuple[str, str, Any]] = [("rounds", "rounds", config.rounds)]
+    for place, table in tables.items():
+        found += [(f"{place}.{name}", name, value) for name, value in table.settings.items()]
+    for bounded, bounds in config.approval.items():
+        values = {key: value for key, name, value in found if name == bounded}
+        if not values or not bounds[0] <= bounds[1]:
+            raise InputError(
+                f"approval.{bounded} = {bounds}: must be [least, most] of rounds or of a setting "
+                "of the methods"
+            )
+        for key, value in values.items():
+            allowed = f"must be in {bounds[0]:g} … {bounds[1]:g}, as approval.{bounded} says"
+            require(within(value, bounds), key, value, allowed)
 
 
 def _like(config: Config) -> Samples:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +19,12 @@ from nufed.algorithms.protocol import AgentContext, AgentResult, AgentUpdate, St
 from nufed.data.input_range import input_ranges, scale_warnings
 from nufed.errors import InputError, in_short
 from nufed.evaluate import training_loss
+from nufed.flower.app.apps import App
 from nufed.flower.app.load_app import load_app
 from nufed.flower.app.monitor import size_of
-from nufed.flower.app.payload import ARRAYS, content
+from nufed.flower.app.payload import ARRAYS, content, method_record
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.privacy import check_plan
+from nufed.flower.app.privacy import check_plan, in_words
 from nufed.flower.app.secure_payload import words_record
 from nufed.flower.app.secure_sum.words import encode
 from nufed.flower.app.site import PARTITION_ID, Site
@@ -40,6 +42,25 @@ class Found(NamedTuple):
     text: str
     note: bool = False
 
+    def __str__(self) -> str:
+        return f"{'note: ' if self.note else ''}{self.name}: {self.text}"
+
+
+def check_configuration(app: App) -> Iterator[Found]:
+    """What an app trains, and the epsilon that it will spend; raises what is wrong."""
+    plans, config = app.plans(), app.checked
+    plan = next(iter(plans.values()))
+    yield Found(
+        "configuration",
+        f"{config.name}: {', '.join(plans)}, {plan.rounds} rounds{' each' if plan.method else ''}, "
+        f"{plan.agents} sites, {plan.cohort} per round; model of {plan.objective.size:,} "
+        "parameters",
+    )
+    if plan.privacy:
+        rounds = len(plans) * plan.rounds
+        spent = check_plan(plan.privacy, len(plan.seen), plan.cohort, rounds)
+        yield Found("privacy", in_words(spent, plan.privacy))
+
 
 def check_site(folder: Path, data: Path | None, number: int = 0) -> Iterator[Found]:
     """Load the app and the data as a site does, and train one step; raises what is wrong.
@@ -50,20 +71,15 @@ def check_site(folder: Path, data: Path | None, number: int = 0) -> Iterator[Fou
         number: its number.
     """
     app = load_app(folder)
-    plan, config = app.plan(), app.checked
-    if plan.privacy:
-        check_plan(plan.privacy, len(plan.seen), plan.cohort, plan.rounds)
-    (method,) = config.algorithms()
-    yield Found(
-        "configuration",
-        f"{config.name}: {method}, {plan.rounds} rounds, {plan.agents} sites, {plan.cohort} per "
-        f"round; model of {plan.objective.size:,} parameters",
-    )
+    yield from check_configuration(app)
+    plan = app.plan()
     with tempfile.TemporaryDirectory() as temporary, torch_threads(plan.threads):
         where = {} if data is None else {"data": str(data.absolute())}
         site = Site(plan, {PARTITION_ID: number, "folder": temporary, **where}, app.load)
         yield from _data(site, folder)
         yield from _training(site)
+        for other in list(app.plans().values())[1:]:
+            yield from _training(replace(site, plan=other))
 
 
 def _data(site: Site, folder: Path) -> Iterator[Found]:
@@ -114,11 +130,14 @@ def _training(site: Site) -> Iterator[Found]:
             f"the server would leave out the update of site {agent} after one step, because "
             f"{rejected[0].reason}: lower meta_lr or adapt_lr, or scale the inputs"
         )
+    of = f"{plan.method}, " if plan.method else ""
     yield Found(
-        "one step",
+        f"{of}one step",
         f"training loss {first:.4g} before, {then:.4g} after one local step of {seconds:.2g} s",
     )
-    down = size_of(content(received, run="0" * 32, agent=agent, round=1, taken=0, released=0))
+    request = content(received, run="0" * 32, agent=agent, round=1, taken=0, released=0)
+    request.update(method_record(plan.method))
+    down = size_of(request)
     about = {"agent": agent, "round": 1, "gradients": 1, "hvps": 0, "began": 0}
     reply, beside = content(result.vectors, samples=1, **about), ""
     if plan.site_keys:
@@ -126,7 +145,8 @@ def _training(site: Site) -> Iterator[Found]:
         reply[ARRAYS] = words_record(encode(result.vectors, replaced, plan.cohort))
     up = size_of(reply)
     yield Found(
-        "messages", f"{down:,} bytes to the site and {up:,} back, per round of training{beside}"
+        f"{of}messages",
+        f"{down:,} bytes to the site and {up:,} back, per round of training{beside}",
     )
     yield Found("memory", _memory(site, plan, up))
 

@@ -87,6 +87,7 @@ class Monitor:
 
     def __init__(self, plan: Plan, name: str = "", folder: Path | None = None) -> None:
         self._plan, self._name, self._folder = plan, name, folder
+        self._later = 0  # methods that are trained after this one
         self._lock = RLock()
         self._state: State = "waiting for sites"
         self._failure: str | None = None
@@ -133,9 +134,14 @@ class Monitor:
             heart.join()
             self._write()
 
+    def trains(self, plan: Plan, later: int) -> None:
+        """A method is trained next, and then ``later`` others."""
+        self._plan, self._later, self._state = plan, later, "waiting for sites"
+
     def begins(self, progress: Progress) -> None:
         """Training starts or resumes from here."""
         self._round = self._first = progress.round
+        self._own_seconds = []
         self._state, self._began = "training", time.monotonic()
         self._write()
 
@@ -217,12 +223,12 @@ class Monitor:
         with self._lock:
             own, left = self._own_seconds, None
             if own and self._state not in ("finished", "failed"):
-                remaining = self._plan.rounds - self._first - len(own)
+                remaining = (1 + self._later) * self._plan.rounds - self._first - len(own)
                 spent = time.monotonic() - self._began
                 left = max(0.0, remaining * sum(own) / len(own) - spent)
             return StatusRecord.model_validate(
                 {
-                    "name": self._name,
+                    "name": ", ".join(filter(None, (self._name, self._plan.method))),
                     "state": self._state,
                     "round": self._round,
                     "rounds": self._plan.rounds,

@@ -31,6 +31,7 @@ from nufed.flower.app.versions import VERSION, works_with
 from nufed.server.checks import Unreadable
 
 ARRAYS, ABOUT, SCORES, RELEASE = "arrays", "about", "scores", "release"
+METHOD = "method"  # the record of a request that names its method, if the app has several
 BASELINE = "baseline"  # the action of a message that asks for the scores of a null baseline
 KEEP = "keep"  # the action of a message on which a site writes its personal model
 STORED_AS = "numpy.ndarray"
@@ -121,6 +122,21 @@ def read_about(records: Mapping[str, object], *keys: str) -> list[Any]:
 def read_run(run: object) -> str:
     """The id of a run, also used as a folder name."""
     return _read_id(run, "run")
+
+
+def method_record(method: str) -> dict[str, ConfigRecord]:
+    """Names the method of a request; empty if the app has only one."""
+    return {METHOD: ConfigRecord({"name": method})} if method else {}
+
+
+def read_method(request: Mapping[str, object]) -> str | None:
+    """The method that a request names; None if it names none."""
+    if METHOD not in request:
+        return None
+    name = get_record(request, METHOD, ConfigRecord).get("name")
+    if not isinstance(name, str):
+        raise PayloadError(f"its method is {shown(name)}, not a name")
+    return name
 
 
 def release_record(store: str, count: int) -> ConfigRecord:

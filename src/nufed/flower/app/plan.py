@@ -52,6 +52,7 @@ class Plan:
         baselines: null baselines to evaluate at the end.
         tune_local: whether the step size of the baseline ``local`` is chosen on validation samples.
         site_keys: public keys of the sites, for secure aggregation; None: without it.
+        method: name of the method, if the app has several; requests name it.
     """
 
     algorithm: Algorithm
@@ -78,6 +79,7 @@ class Plan:
     baselines: tuple[str, ...] = ()
     tune_local: bool = False
     site_keys: SiteKeys | None = None
+    method: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("agents", 1), ("rounds", 0), ("eval_steps", 0), ("threads", 1)):

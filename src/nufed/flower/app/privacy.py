@@ -184,6 +184,19 @@ class Ledger:
         stores = {**stores, store: max(count, stores.get(store, 0))}
         return replace(self, releases={**self.releases, agent: stores})
 
+    def joined(self, other: Ledger) -> Ledger:
+        """The later of two ledgers of one run: no count of it ever falls."""
+
+        def most(one: Mapping[Any, int], two: Mapping[Any, int]) -> dict[Any, int]:
+            return {key: max(one.get(key, 0), two.get(key, 0)) for key in {**one, **two}}
+
+        stores = {
+            agent: most(self.releases.get(agent, {}), other.releases.get(agent, {}))
+            for agent in {**self.releases, **other.releases}
+        }
+        rounds, requests = most(self.rounds, other.rounds), most(self.requests, other.requests)
+        return replace(self, rounds=rounds, releases=stores, requests=requests)
+
     def released_by(self, agent: int) -> int:
         """Number of an agent's noisy updates, as its site claims."""
         return sum(self.releases.get(agent, {}).values())
@@ -257,6 +270,17 @@ def check_plan(privacy: Privacy, agents: int, cohort: int, rounds: int) -> Spent
                 "larger delta or a larger budget"
             )
     return spent
+
+
+def in_words(spent: Spent, privacy: Privacy) -> str:
+    """The planned spending, and what it means."""
+    return (
+        f"epsilon will be {spent.released:.3g} for whoever sees the released models and "
+        f"{spent.server:.3g} against the server, if all sites reply: with any one site's data "
+        "replaced by other data, nothing that they see becomes more than e^epsilon times as "
+        f"likely, except with probability {privacy.delta:g}; 1 is strong, 10 is weak, and 50 is "
+        "meaningless"
+    )
 
 
 def check_round(privacy: Privacy, ledger: Ledger, agents: int, cohort: int, accepted: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from flwr.app import RecordDict
 
@@ -16,6 +16,10 @@ class Refusal(str):
     """Why a site can't take part, in its own words: its data or settings can't be used."""
 
     __slots__ = ()
+
+
+class TooFewSitesError(TrainingError):
+    """Too few sites can take part, whatever method is trained."""
 
 
 class Refusals:
@@ -42,11 +46,8 @@ class Refusals:
         left = [agent for agent in plan.seen if agent not in self._reasons]
         if len(left) >= needed:
             return
-        sites: dict[str, list[str]] = {}
-        for agent in sorted(self._reasons):
-            sites.setdefault(self._reasons[agent], []).append(site_label(agent, names))
-        said = "; ".join(f"{_listed(own)}: {reason}" for reason, own in sites.items())
-        raise TrainingError(
+        said = by_reason((site_label(a, names), why) for a, why in sorted(self._reasons.items()))
+        raise TooFewSitesError(
             f"{len(left)} of {len(plan.seen)} sites can train, and a round needs {needed} "
             f"({said}); correct the data at these sites, or the configuration, and check each "
             "with `nufed federate check`"
@@ -61,6 +62,18 @@ def site_label(agent: int, names: Mapping[int, str]) -> str:
     """
     name = names.get(agent, "")
     return f"site {agent}" + (f" ({name})" if name not in ("", str(agent)) else "")
+
+
+def by_reason(reasons: Iterable[tuple[str, str]]) -> str:
+    """Sites with their reasons, each named once; without a reason a site is only named.
+
+    >>> by_reason([("site 0", "late"), ("site 1", ""), ("site 2", "late")])
+    'site 0, site 2: late; site 1'
+    """
+    sites: dict[str, list[str]] = {}
+    for who, reason in reasons:
+        sites.setdefault(reason, []).append(who)
+    return "; ".join(f"{_listed(own)}{reason and f': {reason}'}" for reason, own in sites.items())
 
 
 def _listed(sites: list[str]) -> str:

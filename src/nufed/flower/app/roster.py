@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Iterable
 from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from nufed.errors import TrainingError
 from nufed.flower.app.authentication import Authentication
 from nufed.flower.app.messaging import LOG, POLL_INTERVAL, Requests
 from nufed.flower.app.payload import PayloadError, content, read_identity
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.refusals import site_label
+from nufed.flower.app.refusals import TooFewSitesError, by_reason, site_label
 from nufed.flower.app.versions import VERSION
 from nufed.runs.audit_log import Audit, not_audited
 
@@ -42,8 +41,14 @@ class Roster:
         self.nodes: dict[int, int] = {}
         self.names: dict[int, str] = {}
         self.connected: set[int] = set()  # also those that have not answered yet
-        self.excluded: dict[int, str] = {}  # why
+        self._excluded: dict[int, str] = {}  # nodes that are online, and why
         self.on_refresh: Callable[[], None] = lambda: None
+
+    @property
+    def excluded(self) -> dict[int, str]:
+        """Why the sites of agents are excluded; without nodes whose agent is not known."""
+        reasons = ((self._agent_of(node), reason) for node, reason in self._excluded.items())
+        return {agent: reason for agent, reason in reasons if agent is not None}
 
     def label(self, agent: int) -> str:
         """How messages name an agent's site."""
@@ -62,6 +67,7 @@ class Roster:
             self._registry = self.authentication.registry
             self._forget_unregistered()
         self._claims = {node: claim for node, claim in self._claims.items() if node in online}
+        self._excluded = {n: why for n, why in self._excluded.items() if n in self._claims}
         self._queries.keep(online - self._claims.keys())
         new = online - self._claims.keys() - self._queries.nodes
         now = time.monotonic()
@@ -110,9 +116,7 @@ class Roster:
         who = self.authentication.label(node)
         LOG.warning("%s is excluded: %s", who, reason)
         self._audit("excluded", who=who, reason=reason)
-        agent = self._agent_of(node)
-        if agent is not None:
-            self.excluded[agent] = reason
+        self._excluded[node] = reason
 
     def _assign(self, new: Collection[int]) -> None:
         claims = {node: claim[0] for node, claim in self._claims.items() if claim is not None}
@@ -129,7 +133,7 @@ class Roster:
             claim = self._claims[node]
             assert claim is not None
             self.names[agent] = claim[1]
-            self.excluded.pop(agent, None)
+            self._excluded.pop(node, None)
             if before.get(agent) != node:
                 key = self.authentication.key_of(node)
                 self._audit("joined", site=agent, name=claim[1], key=key)
@@ -137,12 +141,26 @@ class Roster:
             self._audit("left", site=agent)
 
     def wait_for(self, agents: Collection[int], least: int) -> None:
-        """Wait until at least ``least`` of these agents are online, up to the plan's timeout."""
+        """Wait until at least ``least`` of these agents are online, up to the plan's timeout.
+
+        Not for sites that are excluded: they are not asked again.
+        """
         end = time.monotonic() + self._plan.wait
         self.refresh()
         while len(self.nodes.keys() & set(agents)) < least and time.monotonic() < end:
+            if not self._absent(agents):
+                return
             time.sleep(POLL_INTERVAL)
             self.refresh()
+
+    def _absent(self, agents: Iterable[int]) -> bool:
+        """Whether some of these agents are neither online nor excluded, by number or unknown."""
+        missing = set(agents) - self.nodes.keys() - self.excluded.keys()
+        return len(missing) > len(self._unknown())
+
+    def _unknown(self) -> list[int]:
+        """The excluded nodes whose agent is not known."""
+        return [node for node in self._excluded if self._agent_of(node) is None]
 
     def gather(self) -> None:
         """Wait for all agents; raise if fewer than a quorum are online."""
@@ -151,16 +169,24 @@ class Roster:
         missing = [agent for agent in range(plan.agents) if agent not in self.nodes]
         training = [agent for agent in plan.seen if agent in self.nodes]
         if len(training) < max(1, plan.rules.min_updates):
-            raise TrainingError(
-                f"{len(self.nodes)} of {plan.agents} sites take part after {plan.wait:g} s "
-                f"(without {self._reasons(missing)}), and a round needs "
-                f"{max(1, plan.rules.min_updates)} that train: start the sites, each with its own "
-                "number, or raise federation.wait"
+            absent = self._absent(missing)
+            raise TooFewSitesError(
+                f"{len(self.nodes)} of {plan.agents} sites take part"
+                + (f" after {plan.wait:g} s" if absent else "")
+                + f" (without {self._reasons(missing)}), and a round needs "
+                f"{max(1, plan.rules.min_updates)} that train: "
+                + (
+                    "start the sites, each with its own number, or raise federation.wait"
+                    if absent
+                    else "correct that at the excluded sites"
+                )
             )
         if missing:
             LOG.warning("training starts without %s", self._reasons(missing))
 
     def _reasons(self, agents: Iterable[int]) -> str:
         """Sites that do not take part, with the reasons of excluded ones."""
-        why = ((self.label(agent), self.excluded.get(agent)) for agent in agents)
-        return ", ".join(f"{who}: {reason}" if reason else who for who, reason in why)
+        known = self.excluded
+        why = [(self.label(agent), known.get(agent, "")) for agent in agents]
+        why += [(self.authentication.label(n), self._excluded[n]) for n in self._unknown()]
+        return by_reason(why)

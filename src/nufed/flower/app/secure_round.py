@@ -112,8 +112,8 @@ class SecureRound:
         released = self._ask(UNMASK, signatures, lambda _: all_signed, self._read_unmasking)
         for error in self.failed[len(left_out) :]:
             LOG.warning("shares left out: %s", error)
-        self.failed = left_out  # the updates of these sites are in the sum
         total = unmasked_sum(terms, adverts, frozenset(sealed), masked, released)
+        self.failed = left_out  # the updates of the others are in the sum
         means = decode_means(total, self.before, len(masked))
         return SummedUpdates(survivors.sites, means)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flwr.app import ConfigRecord, MessageType, RecordDict
@@ -17,7 +18,7 @@ from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.exclusions import Exclusions
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.monitor import Monitor
-from nufed.flower.app.payload import ARRAYS, content, to_arrays
+from nufed.flower.app.payload import ARRAYS, content, method_record, to_arrays
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy_account import Account
 from nufed.flower.app.roster import Roster
@@ -52,6 +53,8 @@ class Server:
         audit: writes an event to the audit log.
         exclusions: agents that are not sent requests; those found to need it are added.
         monitor: records what the server sees of its sites.
+        sums: cohorts of the secure sums of other methods of the run, and the sites in them, by
+            round; sites unmask a sum of this method only over the same.
 
     ``account`` is the privacy account, if the plan has privacy; ``scoring`` asks for scores.
     """
@@ -68,9 +71,10 @@ class Server:
         audit: Audit = not_audited,
         exclusions: Exclusions | None = None,
         monitor: Monitor | None = None,
+        sums: Mapping[int, tuple[list[int], list[int]]] = MappingProxyType({}),
     ) -> None:
         self._on_doubt, self._audit = on_doubt, audit
-        self._plan, self._run = plan, run
+        self._plan, self._run, self._sums = plan, run, sums
         self._cohort_seed = plan.seed if cohort_seed is None else cohort_seed
         self._exclusions = exclusions or Exclusions()
         self._roster = Roster(grid, plan, Authentication(sites), audit)
@@ -123,6 +127,7 @@ class Server:
 
     def _attempt(self, before: Progress, cohort: list[int]) -> Progress:
         plan, k = self._plan, before.round + 1
+        cohort = self._sums[k][0] if k in self._sums else cohort
         if self.account:
             self.account.check_next()
         included = [agent for agent in cohort if not self._exclusions.reason(agent)]
@@ -184,10 +189,14 @@ class Server:
     def _sum(self, before: Progress, round: int, cohort: list[int]) -> Collected:
         """The means of a round's updates, by secure aggregation."""
         server = before.server
+        _, summed = self._sums.get(round, (cohort, cohort))
 
         def send(kind: str, sites: Iterable[int], make: Callable[[int], ConfigRecord]) -> Replies:
-            vectors = server if kind.endswith(MASKED) else None
-            return self.request(kind, vectors, round, sites, lambda site: {SECURE: make(site)})
+            vectors, asked = server if kind.endswith(MASKED) else None, set(sites)
+            replies, offline = self.request(
+                kind, vectors, round, sorted(asked & {*summed}), lambda s: {SECURE: make(s)}
+            )
+            return replies, [*offline, *sorted(asked - {*summed})]
 
         terms = SumTerms(self._run, round, new_attempt(), tuple(cohort))
         return collect_sum(self._plan, terms, server, send, self.account, self._roster.label)
@@ -228,7 +237,7 @@ class Server:
                 released=self.account.released_by(agent) if self.account else 0,
                 **more,
             )
-            contents[agent].update({**arrays, **records(agent)})
+            contents[agent].update({**arrays, **records(agent), **method_record(self._plan.method)})
         if self.account and kind in TRAINS:
             self.account.requested(contents)
         seconds = deadline or self._plan.deadline

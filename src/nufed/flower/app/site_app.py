@@ -14,7 +14,15 @@ from nufed.errors import InputError, TrainingError, visible
 from nufed.evaluate import evaluate_agent, majority_class
 from nufed.flower.app.activity import observed
 from nufed.flower.app.authentication import signed
-from nufed.flower.app.payload import BASELINE, KEEP, SAME, PayloadError, content, read_version
+from nufed.flower.app.payload import (
+    BASELINE,
+    KEEP,
+    SAME,
+    PayloadError,
+    content,
+    read_method,
+    read_version,
+)
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.score_payload import read_part, read_scales, scores_content
 from nufed.flower.app.secure_payload import ADVERTISE, CONFIRM, MASKED, SHARE, UNMASK
@@ -31,7 +39,7 @@ LOG = logging.getLogger("nufed")
 Handler: TypeAlias = Callable[[Site, RecordDict], RecordDict]
 
 
-def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
+def client_app(plan: Callable[..., Plan], load: Load) -> ClientApp:
     """The app that runs at every site.
 
     A site is configured by its node config: its number (``partition-id``) and
@@ -39,7 +47,8 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
     its replies, and ``epsilon``, its budget against the server over all runs.
 
     Args:
-        plan: makes the plan, the same as at the server.
+        plan: makes the plan, the same as at the server; called with the method that a request
+            names, if it names one.
         load: reads this site's data, given its node's config; returns anything that
             :func:`nufed.data.as_samples` takes.
     """
@@ -48,7 +57,8 @@ def client_app(plan: Callable[[], Plan], load: Load) -> ClientApp:
     def handler(respond: Handler) -> Callable[[Message, Context], Message]:
         def handle(message: Message, context: Context) -> Message:
             try:
-                made = plan()
+                method = read_method(message.content)
+                made = plan() if method is None else plan(method)
                 with torch_threads(made.threads):
                     site = Site(made, context.node_config, load)
                     reply = observed(site, message, respond)

@@ -26,7 +26,8 @@ class Task:
     """A request of the server, and the state that the site starts from.
 
     ``began`` is the round of ``state``; 0: the initial state. ``released`` is the number of noisy
-    updates of this agent that the server knows of. ``more`` holds further fields, not checked yet.
+    updates of this agent that the server knows of. ``method`` is that of the plan; each has a
+    ``file`` of its own. ``more`` holds further fields, not checked yet.
     """
 
     run: str
@@ -36,6 +37,7 @@ class Task:
     state: State
     began: int
     file: Path
+    method: str
     more: Mapping[str, object]
 
     @property
@@ -44,9 +46,15 @@ class Task:
         return without_residuals(self.state) if self.began else None
 
     @property
+    def releases(self) -> Path:
+        """The file of the last noisy update and of their number, over all methods of the run."""
+        return self.file.parents[2 if self.method else 0] / self.file.name
+
+    @property
     def digest(self) -> str:
         """Digest that identifies this request."""
-        return sha256(f"{self.run}/{self.round}/".encode() + save(dict(self.received)))
+        what = f"{self.run}/{self.round}/" + (f"{self.method}/" if self.method else "")
+        return sha256(what.encode() + save(dict(self.received)))
 
 
 def read_task(site: Site, request: RecordDict, *more: str) -> Task:
@@ -64,7 +72,8 @@ def read_task(site: Site, request: RecordDict, *more: str) -> Task:
     received = read_vectors(request, site.plan.received_like())
     taken = read_int(taken, "taken", 10**9)
     run = read_run(run)
-    file = site.folder / run / f"agent-{site.agent}"
+    method, folder = site.plan.method, site.folder / run
+    file = (folder / "methods" / method if method else folder) / f"agent-{site.agent}"
     initial = site.plan.initial_state(received)
     kept = load_record(file, initial).state(taken) if initial and taken else None
     if initial and taken and kept is None:
@@ -80,5 +89,6 @@ def read_task(site: Site, request: RecordDict, *more: str) -> Task:
         kept or initial,
         began,
         file,
+        method,
         dict(zip(more, rest, strict=True)),
     )

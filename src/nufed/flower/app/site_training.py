@@ -101,7 +101,7 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
 
     Fresh noise on a repeated request would let the server average it away.
     """
-    record = load_record(task.file, {})
+    record = load_record(task.releases, {})
     initial = Release(secrets.token_hex(16), privacy.server_noise, before=task.released)
     last, digest = record.release or initial, task.digest
     if last.question == digest:
@@ -109,7 +109,7 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
     sent = max(last.before + last.count, task.released)
     check_release(privacy, sent)
     if site.limit is not None:
-        sent += site.releases_in_other_runs(task.file, privacy.server_noise)
+        sent += site.releases_in_other_runs(task.releases, privacy.server_noise)
         check_release(replace(privacy, epsilon_server=site.limit), sent)
     _ = site.samples  # a mismatch with the federation's format may be told
     try:
@@ -120,5 +120,5 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
     release = last.after(digest, protect(result.vectors, task.received, privacy), result.cost)
     released = release.before + release.count
     site.notes["epsilon"] = server_epsilon(privacy.server_noise, released, privacy.delta)
-    save_record(task.file, replace(record, release=release))
+    save_record(task.releases, replace(record, release=release))
     return release

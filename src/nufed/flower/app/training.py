@@ -9,6 +9,8 @@ from __future__ import annotations
 import secrets
 import time
 import warnings
+from collections.abc import Iterable, Mapping
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,15 @@ from flwr.serverapp import Grid
 from nufed.config import Config
 from nufed.errors import NufedError, NumericalWarning, RunError, TrainingError
 from nufed.evaluate import Evaluation, chooses, summarise
-from nufed.files import cannot_write, locked, read_sealed, sha256_of, write_sealed
+from nufed.files import cannot_write, locked, read_sealed, sha256, sha256_of, write_sealed
 from nufed.flower.app.authentication import registry_file
 from nufed.flower.app.exclusions import Exclusions
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.monitor import Monitor
 from nufed.flower.app.outcome import Outcome
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.privacy import check_plan
+from nufed.flower.app.privacy import Ledger, check_plan
+from nufed.flower.app.refusals import TooFewSitesError
 from nufed.flower.app.server_app import Server
 from nufed.flower.app.versions import VERSION
 from nufed.flower.logs import event, log_to
@@ -34,7 +37,7 @@ from nufed.runs.audit_log import AUDIT, AuditLog
 from nufed.runs.directory import PRIVACY
 from nufed.runs.federation_records import FederationRecord
 from nufed.runs.metric_lines import evaluation_line
-from nufed.runs.part_files import PartFiles
+from nufed.runs.part_files import FAILURE, PartFiles
 from nufed.runs.provenance import Provenance
 from nufed.runs.recorder import Recorder
 from nufed.runs.records import checked
@@ -45,53 +48,63 @@ FEDERATION = "federation.json"  # the run's id, its configuration's digest, a se
 
 
 def train_federation(
-    plan: Plan, config: Config, grid: Grid, out: Path | None, log_format: str = "text"
+    plans: Mapping[str, Plan],
+    config: Config,
+    grid: Grid,
+    out: Path | None,
+    log_format: str = "text",
 ) -> Path:
     """Train and evaluate over the sites that a grid reaches; returns the run directory.
 
     Args:
-        plan: what is trained.
-        config: the configuration that the plan was made from.
+        plans: what is trained, by method, one after the other.
+        config: the configuration that the plans were made from.
         grid: reaches the sites.
         out: the run directory; a run that exists there is resumed. By default the next free
             ``runs/NAME-001``.
         log_format: of the log in it: "text" or "json".
     """
+    plan = next(iter(plans.values()))  # all have the same sites, rounds and privacy
     if plan.privacy:
-        check_plan(plan.privacy, len(plan.seen), plan.cohort, plan.rounds)
+        check_plan(plan.privacy, len(plan.seen), plan.cohort, len(plans) * plan.rounds)
     resuming = out is not None and (out / "run.json").exists()
     directory = RunDirectory(out) if resuming and out else RunDirectory.create(config.name, out)
     if resuming:
         directory.existing()
-    (method,) = config.algorithms()
     with torch_threads(plan.threads), locked(directory.path), log_to(directory.path, log_format):
         audit = _open_audit_log(directory, config, plan, resuming)
         try:
             identity = (
                 _resume(directory, config, plan) if resuming else _begin(directory, config, plan)
             )
-            folder = directory.part("methods", method, plan.seed)
             # as recorded: the same configuration may have other keys in another version of nufed
-            files = PartFiles(folder, {"configuration": identity["configuration"]})
-            files.check_rounds(plan.rounds)
+            belongs_to = {"configuration": identity["configuration"]}
+            parts = {
+                method: PartFiles(directory.part("methods", method, plan.seed), belongs_to)
+                for method in plans
+            }
+            for files in parts.values():
+                files.check_rounds(plan.rounds)
             if resuming:
                 _record_resumed(directory, config)
-            if not files.is_done(plan.rounds):
-                began = time.perf_counter()
-                monitor = Monitor(plan, config.name, directory.path)
-                with monitor.running():
-                    _train(plan, config, grid, identity, directory, files, audit, monitor)
-                seconds = time.perf_counter() - began
-                directory.write_timing(method=method, seed=plan.seed, seconds=seconds)
-            from nufed.report.finish import finish  # it takes a moment to import
+            failure = None
+            try:
+                _train_all(plans, config, grid, identity, directory, parts, audit)
+            except TrainingError as error:
+                failure = error
+            done = [files.is_done(plan.rounds) for files in parts.values()]
+            tried = [(files.folder / FAILURE).exists() for files in parts.values()]
+            if any(done) and all(map(max, done, tried)):
+                from nufed.report.finish import finish  # it takes a moment to import
 
-            finish(directory, {plan.seed: plan.objective}, {method: plan.algorithm})
+                algorithms = {method: each.algorithm for method, each in plans.items()}
+                finish(directory, {plan.seed: plan.objective}, algorithms)
+            if failure:
+                raise failure
         except NufedError as error:
             LOG.error("%s", error)
             audit.write("failed", reason=str(error))
             _log_head(audit)
-            if isinstance(error, TrainingError):
-                directory.write_failure(method, plan.seed, str(error))
             raise
         audit.write("finished", released_sha256=_released(directory.path))
         _log_head(audit)
@@ -162,26 +175,69 @@ def _record_resumed(directory: RunDirectory, config: Config) -> None:
         LOG.warning("%s", warning.message)
 
 
-def _train(
-    plan: Plan,
+def _train_all(
+    plans: Mapping[str, Plan],
     config: Config,
     grid: Grid,
     identity: dict[str, Any],
     directory: RunDirectory,
-    files: PartFiles,
+    parts: Mapping[str, PartFiles],
+    audit: AuditLog,
+) -> None:
+    """Train the methods that are not done; after one that fails, the others, and then raise.
+
+    Not without sites; nor with privacy, whose account relies on the order of requests: of a failed
+    round, sites only keep the update that was requested last.
+    """
+    left = [m for m, plan in plans.items() if not parts[m].is_done(plan.rounds)]
+    if not left:
+        return
+    failures = []
+    monitor = Monitor(plans[left[0]], config.name, directory.path)
+    with monitor.running():
+        for number, method in enumerate(left, 1):
+            seed, began = plans[method].seed, time.perf_counter()
+            monitor.trains(plans[method], len(left) - number)
+            try:
+                _train(method, plans, config, grid, identity, directory, parts, audit, monitor)
+            except TrainingError as error:
+                directory.write_failure(method, seed, str(error))
+                if plans[method].privacy or isinstance(error, TooFewSitesError):
+                    raise
+                failures.append(error)
+                if number < len(left):
+                    LOG.error("%s failed, and %s follows: %s", method, left[number], error)
+                continue
+            seconds = time.perf_counter() - began
+            directory.write_timing(method=method, seed=seed, seconds=seconds)
+        if failures:
+            raise failures[0]
+
+
+def _train(
+    method: str,
+    plans: Mapping[str, Plan],
+    config: Config,
+    grid: Grid,
+    identity: dict[str, Any],
+    directory: RunDirectory,
+    parts: Mapping[str, PartFiles],
     audit: AuditLog,
     monitor: Monitor,
 ) -> None:
     """Train the remaining rounds, each recorded and checkpointed before the next starts."""
-    if plan.privacy:
-        files.check_newest()
-    (method,) = config.algorithms()
+    plan, files = plans[method], parts[method]
+    ledger = _ledger(parts.values()) if plan.privacy else None
     last, outcome = False, None
     with Recorder(directory, files, config, method, plan.algorithm, plan.seed) as recorder:
         warn_of_memory(method, plan.algorithm, plan.start(), plan.context(1))
         # a private run resumes from its last round only, since its model may have been seen
         start = recorder.resume(plan.start, 1 if plan.privacy else None)
+        notes = recorder.notes if ledger is None else {**(recorder.notes or {}), "ledger": ledger}
         cohort_seed = identity["cohort_seed"] if plan.privacy else None
+        if cohort_seed is not None and plan.method:  # epsilon assumes that no two share cohorts
+            cohort_seed = int(sha256(f"{cohort_seed} {method}".encode())[:32], 16)
+        others = [other for name, other in parts.items() if name != method]
 
         def doubt(round: int, message: str) -> None:
             files.warnings.append({"round": round, "message": message})
@@ -190,13 +246,14 @@ def _train(
             plan,
             grid,
             identity["run"],
-            recorder.notes,
+            notes,
             cohort_seed,
             doubt,
             registry_file(),
-            audit.write,
+            partial(audit.write, method=method) if plan.method else audit.write,
             Exclusions(directory.path),
             monitor,
+            _sums(others) if plan.site_keys else {},
         )
         if start:
             LOG.info("training resumes after round %d", start.round)
@@ -213,12 +270,26 @@ def _train(
                     line |= _evaluation(outcome, plan)
                 recorder.record(progress, line, checkpoint=True, notes=server.notes)
                 monitor.records(progress, line.get("epsilon"))
-                _log_round(plan, config, progress, outcome, line.get("epsilon"))
+                steps = config.steps_of(method)[0]
+                _log_round(plan, steps, progress, outcome, line.get("epsilon"))
         finally:  # also record what a training that failed has spent
             if server.account:
                 write_sealed(directory.path / PRIVACY, server.account.summary())
         if last and outcome:
             _finish(plan, server, outcome, progress, directory, recorder)
+
+
+def _ledger(parts: Iterable[PartFiles]) -> dict[str, Any] | None:
+    """What all methods of a private run have spent so far; None before the first."""
+    notes = [saved.notes for files in parts if (saved := files.newest())]
+    ledgers = [Ledger.from_json(each.get("ledger", "missing")) for each in notes]
+    return reduce(Ledger.joined, ledgers).as_json() if ledgers else None
+
+
+def _sums(others: Iterable[PartFiles]) -> dict[int, tuple[list[int], list[int]]]:
+    """The cohorts of the rounds that other methods have trained, and the sites in their sums."""
+    lines = [line for files in others for line in files.all_lines() if line.cohort]
+    return {line.round: (line.cohort, line.participants) for line in lines}
 
 
 def _evaluation(outcome: Outcome, plan: Plan) -> dict[str, Any]:
@@ -233,7 +304,7 @@ def _evaluation(outcome: Outcome, plan: Plan) -> dict[str, Any]:
 
 def _log_round(
     plan: Plan,
-    config: Config,
+    steps: int,
     progress: Progress,
     outcome: Outcome | None,
     epsilon: dict[str, float] | None,
@@ -241,14 +312,14 @@ def _log_round(
     """Log one line about a round."""
     size = len(progress.cohort)
     accepted = size - len(progress.dropped) - len({r.agent for r in progress.rejected})
-    parts = [f"round {progress.round} of {plan.rounds}"]
+    of = f"{plan.method}, " if plan.method else ""
+    parts = [f"{of}round {progress.round} of {plan.rounds}"]
     fields: dict[str, Any] = {"round": progress.round, "rounds": plan.rounds}
+    fields |= {"method": plan.method} if plan.method else {}
     if size:
         fields |= {"accepted": accepted, "asked": size}
         parts.append(f"{accepted} of {size} sites")
     if outcome and outcome.scores:
-        (method,) = config.algorithms()
-        steps = config.steps_of(method)[0]
         final = outcome.evaluation.chosen or outcome.scores
         found = summarise(final, steps, plan.measure)
         fields |= {"measure": plan.measure.name, "score": found.mean, "scored": found.agents}

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import tokenize
+import tomllib
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import unified_diff
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
-from nufed.errors import InputError
+from nufed.config.schema import Config, within
+from nufed.errors import InputError, shown, visible
 from nufed.files import make_private, sha256, write_durably
 from nufed.flower.ops.app_bundle import build_bundle, bundle_digest, bundled_files
 
 SUFFIX = ".fab"
+CONFIG = "federation.toml"
+NOT_APPROVED = (
+    "has not approved this app (digest {}{}): review it, then run nufed federate approve APP at "
+    "the site"
+)
 OUTDATED = "; approvals by an earlier version of nufed do not count: approve again"
 
 
@@ -39,6 +48,19 @@ class Approvals:
     def outdated(self) -> str:
         """What to add to "not approved" if there are approvals with the digest of the past."""
         return "" if all(map(_counts, self._files())) else OUTDATED
+
+    def refusal(self, bundle: bytes) -> str:
+        """Why an app may not run; empty if it is approved, or a run of an approved app with other
+        settings within the bounds of its ``[approval]``."""
+        digest = bundle_digest(bundle)
+        if self.has(digest):
+            return ""
+        counted = [path.read_bytes() for path in reversed(self._files()) if _counts(path)]
+        found = [_beyond(approved, bundle) for approved in counted]
+        if "" in found:
+            return ""
+        why = next((f"; {reason}" for reason in found if reason), "")
+        return NOT_APPROVED.format(digest, why) + self.outdated()
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob(f"*-*{SUFFIX}"))
@@ -86,6 +108,44 @@ def read_app(app: Path) -> bytes:
         ) from error
     bundled_files(bundle)
     return bundle
+
+
+def _beyond(approved: bytes, bundle: bytes) -> str | None:
+    """How a bundle exceeds the bounds of an approved one; None if it is another app."""
+    before, after = bundled_files(approved), bundled_files(bundle)
+    texts = before.pop(CONFIG, b""), after.pop(CONFIG, b"")
+    if before != after:
+        return None
+    try:
+        then, now = (tomllib.loads(text.decode()) for text in texts)
+        bounds = Config.model_validate({"approval": then["approval"]}).approval
+    except (ValueError, KeyError, RecursionError):  # no TOML, or without bounds
+        return None
+    for path, value in _changes(then, now):
+        *tables, name = path
+        left_out = tables == ["methods"] and value is None and now.get("methods")
+        bounded = (
+            path == ("rounds",) or tables[:1] in (["method"], ["methods"])
+        ) and name in bounds
+        # what a key that is removed leaves is checked by the app itself
+        if left_out or (bounded and (value is None or within(value, bounds[name]))):
+            continue
+        low, high = bounds[name] if bounded else (0, 0)
+        how = f"outside of the approved {low:g} … {high:g}" if bounded else "not what was approved"
+        return f"{visible('.'.join(path))} = {shown(value)} is {how}"
+    return ""
+
+
+def _changes(
+    then: Mapping[str, Any], now: Mapping[str, Any], *path: str
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The paths of values that differ, and the new ones; None: there is none."""
+    for key in {**then, **now}:
+        old, new = then.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _changes(old, new, *path, key)
+        elif repr(old) != repr(new):  # as 1 == True
+            yield (*path, key), new
 
 
 def _counts(path: Path) -> bool:

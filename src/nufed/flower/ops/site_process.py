@@ -53,10 +53,6 @@ from nufed.flower.ops.site_health import Health, health_file
 
 LOG = getLogger("nufed")
 DIED = "the app's process died; see the site's log"
-NOT_APPROVED = (
-    "has not approved this app (digest {}): review it, then run nufed federate approve APP at the "
-    "site"
-)
 MIN_PAUSE, MAX_PAUSE = 0.3, 3.0  # seconds between two polls; a SuperNode's is 3
 PAUSE_SHARE = 0.05  # of the time since the last message
 
@@ -179,8 +175,8 @@ class SiteProcess:
             digest = bundle_digest(fab.content)
         except InputError as error:
             raise InputError(f"refuses this app: {error}") from None
-        if self._approvals is not None and not self._approvals.has(digest):
-            raise InputError(NOT_APPROVED.format(digest) + self._approvals.outdated())
+        if self._approvals is not None and (refusal := self._approvals.refusal(fab.content)):
+            raise InputError(refusal)
         with redirect_stdout(StringIO()):  # it prints a line, which is none of the log's
             folder = install_from_fab(fab.content, self._home / digest, skip_prompt=True)
         context = Context(

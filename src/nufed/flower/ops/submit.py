@@ -10,16 +10,18 @@ from pathlib import Path
 
 from nufed.errors import InputError, RunError, TrainingError
 from nufed.flower.logs import LOG_FILES, LogFormat
-from nufed.flower.ops.flower_processes import Flower, flower
+from nufed.flower.ops.flower_processes import Flower, flower, wait
 from nufed.flower.ops.key_checks import link_expiry
 from nufed.flower.ops.link import NAME, Link, flwr_json
 from nufed.flower.ops.prometheus import run_metrics, serving
+from nufed.flower.ops.superlink import is_listening
 from nufed.runs.directory import RunDirectory
 from nufed.runs.federation_status import read_status
 from nufed.runs.json_files import check_entries, read_record
 from nufed.runs.records import Failure
 
 Say = Callable[[str], None]
+SERVER_TIMEOUT = 60.0  # seconds that a run waits for a server that is starting
 
 
 class Stopped(KeyboardInterrupt):
@@ -38,12 +40,26 @@ def run_app(
     app: Path, out: Path, link: Link, say: Say, monitoring: Monitoring = Monitoring()
 ) -> Path:
     """Run an app on a federation; returns the path of the report, or raises with the reason."""
+    wait_for_server(link, say)
     for warning in link_expiry(link):
         say(warning)
     with flower() as commands:
         link.connect(commands)
         resume_command = f"nufed federate run {app} --resume {out} {link.options}"
         return follow(commands, app, out, say, resume_command, monitoring=monitoring)
+
+
+def wait_for_server(link: Link, say: Say, seconds: float = SERVER_TIMEOUT) -> None:
+    """Wait until something listens at the server's address."""
+    host, _, port = link.address.rpartition(":")
+    if is_listening(host, int(port)):
+        return
+    say(f"nothing listens at {link.address}: waiting up to {seconds:g} seconds for the server")
+    if not wait(lambda: is_listening(host, int(port)), seconds):
+        raise RunError(
+            f"nothing listens at {link.address} after {seconds:g} seconds: start the server with "
+            "`nufed federate server`, or give its HOST:PORT as --server"
+        )
 
 
 def run_directory(app: Path, out: Path | None, resume: Path | None) -> Path:
@@ -127,7 +143,8 @@ def _follow(
     if status == "finished:completed" and not reasons:
         return report_of(out)
     why = "; ".join(reason for _, _, reason in reasons) or details or f"it is {status}"
-    raise TrainingError(f"the run failed: {why.rstrip('.')}. {_how_to_resume(out, resume_command)}")
+    how = _how_to_resume(out, resume_command, "Once that is corrected, resume with")
+    raise TrainingError(f"the run failed: {why.rstrip('.')}. {how}")
 
 
 def check_option(app: Path, key: str) -> None:
@@ -143,9 +160,9 @@ def check_option(app: Path, key: str) -> None:
         )
 
 
-def _how_to_resume(out: Path, resume_command: str) -> str:
+def _how_to_resume(out: Path, resume_command: str, words: str = "Resume with") -> str:
     if (out / "run.json").is_file():
-        return f"Resume with: {resume_command}"
+        return f"{words}: {resume_command}"
     return "Nothing was saved yet: start it again"
 
 
