@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
@@ -111,10 +112,19 @@ def test_started_processes_are_terminated_when_this_one_is_killed(tmp_path, monk
     child = Child(work, tmp_path)
     wait_for(lambda: children(child.pid))
     (started,) = children(child.pid)
-    wait_for(lambda: b"prctl" not in cmdline(started))
+    wait_for(lambda: b"time.sleep" in cmdline(started) and b"prctl" not in cmdline(started))
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     wait_for(lambda: not alive({started}))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_no_process_is_started_by_one_that_has_been_killed(tmp_path, killed):
+    """It may die before the kernel is told to end the process with it."""
+    command = [sys.executable, "-c", "import sys; open(sys.argv[1], 'w')", tmp_path / "started"]
+    parent = str(os.getppid() if killed else os.getpid())
+    subprocess.run([sys.executable, "-c", processes.LAUNCH, parent, *command], check=True)
+    assert (tmp_path / "started").exists() is not killed
 
 
 def cmdline(pid):

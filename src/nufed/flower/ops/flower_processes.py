@@ -21,10 +21,11 @@ from nufed.errors import InputError, RunError
 BIN = Path(sys.executable).parent
 Relay: TypeAlias = Callable[[str], str | None]
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
-# prctl(PR_SET_PDEATHSIG): the kernel terminates the command if this process dies, even by SIGKILL.
+# prctl(PR_SET_PDEATHSIG): the kernel terminates the command if this process dies, even by SIGKILL;
+# if it has died before that, the command is not started. Arguments: its PID, then the command.
 LAUNCH = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
+    "os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
 )
 
 
@@ -57,7 +58,7 @@ class Flower:
         ``more`` is added to its environment. ``relay`` changes every line of its output; None
         leaves the line out.
         """
-        launcher = [sys.executable, "-I", "-S", "-c", LAUNCH]
+        launcher = [sys.executable, "-I", "-S", "-c", LAUNCH, str(os.getpid())]
         with (log or Path(os.devnull)).open("ab") as file:
             process = subprocess.Popen(
                 [*launcher, str(BIN / command[0]), *command[1:]],
