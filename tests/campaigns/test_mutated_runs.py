@@ -257,7 +257,7 @@ def test_a_run_that_was_changed_and_sealed_again_is_read_or_refused(
     run = shutil.copytree(finished, tmp_path / "run")
     files = files_of(run)
     names = {path.name for path in files}
-    assert len(names) == 13
+    assert len(names) == 14
     look(run, run, out, "figures")  # unchanged it is read
     read, refused, others = Counter(), Counter(), []
     for number in range(times):

@@ -95,9 +95,9 @@ def bundle_of(
 
 def trained_seed(run: Run, method: str, seed: int | None) -> int:
     """The given seed, or the first; refuses a method or seed that the run does not have."""
-    waited = [name for name in run.unfinished if name.startswith(f"{method}, seed ")]
-    if f"{method}, seed {seed}" in waited or (waited and method not in run.methods):
-        raise InputError(f"{waited[-1]} of {run.path} is not finished: wait, or resume the run")
+    named = f"{method}, seed {run.config.seeds[0] if seed is None else seed}"
+    if named in run.unfinished and (seed is not None or method not in run.methods):
+        raise InputError(f"{named} of {run.path} is not finished: wait, or resume the run")
     if method not in run.methods:
         names = ", ".join(run.methods)
         raise InputError(f"method {method!r}: must be one of {names}, those of {run.path}")

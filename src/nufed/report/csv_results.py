@@ -20,7 +20,7 @@ ESTIMATES = {
     "minority": "minority",
     "above_majority": "above_majority",
 }
-NUMBERS = ("weighted_mean", "std", "worst_tenth", "harmed", "loss")
+NUMBERS = ("weighted_mean", "std", "worst_tenth", "harmed", "loss", "over_samples")
 
 
 def results_csv(runs: Sequence[Run]) -> str:

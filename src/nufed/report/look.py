@@ -73,7 +73,7 @@ class Look:
                 mean = row["mean"] if math.isfinite(row["mean"]) else worst
                 if mean == end or (mean - edge) * end > 0:
                     shown = f"{mean:.4g}" if math.isfinite(mean) else "diverged"
-                    found.append({"method": row["method"], **row, "mean": shown, "edge": edge})
+                    found.append({**row, "mean": shown, "edge": edge})
             if found:
                 place = {name: self.axis(channel, "edge")}
                 yield edge_marks(found, shape, **place, **encoding)
