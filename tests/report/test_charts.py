@@ -363,7 +363,7 @@ def diverged(run, value, method="fo"):
 def test_a_diverged_method_is_marked_at_the_edge_and_does_not_stretch_the_axis(
     tmp_path_factory, drawn, value
 ):
-    config = {**CONFIG, "metric": "none", "methods": {"fedavg": {}, "fo": {}}}
+    config = {**CONFIG, "metric": "none", "methods": {"fedavg": {}, "fo": {"algorithm": "gmeta"}}}
     good = load_run(library.run(config, out=tmp_path_factory.mktemp("runs") / "loss").path)
     for spec in (chart.to_dict() for _, _, chart in all_charts([good])):
         marks = [layer["mark"] for layer in spec.get("layer", [spec])]

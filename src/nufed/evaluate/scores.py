@@ -165,10 +165,12 @@ def majority_class(
     It has no loss, no global model and nothing to fine-tune: every step has the same score.
     """
     targets = federation.samples.targets[federation.scored_rows(agent)]
-    guess = torch.tensor(_most_frequent(federation, agent)).expand(len(targets))
+    most = _most_frequent(federation, agent)
+    guess = torch.tensor(most).expand(len(targets))
     correct = float((targets == guess).double().mean())
-    scored = [(float("nan"), correct, *_by_class(guess, targets, int(guess[0])))]
-    found = _record(federation, agent, scored * (steps + 1), None)
+    scored = [(float("nan"), correct, *_by_class(guess, targets, most))]
+    minority = int((targets != most).sum())
+    found = _record(federation, agent, scored * (steps + 1), None, minority)
     right = _deviations(targets == guess, _resamples(agent, len(targets), resamples))
     return replace(found, resampled=(right,) * (steps + 1) if resamples else ())
 
@@ -227,7 +229,8 @@ def score_agent(
     most, outputs = _most_frequent(federation, agent) if by_class else None, list(outputs)
     scored = [_scores(objective, each, targets, measure, most) for each in outputs]
     whole = None if shared is None else _scores(objective, shared, targets, measure, most)
-    found = _record(federation, agent, scored, whole, cost, newcomer)
+    minority = 0 if most is None else int((targets != most).sum())
+    found = _record(federation, agent, scored, whole, minority, cost, newcomer)
     if federation.scored_on == "validation" and len(federation.split.seen) < ENOUGH_AGENTS:
         groups = torch.arange(len(targets)).tensor_split(min(len(targets), GROUPS))
         losses = [
@@ -311,16 +314,16 @@ def _record(
     agent: int,
     scored: Sequence[tuple[float, ...]],
     shared: tuple[float, ...] | None,
+    minority: int,
     cost: Cost = NO_COST,
     newcomer: bool = False,
 ) -> AgentScores:
-    """An agent's record from its scores after 0, 1, … steps and those of the global model."""
+    """An agent's record from its scores after 0, 1, … steps and those of the global model;
+    ``minority`` is the number of scored samples that are not of its most frequent class."""
     split, rows = federation.split, federation.scored_rows(agent)
     loss, score, *by_class = zip(*scored, strict=True)
     more: dict[str, Any] = {}
     if by_class:
-        targets = federation.samples.targets[rows]
-        minority = int((targets != _most_frequent(federation, agent)).sum())
         more = {"balanced": by_class[0], "minority": by_class[1], "minority_samples": minority}
     return AgentScores(
         agent=agent,
