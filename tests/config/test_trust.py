@@ -23,6 +23,7 @@ from nufed.config import load_config
 from nufed.config.load import read_config
 from nufed.config.trust import named_code, require_trust
 from nufed.report.watch_server import WatchServer
+from nufed.runs.read_run import load_finished
 from nufed.runs.training_state import training_state
 
 CODE = """
@@ -107,7 +108,12 @@ REBUILDING = {
     "make_bundle": lambda run, **how: make_bundle(run, "gmeta", **how),
     "make_personal": lambda run, **how: make_personal(run, "gmeta", 1, **how),
 }
-READING = {"load_run": runs.load_run, "load": load_run, "training_state": training_state}
+READING = {
+    "load_run": runs.load_run,
+    "load": load_run,
+    "load_finished": load_finished,
+    "training_state": training_state,
+}
 FUNCTIONS = {
     "resume": library.resume,
     **READING,
