@@ -3,7 +3,8 @@
 For every problem, method and seed one model is trained and scored after the shown number of steps
 with the step size as trained, with that of the rule of nufed.evaluate.step_size, and with the
 argmax of the validation score over powers of 3, which was the rule before. Prints paired
-differences over agents and seeds with Holm's correction, and writes docs/results/step-size.json.
+differences over agents and seeds with Holm's correction, and writes docs/results/step-size.json
+and the table in docs/report.md.
 
     python benchmarks/step_size_rule.py --data DIR    # DIR has heart/, and CIFAR-10 as archives
 
@@ -29,6 +30,7 @@ from nufed.runs.part_files import read_received
 from nufed.simulation import BatchedEngine
 
 RUNS, RESULTS = Path("runs/step-size"), Path("docs/results/step-size.json")
+PAGE, BEGIN, END = Path("docs/report.md"), "<!-- step sizes -->", "<!-- end -->"
 SEEDS = list(range(5))
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 HEART = {
@@ -118,7 +120,7 @@ def old_rule(validate, steps: int, higher: bool) -> float:
 
 
 def compare(run: nufed.Run, data: tuple | None) -> list[dict]:
-    """Every agent's test scores under each rule, by method and seed."""
+    """The mean test scores under each rule, by method and seed."""
     problem = Problem.rebuild(run.recorded, Given(data=data), trust=False)
     return [
         scored(run, problem, name, seed) for name in problem.algorithms for seed in run.config.seeds
@@ -126,7 +128,7 @@ def compare(run: nufed.Run, data: tuple | None) -> list[dict]:
 
 
 def scored(run: nufed.Run, problem: Problem, name: str, seed: int) -> dict:
-    """Every agent's test scores under each rule, of one method and seed."""
+    """The mean test scores and losses under each rule, of one method and seed."""
     algorithm, objective = problem.algorithms[name], problem.objectives[seed]
     path = run.path / "methods" / name / f"seed-{seed}" / "model.safetensors"
     received = read_received(path, algorithm, objective)
@@ -151,9 +153,8 @@ def scored(run: nufed.Run, problem: Problem, name: str, seed: int) -> dict:
         "scales": scales,
         "undecided": sizes.chosen[0].undecided,
         "samples": sizes.samples,
-        "unadapted": [agent.score[0] for agent in by_rule["trained"]],
-        "scores": {rule: [agent.score[steps] for agent in own] for rule, own in by_rule.items()},
-        "losses": {rule: [agent.loss[steps] for agent in own] for rule, own in by_rule.items()},
+        "scores": {r: float(np.mean([a.score[steps] for a in own])) for r, own in by_rule.items()},
+        "losses": {r: float(np.mean([a.loss[steps] for a in own])) for r, own in by_rule.items()},
     }
 
 
@@ -164,12 +165,9 @@ def differences(rows: list[dict], higher: bool) -> list[dict]:
     for method in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == method]
         for against in ("trained", "old"):
-            means = [
-                float(np.mean(np.subtract(row["scores"]["new"], row["scores"][against])))
-                * (1 if higher else -1)
-                for row in own
-            ]
-            losses = [np.subtract(row["losses"][against], row["losses"]["new"]) for row in own]
+            sign = 1 if higher else -1
+            means = [sign * (row["scores"]["new"] - row["scores"][against]) for row in own]
+            losses = [row["losses"][against] - row["losses"]["new"] for row in own]
             same = all(row["scales"]["new"] == row["scales"][against] for row in own)
             p = 1.0 if same or np.ptp(means) == 0 else stats.ttest_1samp(means, 0).pvalue
             half = stats.t.ppf(0.975, len(means) - 1) * np.std(means, ddof=1) / len(means) ** 0.5
@@ -216,20 +214,33 @@ def main() -> None:
         every += gains
     holm(every)
     options.out.write_text(json.dumps(finite(results), indent=1) + "\n")
+    print(section(results))
+    if options.out == RESULTS:
+        text = PAGE.read_text()
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n{section(results)}\n{END}{after}")
+
+
+def section(results: dict) -> str:
+    """The table of docs/report.md: a line per problem and method."""
+    titles = "problem|method|c, by seed|− as trained|− best score"
+    titles += "|loss − as trained|loss − best score"
+    lines = [f"| {titles.replace('|', ' | ')} |", "|---" * (titles.count("|") + 1) + "|"]
     for name, result in results.items():
-        for gain in result["gains"]:
-            verdict = "" if gain["holm"] > 0.05 else "better" if gain["gain"] > 0 else "WORSE"
-            scales = [
-                f"{row['scales']['new']:.3g}/{row['scales']['old']:.3g}"
-                for row in result["rows"]
-                if row["method"] == gain["method"]
-            ]
-            print(
-                f"{name:11} {gain['method']:14} − {gain['against']:8} {gain['gain']:+.4f} "
-                f"± {gain['half_width']:.4f} (loss {-gain['loss']:+.4f})  p {gain['p']:.3f}, "
-                f"Holm {gain['holm']:.3f} {verdict:6} scales new/old {' '.join(scales)}"
+        unit = -1 if result["measure"] == "loss" else 100  # of losses the sign is that of losses
+        for method in dict.fromkeys(row["method"] for row in result["rows"]):
+            gains = [gain for gain in result["gains"] if gain["method"] == method]
+            scales = [f"{r['scales']['new']:.2g}" for r in result["rows"] if r["method"] == method]
+            cells = [name, method, ", ".join(scales)]
+            for gain in gains:
+                star = "*" if gain["holm"] < 0.05 else ""
+                half = abs(unit) * gain["half_width"]
+                cells.append(f"{unit * gain['gain']:+.2f} ± {half:.2f}{star}")
+            cells += [f"{-gain['loss']:+.3f}" for gain in gains]
+            lines.append(
+                f"| {' | '.join(cells)} |".replace("-0.00 ", "0.00 ").replace("-0.000", "0")
             )
-    print(options.out)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,14 @@ def test_the_rules_for_the_step_size_at_use_are_compared(monkeypatch, tmp_path, 
     assert {gain["against"] for gain in problem["gains"]} == {"trained", "old"}
     for row in problem["rows"]:
         assert row["samples"] > 0 and row["scales"]["trained"] == 1
-    assert "Holm" in capsys.readouterr().out
+    assert "| digits | gmeta-fo |" in capsys.readouterr().out
+
+
+def test_the_table_of_rules_on_the_page_is_that_of_the_results():
+    import step_size_rule
+
+    results = json.loads(step_size_rule.RESULTS.read_text())
+    assert step_size_rule.section(results) in step_size_rule.PAGE.read_text("utf-8")
 
 
 def test_p_values_are_corrected_for_their_number():
