@@ -110,6 +110,6 @@ def _own_modules(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     written = str(tmp_path_factory.getbasetemp())
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # threads may import meanwhile
         if (getattr(module, "__file__", None) or "").startswith(written):
             del sys.modules[name]

@@ -30,8 +30,8 @@ AT_WORK = "ray::_Actor.run"  # Ray's title of a process that performs a task
 class Nodes:
     """The process, from outside; ``address`` is for `nufed run --ray`."""
 
-    def __init__(self, process):
-        self._process = process
+    def __init__(self, process, printed):
+        self._process, self._printed = process, printed
         self.pid, self.address = process.pid, process.stdout.readline().strip()
 
     def __call__(self, command):
@@ -39,7 +39,7 @@ class Nodes:
         self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline().strip()
-        assert answer == command, answer
+        assert answer == command, answer or self._printed.read_text()
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def nodes(number=3, megabytes=150, *, soon=False):
                 },
             )
         try:
-            found = Nodes(process)
+            found = Nodes(process, Path(short) / "printed")
             assert found.address, (Path(short) / "printed").read_text()
             yield found
         finally:
@@ -86,11 +86,12 @@ def stop_at_work(pid):
     """Stop the process in the middle of a task, if it performs one."""
     if title(pid) != AT_WORK:
         return False
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: state_and_parent(Path(f"/proc/{pid}/stat"))[0] in "TZ")
-    if title(pid) == AT_WORK:
-        return True
-    os.kill(pid, signal.SIGCONT)  # it has just finished
+    with suppress(ProcessLookupError):  # it has ended since
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: state_and_parent(Path(f"/proc/{pid}/stat"))[0] in "TZ")
+        if title(pid) == AT_WORK:
+            return True
+        os.kill(pid, signal.SIGCONT)  # it has just finished
     return False
 
 
