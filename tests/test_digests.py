@@ -165,9 +165,11 @@ DIGESTS = {
         lambda content: run_id(*content),
     ),
     "flower/app/site_task.py": (
-        st.tuples(hexadecimal, small, named_shapes),
+        st.tuples(hexadecimal, small, named_shapes, st.text("ab:", max_size=3)),
         lambda content: (
-            Task(content[0], content[1], 0, tensors(content[2]), {}, 0, Path(), {}).digest
+            Task(
+                content[0], content[1], 0, tensors(content[2]), {}, 0, Path(), content[3], {}
+            ).digest
         ),
     ),
     "flower/app/signatures.py": (

@@ -169,7 +169,9 @@ def test_killed_at_any_message_it_charges_what_it_would_have_charged(
         assert all(records["arrays"] == sent[a, k] for a, k, records in replies)
 
 
-TWO = PRIVATE + "[methods.gmeta]\n[methods.again]\nadapt_lr = 0.2\n"  # the same algorithm twice
+TWO = (
+    PRIVATE + '[methods.gmeta]\n[methods.again]\nalgorithm = "gmeta"\nadapt_lr = 0.2\n'
+)  # the same algorithm twice
 
 
 def test_epsilon_is_the_total_over_all_methods_of_a_run(tmp_path, no_report):

@@ -508,7 +508,8 @@ def test_the_default_norm_bound_is_off_and_another_is_refused(keys, tmp_path):
 @pytest.mark.usefixtures("no_report")
 def test_several_methods_are_summed_over_the_same_sites_in_a_round(keys, tmp_path):
     """A site that the sum of a round lacks is not asked for that of another method."""
-    text = "[methods.gmeta]\n[methods.scaffold]\n[methods.again]\nadapt_lr = 0.2\n"
+    again = '[methods.again]\nalgorithm = "gmeta"\nadapt_lr = 0.2\n'
+    text = "[methods.gmeta]\n[methods.scaffold]\n" + again
     app = secure_app(keys, tmp_path)
     app.config.write_text(app.config.read_text() + text)
 
