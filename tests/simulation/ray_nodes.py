@@ -1,8 +1,9 @@
 """Nodes of Ray on this machine, in a process of its own.
 
 `python ray_nodes.py NODES MEGABYTES` prints the cluster's address and then obeys lines of its
-standard input: "kill" kills a node that is seen to work, "kill idle" one that does not, "add" adds
-one. A node dies with all its processes. It ends with the input.
+standard input: "kill PID" kills a node that is seen to work while the driver with this PID runs,
+"kill idle" one that does not, "add" adds one. A node dies with all its processes. It ends with the
+input.
 """
 
 import os
@@ -10,11 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from processes import children, descendants, state_and_parent, wait_for
+from processes import alive, children, descendants, state_and_parent, wait_for
 
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -25,6 +25,7 @@ RAY = {
 # a dead node is seen in about two seconds instead of fifteen; a slow one is not called dead
 SOON = {"RAY_health_check_period_ms": "400", "RAY_health_check_initial_delay_ms": "0"}
 AT_WORK = "ray::_Actor.run"  # Ray's title of a process that performs a task
+ENDED = "no node was seen to work before the run ended"
 
 
 class Nodes:
@@ -39,7 +40,12 @@ class Nodes:
         self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline().strip()
-        assert answer == command, answer or self._printed.read_text()
+        assert answer in (command, ENDED), answer or self._printed.read_text()
+        return answer == command
+
+    def kill_one_of(self, driver):
+        """Kill a node that works for a driver; False if the driver ended before that."""
+        return self(f"kill {driver.pid}")
 
 
 @contextmanager
@@ -95,14 +101,13 @@ def stop_at_work(pid):
     return False
 
 
-def at_work(nodes, raylet, seconds=1200):
+def at_work(nodes, raylet, driver):
     """One of these nodes, which has a process that is stopped in the middle of a task."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while alive({driver}):
         for node in nodes:
             if any(map(stop_at_work, children(raylet(node)))):
                 return node
-    raise TimeoutError("no node was seen to work")
+    raise TimeoutError(ENDED)
 
 
 def main():
@@ -138,10 +143,10 @@ def main():
     for line in sys.stdin:
         command = line.strip()
         try:
-            if command == "kill":
-                kill(at_work(added, raylet))
-            elif command == "kill idle":
+            if command == "kill idle":
                 kill(added[-1])
+            elif command.startswith("kill "):
+                kill(at_work(added, raylet, int(command.split()[1])))
             else:
                 add()
         except TimeoutError as error:

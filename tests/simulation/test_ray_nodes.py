@@ -1,6 +1,7 @@
 """Nodes of Ray on this machine: one is killed in the middle of a run, and so is a driver."""
 
 import os
+import shutil
 import subprocess
 from importlib.util import find_spec
 
@@ -71,7 +72,10 @@ def test_a_short_run_survives_the_loss_of_a_node_that_works(tmp_path):
     job, out = whole_run(SHORT, tmp_path), tmp_path / "on nodes"
     with nodes(2, soon=True) as cluster:
         process = start(cluster, job / "mine.toml", "--out", out)
-        cluster("kill")
+        while not cluster.kill_one_of(process):  # one node was so slow that the other did it all
+            process.communicate()
+            shutil.rmtree(out)
+            process = start(cluster, job / "mine.toml", "--out", out)
         printed, warned = process.communicate()
     assert process.returncode == 0, warned
     assert "was lost while working on" in warned
@@ -84,7 +88,7 @@ def test_a_node_is_killed_in_the_middle(job, cluster, tmp_path):
     process = start(cluster, job / "mine.toml", "--out", out)
     begun(out, process)
     addresses = listening(descendants(cluster.pid) | descendants(process.pid))
-    cluster("kill")
+    assert cluster.kill_one_of(process)
     printed, warned = process.communicate()
     cluster("add")
     assert process.returncode == 0, warned
