@@ -22,11 +22,11 @@ from rich.console import Console
 from nufed import resume, run
 from nufed.algorithms.aggregation import ClippedMean, Mean, Median, TrimmedMean
 from nufed.algorithms.protocol import AgentUpdate
-from nufed.cli.progress import show_progress
-from nufed.config import load_config
 from nufed.errors import NufedError
-from nufed.runs import Run, load_run
-from nufed.runs.json_files import finite
+from nufed.lab.cli.progress import show_progress
+from nufed.lab.config import load_config
+from nufed.lab.runs import Run, load_run
+from nufed.lab.runs.json_files import finite
 from nufed.simulation import Faults
 
 RUNS = Path("runs/attacks")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nufed.runs.results import Estimate
+from nufed.lab.runs.results import Estimate
 
 RESULTS = Path("docs/results/attacks.json")
 PAGE = Path("docs/reliability.md")

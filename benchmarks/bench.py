@@ -40,13 +40,12 @@ from one_core import one_core_job
 from states import states_job
 
 from nufed import Objective
-from nufed.config import load_config
-from nufed.config.build import build_module
-from nufed.config.problem import Problem
-from nufed.experiment.run_parts import BASELINE_PART, parts_of, run_method
-from nufed.experiment.setup import Setup
-from nufed.experiment.stopping import Stop
-from nufed.runs import RunDirectory
+from nufed.lab.config import load_config
+from nufed.lab.config.problem import Problem, build_module
+from nufed.lab.experiment.run_parts import BASELINE_PART, parts_of, run_method
+from nufed.lab.experiment.setup import Setup
+from nufed.lab.experiment.stopping import Stop
+from nufed.lab.runs import RunDirectory
 from nufed.simulation import DirectEngine, Workers, usable_cores
 
 HERE = Path(__file__).parent

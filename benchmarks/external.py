@@ -20,9 +20,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from nufed import Objective, Samples, load_run, resume, run
-from nufed.cli.progress import show_progress
-from nufed.data import SOURCES
 from nufed.errors import NufedError
+from nufed.lab.cli.progress import show_progress
+from nufed.lab.readers.sources import SOURCES
 from nufed.models import lenet5
 from nufed.objective.threads import torch_threads
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from nufed import Federation, FirstOrder, GMeta, Objective
+from nufed.data import digits
 from nufed.data.partition import DirichletReusing
-from nufed.data.sources import digits
 from nufed.data.split import lazy_split
 from nufed.models import fcnn
 from nufed.simulation import BatchedEngine, train

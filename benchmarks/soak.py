@@ -31,7 +31,7 @@ from nufed.flower import App
 from nufed.flower.ops.approvals import Approvals, read_app
 from nufed.flower.ops.flower_processes import free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
-from nufed.flower.ops.new_app import new_app
+from nufed.flower.ops.local import new_app
 from nufed.flower.ops.registration import register_site
 
 NGINX_CONF = Path(__file__).parent.parent / "examples" / "federation" / "nginx.conf"
@@ -208,7 +208,7 @@ class Soak:
 
 
 def nufed(*arguments):
-    return [sys.executable, "-m", "nufed.cli", "federate", *arguments]
+    return [sys.executable, "-m", "nufed.lab.cli", "federate", *arguments]
 
 
 def role_of(line):

@@ -24,7 +24,7 @@ from measure import memory_bytes
 
 from nufed import Objective
 from nufed.algorithms.scaffold import Scaffold
-from nufed.runs.part_files import PartFiles
+from nufed.lab.runs.part_files import PartFiles
 from nufed.server import Progress, StatesOf, to_send
 from nufed.simulation import DirectEngine, run_round
 

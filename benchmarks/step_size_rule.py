@@ -22,11 +22,11 @@ import numpy as np
 from scipy import stats
 
 import nufed
-from nufed.config import load_config
-from nufed.config.problem import Given, Problem
 from nufed.evaluate import choose_step_sizes, preferred
-from nufed.runs.json_files import finite
-from nufed.runs.part_files import read_received
+from nufed.lab.config import load_config
+from nufed.lab.config.problem import Given, Problem
+from nufed.lab.runs.json_files import finite
+from nufed.lab.runs.part_files import read_received
 from nufed.simulation import BatchedEngine
 
 RUNS, RESULTS = Path("runs/step-size"), Path("docs/results/step-size.json")

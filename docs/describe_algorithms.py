@@ -1,7 +1,7 @@
 """Writes what docs and `nufed list` say about algorithms from their docstrings, fields and tests.
 
 The tables at the end of docs/algorithms.md, a page for each method in docs/algorithms/, and the
-table of names in src/nufed/cli/catalogue.json. Run it from anywhere:
+table of names in src/nufed/lab/cli/catalogue.json. Run it from anywhere:
 `python docs/describe_algorithms.py`.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from nufed.algorithms import ALGORITHMS, Algorithm, LocalTraining
 from nufed.algorithms.server_optimizer import Plain
-from nufed.cli.catalogue import write_catalogue
-from nufed.cli.listing import about
-from nufed.config.describe import described
+from nufed.lab.cli.catalogue import write_catalogue
+from nufed.lab.cli.listing import about
+from nufed.lab.config.describe import described
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

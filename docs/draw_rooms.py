@@ -24,14 +24,20 @@ STYLE = """
 
 
 def imports():
-    """The rooms (packages and modules directly in nufed), and which others each imports."""
+    """The rooms (packages directly in nufed and nufed.lab), and which others each imports."""
     graph = grimp.build_graph("nufed", cache_dir=None)
-    found = {room.split(".")[1]: set() for room in graph.find_children("nufed")}
-    for module in graph.modules - {"nufed"}:
-        room = module.split(".")[1]
-        used = graph.find_modules_directly_imported_by(module) - {"nufed"}
-        found[room] |= {name.split(".")[1] for name in used} - {room}
+    outside = {"nufed", "nufed.lab"}
+    rooms = graph.find_children("nufed") | graph.find_children("nufed.lab")
+    found = {room_of(room): set() for room in rooms - outside}
+    for module in graph.modules - outside:
+        room, used = room_of(module), graph.find_modules_directly_imported_by(module) - outside
+        found[room] |= {room_of(name) for name in used} - {room}
     return {room: sorted(found[room]) for room in sorted(found)}
+
+
+def room_of(module):
+    """The package of a module, directly in nufed or in nufed.lab."""
+    return module.removeprefix("nufed.").removeprefix("lab.").split(".")[0]
 
 
 def below(room, used):

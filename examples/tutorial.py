@@ -9,7 +9,7 @@ import altair as alt
 import numpy as np
 
 import nufed
-from nufed.data.sources import digits
+from nufed.data import digits
 
 everything = digits()
 rng = np.random.default_rng(0)

@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 
 from nufed import NumericalWarning, resume, run
-from nufed.cli.progress import show_progress
 from nufed.errors import NufedError
-from nufed.runs import Run, load_run
+from nufed.lab.cli.progress import show_progress
+from nufed.lab.runs import Run, load_run
 from paper import page, tuning
 from paper.stages import FOUR, STAGES, WHERE
 from paper.summary import summarise_run, summarise_search

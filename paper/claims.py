@@ -20,8 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from nufed.runs.compare import Difference, Verdict
-from nufed.runs.results import Estimate
+from nufed.lab.runs.results import Difference, Estimate, Verdict
 from paper.summary import Lr, Summary, Values, summary
 
 RELEVANT = 0.005

@@ -8,7 +8,7 @@ import altair as alt
 import numpy as np
 import vl_convert
 
-from nufed.report.style import GREY, PALETTE, spread_labels
+from nufed.lab.report.style import GREY, PALETTE, spread_labels
 from paper.stages import ALPHAS, DELTAS, FOUR, NUS, WHERE, alpha_stage
 from paper.summary import Summary, Values, distances, summary
 

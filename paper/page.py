@@ -10,8 +10,7 @@ from pathlib import Path
 import jinja2
 import numpy as np
 
-from nufed.runs.compare import Difference
-from nufed.runs.results import Estimate
+from nufed.lab.runs.results import Difference, Estimate
 from paper.claims import (
     RELEVANT,
     SMALL,

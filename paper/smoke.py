@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from nufed.data import Samples, as_samples
-from nufed.data.sources import digits
+from nufed.data import Samples, as_samples, digits
 from paper import summary, tuning
 from paper.__main__ import do_stage
 from paper.page import write

@@ -62,7 +62,9 @@ class Stage:
 
 
 def preset(name: str) -> Tables:
-    return tomllib.loads((files("nufed.config") / "presets" / f"{name}.toml").read_text("utf-8"))
+    return tomllib.loads(
+        (files("nufed.lab.config") / "presets" / f"{name}.toml").read_text("utf-8")
+    )
 
 
 def changed(tables: Tables, **changes: Any) -> Tables:

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.torch import load_file
 
-from nufed.config.build import build_module, build_samples
 from nufed.evaluate import AgentScores
-from nufed.runs import Run
-from nufed.runs.results import Trained
+from nufed.lab.config.problem import build_module, build_samples
+from nufed.lab.runs import Run
+from nufed.lab.runs.results import Trained
 from paper.stages import DELTAS, WHERE
 from paper.tuning import Scores, best, next_points, step_size
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from nufed.runs import Run
+from nufed.lab.runs import Run
 from paper import stages
 
 BASE = 0.01  # step sizes are this times powers of 3

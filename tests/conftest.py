@@ -25,7 +25,7 @@ settings.load_profile(os.environ.get("NUFED_HYPOTHESIS", "repeatable"))
 def nufed(monkeypatch, capsys):
     """Runs the command line in this process."""
 
-    from nufed import cli
+    from nufed.lab import cli
 
     def call(*arguments, cwd):
         monkeypatch.chdir(cwd)
@@ -49,7 +49,7 @@ def _quick_runs():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
-        patch.setattr("nufed.report.page.build_report", report_without_figures)
+        patch.setattr("nufed.lab.report.page.build_report", report_without_figures)
         yield
 
 

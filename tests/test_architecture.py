@@ -23,7 +23,7 @@ import nufed
 from flower.app.test_apps import app_of, start
 from nufed import GMeta, Objective
 from nufed.algorithms import ALGORITHMS
-from nufed.cli import main
+from nufed.lab.cli import main
 from nufed.settings import setting, settings_of
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +79,7 @@ def down_and_back(monkeypatch, tmp_path):
     through = {"flower/app/server_app.py"}
     # the trial before a round calls server_update, too
     monkeypatch.setattr("nufed.server.rounds.sums_suffice", lambda *given: True)
-    monkeypatch.setattr("nufed.server.memory_needs.sums_suffice", lambda *given: True)
+    monkeypatch.setattr("nufed.server.rounds.sums_suffice", lambda *given: True)
     return [
         stack_at(monkeypatch, GMeta, name, through, federate)
         for name in ("agent_update", "server_update")
@@ -185,17 +185,17 @@ def test_the_contracts_hold(imports):
     [
         ("nufed.simulation.loop", "nufed.flower.app.plan", "layers"),
         ("nufed.flower.app.plan", "nufed.simulation.loop", "layers"),
-        ("nufed.meta.differences", "nufed.algorithms.gmeta", "layers"),
-        ("nufed.runs.results", "nufed.report.tables", "layers"),
+        ("nufed.meta.curvature", "nufed.algorithms.gmeta", "layers"),
+        ("nufed.lab.runs.results", "nufed.lab.report.tables", "layers"),
         ("nufed.data.split", "nufed.models", "layers"),
         ("nufed.errors", "nufed.files", "layers"),
         ("nufed.theory.lemmas", "torch", "forbidden"),
         ("nufed.theory.lemmas", "numpy", "forbidden"),
         ("nufed.theory.lemmas", "nufed.errors", "forbidden"),
-        ("nufed.cli.commands", "altair", "protected"),
-        ("nufed.analysis.advise", "vl_convert", "protected"),
-        ("nufed.experiment.runner", "flwr", "protected"),
-        ("nufed.data.download", "httpx", "protected"),
+        ("nufed.lab.cli.commands", "altair", "protected"),
+        ("nufed.lab.analysis.advise", "vl_convert", "protected"),
+        ("nufed.lab.experiment.runner", "flwr", "protected"),
+        ("nufed.lab.downloads", "httpx", "protected"),
     ],
 )
 def test_a_wrong_import_breaks_a_contract(imports, importer, imported, contract):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nufed.config import load_config
-from nufed.runs.results import Estimate
+from nufed.lab.config import load_config
+from nufed.lab.runs.results import Estimate
 
 ROOT = Path(__file__).parent.parent
 

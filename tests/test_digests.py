@@ -19,20 +19,22 @@ from hypothesis import strategies as st
 
 import nufed
 from flower.ops.test_approvals import zipped
-from nufed.config import load_config
 from nufed.data import Samples, Split
 from nufed.data.partition import DirichletReusing
-from nufed.export.wandb_runs import run_id
 from nufed.files import canonical, seal, sha256, tensor_pieces
-from nufed.flower.app import authentication, secure_site, signatures
-from nufed.flower.app.secure_sum.ephemeral_keys import Advert, pair_context
-from nufed.flower.app.secure_sum.masking import Secrets, confirmed_message, signed_message
-from nufed.flower.app.secure_sum.sum_terms import SumTerms
-from nufed.flower.app.site_keys import SECURE_SUM, SiteKeys
-from nufed.flower.app.site_task import Task
-from nufed.flower.ops.app_bundle import bundle_digest
+from nufed.flower.app import registry as authentication
+from nufed.flower.app import signatures
+from nufed.flower.app.registry import SECURE_SUM, SiteKeys
+from nufed.flower.app.site import Task
+from nufed.flower.ops.approvals import bundle_digest
 from nufed.flower.ops.keys import make_site_key
-from nufed.runs.training_state import version_of
+from nufed.flower.secure_sum import site as secure_site
+from nufed.flower.secure_sum.ephemeral_keys import Advert, pair_context
+from nufed.flower.secure_sum.masking import Secrets, confirmed_message, signed_message
+from nufed.flower.secure_sum.terms import SumTerms
+from nufed.lab.config import load_config
+from nufed.lab.export.wandb_runs import run_id
+from nufed.lab.runs.read_run import version_of
 from nufed.seeding import stream
 
 SOURCE = Path(nufed.__file__).parent
@@ -142,7 +144,7 @@ DIGESTS = {
         ),
         split,
     ),
-    "config/schema.py": (
+    "lab/config/schema.py": (
         st.dictionaries(st.just("a"), plain | st.sampled_from([np.inf, -np.inf, np.nan])),
         configuration,
     ),
@@ -160,11 +162,11 @@ DIGESTS = {
         named_shapes,
         lambda content: sha256(tensor_pieces(tensors(content))),
     ),
-    "export/wandb_runs.py": (
+    "lab/export/wandb_runs.py": (
         st.tuples(text, st.text("a1.-_", min_size=1, max_size=3), small),
         lambda content: run_id(*content),
     ),
-    "flower/app/site_task.py": (
+    "flower/app/site.py": (
         st.tuples(hexadecimal, small, named_shapes, st.text("ab:", max_size=3)),
         lambda content: (
             Task(
@@ -176,7 +178,7 @@ DIGESTS = {
         st.tuples(st.sampled_from([authentication.REPLY, SECURE_SUM]), binary),
         lambda content: signatures._statement(*content),
     ),
-    "flower/app/authentication.py": (
+    "flower/app/registry.py": (
         st.tuples(
             st.text("0a", max_size=3),
             st.dictionaries(text, named_shapes, max_size=2),
@@ -185,20 +187,20 @@ DIGESTS = {
         ),
         reply,
     ),
-    "flower/app/secure_sum/sum_terms.py": (attempts, lambda content: terms(content).digest),
-    "flower/app/secure_sum/ephemeral_keys.py": (
+    "flower/secure_sum/terms.py": (attempts, lambda content: terms(content).digest),
+    "flower/secure_sum/ephemeral_keys.py": (
         st.tuples(binary, text, small, small),
         lambda content: pair_context(*content),
     ),
-    "flower/app/secure_sum/masking.py, keys": (
+    "flower/secure_sum/masking.py, keys": (
         st.tuples(attempts, small, three_parts),
         lambda content: signed_message(terms(content[0]), content[1], Advert(*content[2], b"")),
     ),
-    "flower/app/secure_sum/masking.py, confirmations": (
+    "flower/secure_sum/masking.py, confirmations": (
         st.tuples(attempts, st.dictionaries(small, three_parts, max_size=3), st.sets(small)),
         confirmation,
     ),
-    "flower/ops/app_bundle.py": (
+    "flower/ops/approvals.py": (
         st.dictionaries(st.text("ab.", min_size=1, max_size=3).map("x{}x".format), binary),
         lambda content: bundle_digest(zipped(content)),
     ),

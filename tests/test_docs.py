@@ -16,11 +16,10 @@ import typer.main
 from nufed import Samples
 from nufed.algorithms import ALGORITHMS
 from nufed.algorithms.aggregation import AGGREGATIONS
-from nufed.cli.commands import app
-from nufed.config.load import known_fields
 from nufed.data import PARTITIONS
-from nufed.data.omniglot import omniglot
-from nufed.data.sources import SOURCES, mnist_writers
+from nufed.lab.cli.commands import app
+from nufed.lab.config.load import known_fields
+from nufed.lab.readers.sources import SOURCES, mnist_writers, omniglot
 
 ROOT = Path(__file__).parent.parent
 BASES = ["", "src", "src/nufed", "tests"]  # paths may be written from any of these
@@ -195,7 +194,7 @@ def test_all_pages_are_read():
         "`nufed/nowhere.py`",
         "`simulation/nowhere.py`",
         "`nowhere.py`",
-        "in `bundle/`: the file in `nowhere.py`",
+        "in `lab/bundle/`: the file in `nowhere.py`",
         "`nowhere.md.j2`",
         "`config/presets/nowhere*.toml`",
         "`paper/nowhere.py`",
@@ -223,10 +222,10 @@ def test_what_does_not_exist_is_found(text):
     "text",
     [
         "`src/nufed/files.py` `nufed/files.py` `files.py` `simulation/loop.py` `tests/support.py`",
-        "in `bundle/`: the file in `adapted.py`",
+        "in `lab/bundle/`: the file in `adapted.py`",
         "`config/presets/fig*.toml` `paper/stages.py` `paper/` `results.json`",
         "`tests/test_docs.py::test_all_pages_are_read`",
-        "`nufed.meta.differences` `nufed.run(data=…)` `seeding.stream(seed)` `data.agents`",
+        "`nufed.meta.curvature` `nufed.run(data=…)` `seeding.stream(seed)` `data.agents`",
         "`nufed.partitions`",
         "`runs/mine` `runs/quickstart-001/report.html` `nufed data get cifar10` `make test`",
         "[page](CONTRIBUTING.md#add-an-algorithm) [below](#start)",

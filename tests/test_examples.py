@@ -8,8 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from nufed.config import load_config
-from nufed.config.build import build_samples, build_split
+from nufed.lab.config import load_config
+from nufed.lab.config.problem import build_samples, build_split
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import nufed
-from experiment.test_resume import CONFIG
+from lab.experiment.test_resume import CONFIG
 
 # a process that logs every socket that it or its children open
 WATCHED = """
@@ -29,7 +29,7 @@ sys.addaudithook(watch)
 SMALL = CONFIG | {"rounds": 1, "methods": {}, "baselines": [], "workers": 2}
 USUAL = f"""
 import nufed
-from nufed import cli
+from nufed.lab import cli
 nufed.run({SMALL!r}, out="run")
 for command in ("report run", "doctor", "list", "data list", "data show"):
     sys.argv = ["nufed", *command.split()]

@@ -12,10 +12,10 @@ from paper.figures import FIGURES
 from paper.smoke import run_all
 from paper.stages import STAGES, WHERE
 
-from nufed.config import load_config
 from nufed.data import make_split, part_sizes
-from nufed.runs import load_run
-from nufed.runs.results import Estimate
+from nufed.lab.config import load_config
+from nufed.lab.runs import load_run
+from nufed.lab.runs.results import Estimate
 
 
 @pytest.mark.parametrize("figure", ["fig1", "fig2", "fig3", "fig4"])

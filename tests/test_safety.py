@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 import nufed
-from experiment.test_resume import CONFIG, begun
+from lab.experiment.test_resume import CONFIG, begun
 from nufed import InputError, Split
-from nufed.config import load_config
 from nufed.errors import RunError
 from nufed.files import read_sealed, write_sealed
-from nufed.runs import RunDirectory, load_run
-from nufed.runs.checkpoint import load_checkpoint
-from nufed.runs.part_files import check_done
+from nufed.lab.config import load_config
+from nufed.lab.runs import RunDirectory, load_run
+from nufed.lab.runs.part_files import check_done, load_checkpoint
 from support import federation
 
 PART = "methods/fo/seed-0"

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from nufed.data import SOURCES, dirichlet
+from nufed.data import dirichlet
+from nufed.lab.readers.sources import SOURCES
 
 
 def load(site):

@@ -9,28 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nufed.algorithms import GMeta, fedavg, gmeta, per_fedavg
-    from nufed.bundle import Bundle, load_adapted, load_bundle
-    from nufed.bundle.from_run import make_bundle
-    from nufed.bundle.personal import make_personal
     from nufed.data import Federation, Samples, Split
     from nufed.errors import InputError, NufedError, NumericalWarning
-    from nufed.experiment import (
-        Event,
-        Observer,
-        Tuning,
-        resume,
-        resume_sweep,
-        run,
-        sweep,
-        tune,
-    )
+    from nufed.lab.bundle import Bundle, load_adapted, load_bundle
+    from nufed.lab.bundle.from_run import make_bundle, make_personal
+    from nufed.lab.experiment import Event, Observer, resume, resume_sweep, run, sweep
+    from nufed.lab.report.notebook import ShownRun as Run
+    from nufed.lab.report.notebook import load as load_run
+    from nufed.lab.runs.sweep_record import Sweep, load_sweep
+    from nufed.lab.tuning import Tuning, tune
     from nufed.meta.curvature import Exact, FirstOrder, HessianFree
     from nufed.meta.fine_tuning import adapt, trajectory
     from nufed.meta.meta_gradient import MetaBatch, meta_gradient, meta_gradient_with_rates
     from nufed.objective import Batch, Objective
-    from nufed.report.shown_run import ShownRun as Run
-    from nufed.report.shown_run import load as load_run
-    from nufed.runs.sweep_record import Sweep, load_sweep
 
 __version__ = "0.1.0.dev0"
 
@@ -76,26 +67,26 @@ __all__ = [
 
 _HOMES = {  # the modules of the names above
     "nufed.algorithms": "GMeta fedavg gmeta per_fedavg",
-    "nufed.bundle": "Bundle load_adapted load_bundle",
-    "nufed.bundle.from_run": "make_bundle",
-    "nufed.bundle.personal": "make_personal",
+    "nufed.lab.bundle": "Bundle load_adapted load_bundle",
+    "nufed.lab.bundle.from_run": "make_bundle make_personal",
     "nufed.data": "Federation Samples Split",
     "nufed.errors": "InputError NufedError NumericalWarning",
-    "nufed.experiment": "Event Observer Tuning resume resume_sweep run sweep tune",
+    "nufed.lab.experiment": "Event Observer resume resume_sweep run sweep",
+    "nufed.lab.tuning": "Tuning tune",
     "nufed.meta.curvature": "Exact FirstOrder HessianFree",
     "nufed.meta.fine_tuning": "adapt trajectory",
     "nufed.meta.meta_gradient": "MetaBatch meta_gradient meta_gradient_with_rates",
     "nufed.objective": "Batch Objective",
-    "nufed.runs.sweep_record": "Sweep load_sweep",
+    "nufed.lab.runs.sweep_record": "Sweep load_sweep",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
-_RENAMED = {"Run": "ShownRun", "load_run": "load"}  # names in nufed.report.shown_run
+_RENAMED = {"Run": "ShownRun", "load_run": "load"}  # names in nufed.lab.report.notebook
 
 if not TYPE_CHECKING:  # or mypy accepts every name
 
     def __getattr__(name: str) -> Any:
         if name in _RENAMED:
-            value = getattr(import_module("nufed.report.shown_run"), _RENAMED[name])
+            value = getattr(import_module("nufed.lab.report.notebook"), _RENAMED[name])
         elif name in _MODULES:
             value = getattr(import_module(_MODULES[name]), name)
         elif find_spec(f"{__name__}.{name}"):

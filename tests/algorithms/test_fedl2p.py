@@ -12,7 +12,7 @@ from torch.distributions import Normal, kl_divergence
 
 from nufed import Batch, Objective, fedavg
 from nufed.algorithms import FedL2P
-from nufed.algorithms.fedl2p_nets import MetaNets
+from nufed.algorithms.fedl2p import MetaNets
 from nufed.algorithms.protocol import AgentResult, Algorithm
 from nufed.algorithms.server_optimizer import AvgM
 from nufed.meta.fine_tuning import per_coordinate, trajectory

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nufed.algorithms import fixed_point, running_mean
+from nufed.algorithms import fixed_point
+from nufed.algorithms import fixed_point as running_mean
 from nufed.algorithms.aggregation import Mean
-from nufed.algorithms.fixed_point import FixedPointGrid, FixedPointSum, peak
-from nufed.algorithms.running_mean import fixed_point_mean
+from nufed.algorithms.fixed_point import FixedPointGrid, FixedPointSum, fixed_point_mean, peak
 from nufed.server.incoming import screen
 from support import update
 

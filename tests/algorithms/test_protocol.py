@@ -21,10 +21,10 @@ from nufed.algorithms import (
 from nufed.algorithms.aggregation import Mean, TrimmedMean
 from nufed.algorithms.gmeta import local_sgd
 from nufed.algorithms.local_optimizer import SGD
-from nufed.algorithms.null_baselines import local_training
-from nufed.config import load_config
+from nufed.evaluate.null_baselines import local_training
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Privacy
+from nufed.lab.config import load_config
 from nufed.settings import setting
 from support import federation, mlp
 

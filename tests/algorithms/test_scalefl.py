@@ -16,9 +16,8 @@ from flower.app.in_memory import agents_data, federate, federation_of, plan_of
 from nufed import InputError, Objective, fedavg
 from nufed.algorithms import AgentUpdate, ScaleFL
 from nufed.algorithms.aggregation import Mean, Median
-from nufed.algorithms.capacity import CapacityLevels
 from nufed.algorithms.local_optimizer import SGD
-from nufed.algorithms.scalefl import ExitsLoss
+from nufed.algorithms.scalefl import CapacityLevels, ExitsLoss
 from nufed.evaluate import Measure
 from nufed.models import MultiExit, multi_exit
 from nufed.server import to_send

@@ -7,9 +7,9 @@ import tomllib
 import pytest
 import tomli_w
 
-from nufed.config import load_config, presets
-from nufed.config.load import known_keys
 from nufed.errors import InputError, shown
+from nufed.lab.config import load_config, presets
+from nufed.lab.config.load import known_keys
 
 ODD = ["", " ", "a b", "a\nb", "'", '"', "é", "ν", "\x00", "\udcff", "[x]", "int", "=", "#"]
 NUMBERS = [0, 1, -1, 2, 10**9, 10**30, -(10**400), 10**5000, 0.0, 0.5, -0.1, 1e308, 1e-320]

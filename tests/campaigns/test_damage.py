@@ -9,9 +9,9 @@ from campaigns.test_kills import CONFIG
 from nufed import Split
 from nufed.errors import InputError, RunError
 from nufed.files import read_sealed
-from nufed.runs import load_run
-from nufed.runs.checkpoint import load_checkpoint
-from nufed.runs.json_files import write_json
+from nufed.lab.runs import load_run
+from nufed.lab.runs.json_files import write_json
+from nufed.lab.runs.part_files import load_checkpoint
 from support import without_report
 
 PART = "methods/fo/seed-0"

@@ -12,7 +12,7 @@ STEPS = 3
 
 def accuracy(rounds, seeds, dropout, out):
     """The quickstart with one method: the run, and the mean accuracy of its agents and seeds."""
-    preset = files("nufed.config") / "presets" / "quickstart.toml"
+    preset = files("nufed.lab.config") / "presets" / "quickstart.toml"
     tables = {
         **tomllib.loads(preset.read_text("utf-8")),
         "methods": {"fo": {"algorithm": "gmeta", "curvature": "first_order"}},

@@ -18,15 +18,14 @@ from torch import nn
 
 import nufed as library
 from nufed import Bundle, InputError, Samples
-from nufed.cli.bundle_commands import _write
-from nufed.cli.terminal import console, styled, table
-from nufed.config import load_config
-from nufed.data import SOURCES
-from nufed.data.csv_file import from_cell, to_cell
-from nufed.data.data_file import read_data
 from nufed.errors import visible
-from nufed.report.agent_charts import counts_chart
-from nufed.report.figures import spec_of
+from nufed.lab.cli.bundle_commands import _write
+from nufed.lab.cli.terminal import console, styled, table
+from nufed.lab.config import load_config
+from nufed.lab.readers.files import from_cell, read_data, to_cell
+from nufed.lab.readers.sources import SOURCES
+from nufed.lab.report.charts import counts_chart
+from nufed.lab.report.figures import spec_of
 
 KNOWN = [
     *("[/b]yes", "[b]", "[red]x[/]", "[link=http://x]y[/link]", ":smile:", "[", "\\[b]", "[/]"),
@@ -212,7 +211,7 @@ def test_commands_print_through_one_module():
         for path in root.rglob("*.py")
         if direct.search(path.read_text("utf-8"))
     ]
-    assert found == ["cli/terminal.py"]
+    assert found == ["lab/cli/terminal.py"]
 
 
 @pytest.mark.parametrize("name", ["local", "majority", "untrained"])

@@ -16,9 +16,9 @@ import pytest
 import nufed
 from nufed.errors import NufedError, RunError
 from nufed.files import SEALED_TEXT, ZERO_DIGEST, read_sealed, sha256, unseal, write_sealed
-from nufed.report import page
-from nufed.runs import load_run
-from nufed.runs.checkpoint import load_checkpoint
+from nufed.lab.report import page
+from nufed.lab.runs import load_run
+from nufed.lab.runs.part_files import load_checkpoint
 from support import with_figures, without_report
 
 CONFIG = {

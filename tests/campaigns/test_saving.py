@@ -16,9 +16,8 @@ import torch
 import nufed
 from campaigns.test_kills import CONFIG
 from nufed.errors import NumericalWarning, RunError
-from nufed.runs.agent_states import StoredStates
-from nufed.runs.checkpoint import load_checkpoint
-from nufed.runs.part_files import PartFiles
+from nufed.lab.runs.agent_states import StoredStates
+from nufed.lab.runs.part_files import PartFiles, load_checkpoint
 from nufed.simulation import start_method
 from processes import Child, fork
 from support import FSYNC, file_hashes

@@ -15,8 +15,8 @@ from nufed.algorithms import AgentUpdate
 from nufed.evaluate import Measure
 from nufed.files import sha256
 from nufed.flower.app.server_app import Server
-from nufed.runs.agent_states import StoredStates
-from nufed.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from nufed.lab.runs.agent_states import StoredStates
+from nufed.lab.runs.part_files import Checkpoint, load_checkpoint, save_checkpoint
 from nufed.server import Progress, to_send
 from nufed.simulation import ENGINES, DirectEngine, Engines, WorkerEngine, run_round, train
 from support import agent_context, context, federation, mlp, same, states_of, tied

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from nufed import InputError
-from nufed.data import SOURCES, as_samples
-from nufed.data.data_file import read_data
-from nufed.data.limits import LIMIT
+from nufed.data import as_samples
+from nufed.lab.readers.files import LIMIT, read_data
+from nufed.lab.readers.sources import SOURCES
 
 own = SOURCES["file"]
 

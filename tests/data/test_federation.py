@@ -6,7 +6,8 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from nufed import Federation, InputError, Samples
-from nufed.data import SOURCES, as_samples, make_split
+from nufed.data import as_samples, make_split
+from nufed.lab.readers.sources import SOURCES
 from support import federation
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from nufed import InputError
-from nufed.data import SOURCES, download, fetch
-from nufed.data.store import MNIST_WRITERS, STORED, Stored
+from nufed.lab import downloads as download
+from nufed.lab import downloads as fetch
+from nufed.lab.readers.sources import MNIST_WRITERS, SOURCES, STORED, Stored
 from processes import PATIENCE
 
 CONTENT = {
@@ -283,7 +284,7 @@ WRONG = {
 def test_a_wrong_archive_is_refused_and_leaves_nothing(
     name, directory, server, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(fetch, "MAX_BYTES", 50_000)
+    monkeypatch.setattr(fetch, "MAX_ARCHIVE_BYTES", 50_000)
     server.body, sentence = WRONG[name]
     with pytest.raises(InputError, match=sentence) as caught:
         get(server)
@@ -378,7 +379,7 @@ def test_the_command_says_that_it_can_be_resumed(directory, nufed, tmp_path, mon
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nufed.data.fetch.fetch", stopped)
+    monkeypatch.setattr("nufed.lab.downloads.fetch", stopped)
     result = nufed("data", "get", "tiny", cwd=tmp_path)
     assert result.returncode == 130 and "run the same command again" in result.stderr
 

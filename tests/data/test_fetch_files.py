@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from nufed import InputError
-from nufed.data import download, fetch, sources
-from nufed.data.store import FASHION_MNIST, STORED
+from nufed.lab import downloads as download
+from nufed.lab import downloads as fetch
+from nufed.lab.readers import sources
+from nufed.lab.readers.sources import FASHION_MNIST, STORED
 
 
 def idx(array):

@@ -10,7 +10,7 @@ import torch
 import nufed
 from nufed import Samples
 from nufed.data import as_samples
-from nufed.data.input_range import MOST_NUMBERS, InputRange, input_ranges, scale_warnings
+from nufed.data.samples import MOST_NUMBERS, InputRange, input_ranges, scale_warnings
 from nufed.errors import NumericalWarning
 
 RNG = np.random.default_rng(0)

@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from nufed import InputError
-from nufed.data import limits, parquet_file
-from nufed.data.csv_file import from_cell, to_cell
-from nufed.data.data_file import read_data
-from nufed.data.limits import LIMIT, read_npz
+from nufed.lab.readers import files as limits
+from nufed.lab.readers import files as parquet_file
+from nufed.lab.readers.files import LIMIT, from_cell, read_data, read_npz, to_cell
 
 MB = 10**6
 
@@ -138,7 +137,7 @@ def test_a_parquet_file_takes_no_more_memory_than_is_counted(
         read = most_memory(lambda: read_data(path, owner="who" if owner is not None else None))
     finally:
         pa.set_memory_pool(before)
-    assert read + own_pool.max_memory() - path.stat().st_size < counted[0]
+    assert read + own_pool.max_memory() - path.stat().st_size < max(counted)
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])

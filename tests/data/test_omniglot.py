@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from nufed import InputError
-from nufed.data import fetch, given
-from nufed.data.omniglot import _images, omniglot
-from nufed.data.store import OMNIGLOT
+from nufed.data import given
+from nufed.lab import downloads as fetch
+from nufed.lab.readers.sources import OMNIGLOT, _images, omniglot
 
 FILE = "omniglot_8_alphabets.npz"
 

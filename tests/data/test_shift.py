@@ -6,10 +6,10 @@ import torch
 
 import nufed
 from nufed import InputError, Samples
-from nufed.config.build import build_federation, build_samples, build_shift, build_split
-from nufed.config.load import load_config
 from nufed.data.shift import _rotated, permuted_labels, rotation
 from nufed.flower.app.apps import _check
+from nufed.lab.config.load import load_config
+from nufed.lab.config.problem import build_federation, build_samples, build_shift, build_split
 from support import Killed, file_hashes
 
 AGENTS = [np.array([0, 4]), np.array([1, 5]), np.array([2]), np.array([3])]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nufed import InputError
-from nufed.data import SOURCES, sources
-from nufed.data.store import CIFAR10, CIFAR100, MNIST_WRITERS, data_directory
+from nufed.lab.readers import sources
+from nufed.lab.readers.sources import CIFAR10, CIFAR100, MNIST_WRITERS, SOURCES, data_directory
 
 CIFAR = [("CIFAR10", sources.cifar10, 1, 10), ("CIFAR100", sources.cifar100, 2, 100)]
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nufed import InputError
-from nufed.config.build import build_samples, build_split
-from nufed.config.load import load_config
 from nufed.data import dirichlet_by_class, quantity_skew
-from nufed.data.uneven import _repaired
+from nufed.data.partition import _repaired
+from nufed.lab.config.load import load_config
+from nufed.lab.config.problem import build_samples, build_split
 
 SEEDS = st.integers(0, 2**32 - 1)
 CONCENTRATIONS = st.sampled_from([1e-300, 1e-4, 0.01, 0.3, 1.0, 100.0, 1e6])

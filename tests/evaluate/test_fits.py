@@ -7,12 +7,12 @@ import torch
 
 import nufed
 from nufed import load_run
-from nufed.config import load_config
-from nufed.config.problem import Problem
 from nufed.errors import RunError
 from nufed.evaluate import can_be_drawn
-from nufed.report.fits_chart import fits_chart
-from nufed.runs.part_files import FITS
+from nufed.lab.config import load_config
+from nufed.lab.config.problem import Problem
+from nufed.lab.report.charts import fits_chart
+from nufed.lab.runs.part_files import FITS
 
 CONFIG = {
     "rounds": 3,

@@ -7,14 +7,7 @@ import torch
 
 from nufed import Federation, InputError, Objective, fedavg
 from nufed.data import Samples, Split
-from nufed.evaluate import (
-    AgentScores,
-    Measure,
-    accuracy,
-    majority_class,
-    score_agent,
-    summarise,
-)
+from nufed.evaluate import AgentScores, Measure, accuracy, majority_class, score_agent, summarise
 from nufed.simulation import DirectEngine
 from support import agent_context, federation, mlp
 

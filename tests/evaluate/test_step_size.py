@@ -12,15 +12,9 @@ from safetensors.torch import load_file
 import nufed
 from nufed import GMeta, InputError, Objective
 from nufed.algorithms import ALGORITHMS, fedavg
-from nufed.bundle import load_bundle
-from nufed.config import build
-from nufed.evaluate import (
-    AgentScores,
-    Measure,
-    choose_step_sizes,
-    evaluate_with_choice,
-    preferred,
-)
+from nufed.evaluate import AgentScores, Measure, choose_step_sizes, evaluate_with_choice, preferred
+from nufed.lab.bundle import load_bundle
+from nufed.lab.config import problem as build
 from nufed.meta.curvature import FirstOrder
 from nufed.simulation import BatchedEngine, DirectEngine, WorkerEngine
 from support import federation, file_hashes, mlp

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nufed import Batch, Exact, HessianFree, InputError, NumericalWarning, Objective, adapt
-from nufed.meta.differences import difference
+from nufed.meta.curvature import difference
 from nufed.models import fcnn
 from support import batches, mlp, relative_error
 

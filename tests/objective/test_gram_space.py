@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nufed import Batch, Objective
-from nufed.meta.differences import double_difference
+from nufed.meta.curvature import double_difference
 from nufed.models import fcnn, logistic
 from nufed.objective.first_layer import first_layer
 from nufed.objective.gram_space import GramObjective, GramVector

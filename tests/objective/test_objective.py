@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nufed import Batch, InputError, Objective
-from nufed.meta.differences import double_difference
+from nufed.meta.curvature import double_difference
 from support import batches, mlp, tied
 
 

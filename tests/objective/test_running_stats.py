@@ -15,12 +15,10 @@ from nufed.algorithms import AgentResult, Cost, Ditto, FedBN, FedPer, FedProx, R
 from nufed.algorithms.aggregation import ClippedMean
 from nufed.algorithms.compression import Int8, TopK
 from nufed.algorithms.local_optimizer import SGD
-from nufed.bundle.from_run import NoBundleError, make_bundle
-from nufed.bundle.personal import make_personal
-from nufed.config import load_config
-from nufed.config.build import build_samples
-from nufed.config.problem import Given, Problem
 from nufed.data import as_samples
+from nufed.lab.bundle.from_run import NoBundleError, make_bundle, make_personal
+from nufed.lab.config import load_config
+from nufed.lab.config.problem import Given, Problem, build_samples
 from nufed.meta.fine_tuning import trajectory
 from nufed.server import Rules
 from nufed.simulation import DirectEngine, Engines, train

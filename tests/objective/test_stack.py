@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nufed import Batch, Objective
-from nufed.config.build import squared_error
+from nufed.lab.config.problem import squared_error
 from nufed.objective.stack import stacked_losses, stacked_outputs
 from support import cnn, mlp, tied
 

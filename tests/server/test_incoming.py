@@ -9,11 +9,10 @@ import torch
 
 from nufed.algorithms import GMeta
 from nufed.algorithms.aggregation import Mean, Median
-from nufed.algorithms.fixed_point import PIECE
+from nufed.algorithms.fixed_point import PIECE, fixed_point_mean
 from nufed.algorithms.protocol import Context
-from nufed.algorithms.running_mean import fixed_point_mean
 from nufed.server import Progress, Rules, close_round, open_round
-from nufed.server.memory_needs import kept_bytes, warn_of_memory
+from nufed.server.rounds import kept_bytes, warn_of_memory
 from support import context, update
 
 BEFORE = {"model": torch.zeros(3)}

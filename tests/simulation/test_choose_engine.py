@@ -9,8 +9,8 @@ from torch import nn
 
 from nufed import Exact, Federation, FirstOrder, GMeta, InputError, Objective, Samples
 from nufed.algorithms import Ditto, FedAvg, PerFedAvg, Personal, Scaffold
-from nufed.config import load_config
-from nufed.config.build import build_federation, build_samples
+from nufed.lab.config import load_config
+from nufed.lab.config.problem import build_federation, build_samples
 from nufed.models import cnn_groupnorm, fcnn, logistic
 from nufed.simulation import DirectEngine, Engines, choose_engine, train
 from support import federation, uneven_federation

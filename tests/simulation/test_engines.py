@@ -13,9 +13,9 @@ from torch import nn
 
 from nufed import Exact, Federation, FirstOrder, GMeta, HessianFree, Objective, Samples
 from nufed.algorithms.protocol import BatchSource, Draw
-from nufed.config.build import squared_error
 from nufed.data.federation import AgentBatches
 from nufed.evaluate import Measure
+from nufed.lab.config.problem import squared_error
 from nufed.models import fcnn, logistic
 from nufed.objective.first_layer import first_layer
 from nufed.simulation import BatchedEngine, DirectEngine, GramEngine, train

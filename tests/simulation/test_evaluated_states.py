@@ -9,8 +9,8 @@ import nufed
 from nufed import Objective
 from nufed.algorithms import Ditto, Scaffold
 from nufed.evaluate import Measure
+from nufed.lab.runs.agent_states import StoredStates
 from nufed.models import fcnn
-from nufed.runs.agent_states import StoredStates
 from nufed.server import MemoryStates, StatesOf
 from nufed.simulation import BatchedEngine, DirectEngine, WorkerEngine, start_method, worker_engine
 from support import uneven_federation

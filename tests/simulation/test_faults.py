@@ -9,14 +9,14 @@ import torch
 
 import nufed
 from nufed import Federation, GMeta, InputError, Objective
-from nufed.algorithms.attacks import ATTACKS
 from nufed.algorithms.protocol import AgentUpdate
-from nufed.cli.listing import listing
-from nufed.config import load_config
 from nufed.errors import TrainingError
-from nufed.runs import load_run
+from nufed.lab.cli.listing import listing
+from nufed.lab.config import load_config
+from nufed.lab.runs import load_run
 from nufed.server import Rules, choose_cohort, close_round
 from nufed.simulation import DirectEngine, Faults, train
+from nufed.simulation.faults import ATTACKS
 from support import context, federation, mlp
 
 ALGORITHM = GMeta(adapt_steps=1, adapt_lr=0.3, meta_lr=0.2, local_steps=2, batch_size=6)
@@ -132,7 +132,7 @@ def test_bad_rates_are_refused(bad):
     with pytest.raises(InputError, match=f"{name} = "):
         Faults(**bad)
     with pytest.raises(InputError, match=f"faults.{name} = "):
-        nufed.config.load_config({"faults": bad})
+        nufed.lab.config.load_config({"faults": bad})
 
 
 def test_updates_rejected_in_earlier_attempts_are_recorded(caplog):

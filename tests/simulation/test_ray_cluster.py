@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 import nufed
-from experiment.test_array_parts import CONFIG
+from lab.experiment.test_array_parts import CONFIG
 from nufed import InputError
 from nufed.errors import TrainingError
-from nufed.experiment import node_jobs
-from nufed.experiment.node_jobs import Changes, Tracked
-from nufed.experiment.setup import Setup
-from nufed.experiment.stopping import Stop
+from nufed.lab.experiment import jobs as node_jobs
+from nufed.lab.experiment.jobs import Changes, Tracked
+from nufed.lab.experiment.setup import Setup
+from nufed.lab.experiment.stopping import Stop
 from nufed.simulation import RayCluster, ray_cluster
 from simulation import fake_ray
 from support import Killed, file_hashes, without_report
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_report")
 def ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", fake_ray)
     monkeypatch.setattr(ray_cluster, "ray_package", lambda: fake_ray)
-    monkeypatch.setattr("nufed.simulation.ray_engine.ray_package", lambda: fake_ray)
+    monkeypatch.setattr("nufed.simulation.ray_cluster.ray_package", lambda: fake_ray)
     monkeypatch.setattr(ray_cluster, "_losses", lambda: (fake_ray.ActorLostError,))
     yield fake_ray
     fake_ray.REFERENCES.clear()
@@ -230,7 +230,7 @@ def test_a_signal_stops_parts_at_their_next_round(tmp_path, monkeypatch):
 
     before = ray_cluster._Mailbox.put
     monkeypatch.setattr(ray_cluster._Mailbox, "put", put)
-    monkeypatch.setattr("nufed.experiment.runner.Stop", Signalled)
+    monkeypatch.setattr("nufed.lab.experiment.runner.Stop", Signalled)
     with pytest.raises(KeyboardInterrupt):
         nufed.run({**PARTS, "baselines": []}, out=tmp_path / "run", ray="auto")
     saved = list((tmp_path / "run").rglob("checkpoint-*"))

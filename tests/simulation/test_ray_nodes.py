@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 
 import nufed
-from experiment.test_array_parts import CONFIG
 from flower.app.test_ray_simulation import LOOPBACK, listening
-from nufed.config import load_config
+from lab.experiment.test_array_parts import CONFIG
+from nufed.lab.config import load_config
 from processes import NUFED, alive, descendants, wait_for
 from simulation.ray_nodes import RAY, nodes
 from support import file_hashes, without_report

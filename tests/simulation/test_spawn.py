@@ -9,10 +9,10 @@ import pytest
 import torch.nn.functional as F
 
 import nufed
-from experiment.test_runner import SMALL
-from nufed.config import load_config
-from nufed.config.problem import Problem
-from nufed.experiment.setup import Setup
+from lab.experiment.test_runner import SMALL
+from nufed.lab.config import load_config
+from nufed.lab.config.problem import Problem
+from nufed.lab.experiment.setup import Setup
 from nufed.simulation import start_method, unsendable
 from simulation.test_worker_engine import files
 

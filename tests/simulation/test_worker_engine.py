@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import nufed
-from experiment.test_runner import SMALL
+from lab.experiment.test_runner import SMALL
 from nufed import Exact, FirstOrder, GMeta, HessianFree, NumericalWarning, Objective
 from nufed.algorithms import Scaffold
 from nufed.algorithms.protocol import AgentResult, Cost
@@ -304,8 +304,8 @@ import sys, time
 sys.path.insert(0, {str(TESTS)!r})
 import torch
 import torch.nn.functional as F
-from nufed import GMeta, Objective
-from nufed.simulation import DirectEngine, WorkerEngine
+from nufed import (GMeta, Objective)
+from nufed.simulation import (DirectEngine, WorkerEngine)
 from support import context, mlp, uneven_federation
 
 def slow(outputs, targets):
@@ -425,7 +425,7 @@ def test_a_part_whose_process_is_killed_is_named(tmp_path):
 
 FEW_FILES = """
 import resource, sys
-from nufed.cli import main
+from nufed.lab.cli import main
 resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
 main()
 """

@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from nufed.algorithms.protocol import AgentUpdate
-from nufed.algorithms.running_mean import fixed_point_mean
-from nufed.algorithms.summed_updates import SummedUpdates
+from nufed.algorithms.fixed_point import fixed_point_mean
+from nufed.algorithms.protocol import AgentUpdate, SummedUpdates
 from nufed.registry import Registry
 from nufed.settings import check_settings, setting
 

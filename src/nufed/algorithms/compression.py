@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nufed.algorithms.round_records import State
+from nufed.algorithms.protocol import State
 
 STATISTICS = "statistics"
 RESIDUAL = "residual/"  # begins the names of r in an agent's state

@@ -49,14 +49,7 @@ from nufed.algorithms.protocol import (
 )
 from nufed.algorithms.server_optimizer import Plain
 from nufed.errors import require
-from nufed.meta.curvature import (
-    CURVATURES,
-    Curvature,
-    Exact,
-    FirstOrder,
-    HessianFree,
-    unchecked,
-)
+from nufed.meta.curvature import CURVATURES, Curvature, Exact, FirstOrder, HessianFree, unchecked
 from nufed.meta.fine_tuning import Rate, descend, per_coordinate, per_tensor
 from nufed.meta.meta_gradient import (
     MetaBatch,

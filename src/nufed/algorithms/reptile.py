@@ -24,14 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import (
-    AgentContext,
-    AgentResult,
-    AgentUpdate,
-    Context,
-    Cost,
-    State,
-)
+from nufed.algorithms.protocol import AgentContext, AgentResult, AgentUpdate, Context, Cost, State
 from nufed.settings import Search, setting
 
 

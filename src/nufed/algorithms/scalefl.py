@@ -15,7 +15,7 @@ coordinate over those agents of the cohort that hold it:
 
 The server holds w and, for each coordinate, the first level that holds it; agents keep nothing. w
 and y are exchanged; coordinates that an agent does not hold are returned as received and ignored.
-The level of an agent is a fixed function of its number (:mod:`nufed.algorithms.capacity`), known to
+The level of an agent is a fixed function of its number (:mod:`nufed.algorithms.scalefl`), known to
 both sides. The personal model is the agent's sub-network of w with its last exit, fine-tuned on I_l
 with f; newcomers have a level, too. The optimiser drives the local steps. A server optimiser with
 momentum also moves coordinates that nobody holds.
@@ -34,9 +34,13 @@ round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
@@ -45,8 +49,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nufed.algorithms.aggregation import Mean
-from nufed.algorithms.capacity import CapacityLevels
-from nufed.algorithms.exits_loss import exits_gradient
+from nufed.algorithms.fixed_point import fixed_point_mean
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
@@ -57,11 +60,15 @@ from nufed.algorithms.protocol import (
     Personal,
     State,
 )
-from nufed.algorithms.running_mean import fixed_point_mean
-from nufed.errors import InputError
+from nufed.errors import InputError, require
 from nufed.meta.fine_tuning import descend
 from nufed.objective import AnyObjective, Inputs, Loss, Objective
-from nufed.objective.loss_gradient import KnownGradient, of_classes
+from nufed.objective.loss_gradient import (
+    KnownGradient,
+    log_softmax_backward,
+    nll_gradients,
+    of_classes,
+)
 from nufed.objective.parts import Part
 from nufed.settings import setting
 
@@ -268,3 +275,121 @@ def _between(levels: Tensor, smaller: int, level: int) -> Part:
     if (smaller, level) not in known:
         known[smaller, level] = Part.where((levels > smaller) & (levels <= level))
     return known[smaller, level]
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class CapacityLevels:
+    """Nested levels of capacity, counted from 0; the last is the whole network.
+
+    Args:
+        widths: the share of units of each hidden layer, by level.
+        depths: the number of exits, by level; empty: in proportion to the level.
+        shares: the relative numbers of agents, by level.
+    """
+
+    widths: tuple[Fraction, ...]
+    depths: tuple[int, ...]
+    shares: tuple[Fraction, ...]
+
+    @classmethod
+    @lru_cache(maxsize=64)  # called for each agent in each round
+    def read(cls, widths: str, depths: str, shares: str) -> CapacityLevels:
+        """Parse numbers that are separated by commas; ``depths`` may be "auto"."""
+        texts = {"widths": widths, "depths": depths, "shares": shares}
+        if depths == AUTO:
+            texts["depths"] = ", ".join("1" for _ in widths.split(","))
+        found = {name: _numbers(name, text) for name, text in texts.items()}
+        levels = len(found["widths"])
+        for name, numbers in found.items():
+            allowed = f"must have one number for each of the {levels} levels in widths"
+            require(len(numbers) == levels, name, texts[name], allowed)
+        s, e, n = found.values()
+        ok = s[0] > 0 and list(s) == sorted(s) and s[-1] == 1
+        require(ok, "widths", widths, "must be above 0, in ascending order, and end with 1")
+        ok = all(depth >= 1 and depth.denominator == 1 for depth in e) and list(e) == sorted(e)
+        require(ok, "depths", depths, "must be whole numbers, 1 or more, in ascending order")
+        require(sum(n) > 0, "shares", shares, "must not all be 0")
+        return cls(s, () if depths == AUTO else tuple(map(int, e)), n)
+
+    def depths_of(self, exits: int) -> tuple[int, ...]:
+        """The number of exits by level, for a model with ``exits`` of them.
+
+        >>> CapacityLevels.read("0.5, 1", "auto", "1, 1").depths_of(3)
+        (2, 3)
+        """
+        levels = len(self.widths)
+        return self.depths or tuple(-(-level * exits // levels) for level in range(1, levels + 1))
+
+    def of(self, agent: int) -> int:
+        """The level of an agent: a fixed function of its number i = …b₂b₁b₀ (binary).
+
+        [0, 1) is divided in proportion to ``shares``; the level is the index of the interval that
+        holds 0.b₀b₁b₂… (van der Corput's sequence), so that any run of consecutive agents has about
+        these shares.
+
+        >>> levels = CapacityLevels.read("0.5, 0.5, 1", "1, 2, 3", "1, 1, 2")
+        >>> [levels.of(agent) for agent in range(8)]
+        [0, 2, 1, 2, 0, 2, 1, 2]
+        """
+        return self._of(agent)
+
+    @cached_property
+    def _of(self) -> Callable[[int], int]:
+        return lru_cache(maxsize=2**16)(self._level)  # called for each agent in each round
+
+    def _level(self, agent: int) -> int:
+        point = Fraction(int(f"{agent:b}"[::-1], 2), 2 ** agent.bit_length())
+        ends = list(accumulate(self.shares))
+        return bisect_right(ends, point * ends[-1])
+
+
+def _numbers(name: str, text: str) -> tuple[Fraction, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    ok = all(re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", part) for part in parts)
+    require(ok, name, text, 'must be numbers, 0 or more, separated by commas, as "0.5, 1"')
+    return tuple(map(Fraction, parts))
+
+
+def exits_gradient(
+    outputs: Tensor, targets: Tensor, exit_weight: float, distill_weight: float, temperature: float
+) -> Tensor:
+    """∂f/∂z_j of exits j = 1 … d (:mod:`.scalefl`), with ℓ cross-entropy and autograd's bits.
+
+    Args:
+        outputs: z, (exits, samples, classes).
+        targets: class numbers.
+        exit_weight: a.
+        distill_weight: γ.
+        temperature: T.
+    """
+    depth = len(outputs)
+    total = depth + exit_weight * sum(range(depth))
+    weights = [*(exit_weight * j / total for j in range(1, depth)), depth / total]
+    logs = torch.log_softmax(outputs, dim=2)
+    by_logs = torch.stack(nll_gradients(logs.unbind(), targets, weights))
+    d: Tensor = log_softmax_backward(by_logs, logs, 2, logs.dtype)
+    if distill_weight and depth > 1:
+        # T²·KL(p_d ‖ p_j) has the derivative −T²p_d by log p_j
+        logs = torch.log_softmax(outputs / temperature, dim=2)
+        weight, kind = distill_weight / total, (d.dtype, d.device)
+        each = _distillation(depth, len(targets), weight, temperature, *kind)
+        by_logs = each * logs[-1].exp()
+        d[:-1] += log_softmax_backward(by_logs, logs[:-1], 2, logs.dtype).div_(temperature)
+    return d
+
+
+@lru_cache(maxsize=64)  # the same in every step
+def _distillation(
+    depth: int,
+    samples: int,
+    weight: float,
+    temperature: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The derivative of f by −p_d·log p_j of a sample, for j < d."""
+    exits = torch.arange(1, depth, dtype=dtype, device=device).view(-1, 1, 1)
+    return (weight * exits * temperature**2 / samples).neg_()

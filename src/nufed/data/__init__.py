@@ -1,24 +1,31 @@
 """Data: sources of samples, their split over agents and parts, and batches."""
 
+from nufed.data.digits import digits
 from nufed.data.federation import AgentBatches, Federation, Picked, ScoredOn, SmallAgents
-from nufed.data.named_partitions import (
+from nufed.data.partition import (
     PARTITIONS,
+    DirichletReusing,
     Partition,
+    Reuse,
+    Rows,
     check_arguments,
     check_dealt,
+    dirichlet,
+    dirichlet_by_class,
+    given,
+    iid,
+    quantity_skew,
     settings_taken,
+    shards,
 )
-from nufed.data.partition import DirichletReusing, Reuse, Rows, dirichlet, given, iid, shards
 from nufed.data.samples import Samples, as_samples
 from nufed.data.shift import SHIFTS, rows_by_agent
-from nufed.data.sources import SOURCES
+from nufed.data.sinusoid import sinusoid
 from nufed.data.split import Split, choose_unseen, lazy_split, make_split, part_sizes, site_split
-from nufed.data.uneven import dirichlet_by_class, quantity_skew
 
 __all__ = [
     "PARTITIONS",
     "SHIFTS",
-    "SOURCES",
     "AgentBatches",
     "DirichletReusing",
     "Federation",
@@ -34,6 +41,7 @@ __all__ = [
     "check_arguments",
     "check_dealt",
     "choose_unseen",
+    "digits",
     "dirichlet",
     "dirichlet_by_class",
     "given",
@@ -45,5 +53,6 @@ __all__ = [
     "rows_by_agent",
     "settings_taken",
     "shards",
+    "sinusoid",
     "site_split",
 ]

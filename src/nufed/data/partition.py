@@ -1,21 +1,37 @@
-"""Partitions of samples over agents. Each returns one array of row numbers per agent.
-
-No function here gives a row twice to one agent, and all of them terminate.
-"""
+"""Row numbers of samples, and what partitions share."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from functools import lru_cache
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, wraps
 from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 
-from nufed.data.rows import Rows as Rows
-from nufed.data.rows import check_enough, shuffled_classes
-from nufed.errors import InputError
+from nufed.data.samples import Samples
+from nufed.errors import InputError, require, shown
+from nufed.registry import Registry
 from nufed.seeding import stream
+
+Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def shuffled_classes(labels: Rows, classes: Rows, rng: np.random.Generator) -> list[Rows]:
+    """The rows of every class, each in random order."""
+    return [rng.permutation(np.flatnonzero(labels == label)) for label in classes]
+
+
+def check_enough(have: int, needed: int, agents: int, samples_per_agent: int) -> None:
+    """Refuse a partition that needs more samples than there are."""
+    if needed > have:
+        raise InputError(
+            f"{agents} agents with {samples_per_agent} samples each need {needed} samples and the "
+            f"data has {have}: ask for fewer agents or samples_per_agent, or with the dirichlet "
+            'partition let agents share samples, data.reuse = "across_agents"'
+        )
+
 
 Reuse: TypeAlias = Literal["never", "across_agents"]
 
@@ -208,3 +224,273 @@ def given(owners: np.ndarray[Any, Any]) -> tuple[list[Rows], tuple[str, ...]]:
     order = np.argsort(index, kind="stable")
     ends = np.cumsum(np.bincount(index))[:-1]
     return np.split(order, ends), tuple(str(name) for name in names)
+
+
+Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]  # samples by agent (row) and class
+
+MAX_DRAWS = 100  # before samples are moved
+
+
+def dirichlet_by_class(
+    labels: Rows,
+    agents: int,
+    samples_per_agent: int | None,
+    concentration: float,
+    rng: np.random.Generator,
+    min_size: int = 10,
+    self_balancing: bool = False,
+) -> list[Rows]:
+    """Per-class Dirichlet: each class is shared out by its own draw; sizes are unequal.
+
+    For every class k, shares p_k ~ Dir(α, …, α) over the agents, α = ``concentration``; agent j
+    gets the fraction p_kj of that class (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022; most
+    published tables). Hsu et al. (2019) instead draw a class distribution per agent, at equal
+    sizes, as :func:`nufed.data.dirichlet` does.
+
+    Draws with an agent below ``min_size`` are rejected, up to :data:`MAX_DRAWS` times; then
+    samples of their most frequent classes move from the largest agents to the smallest.
+
+    Args:
+        labels: the class of every sample.
+        agents: their number.
+        samples_per_agent: the mean size; a random subset of the samples is then shared out. By
+            default all are.
+        concentration: α.
+        rng: the random generator.
+        min_size: the smallest number of samples that an agent may have.
+        self_balancing: an agent that has reached the mean size gets no more classes, as in the
+            code (not the text) of those papers.
+
+    >>> labels = np.arange(100) % 4
+    >>> parts = dirichlet_by_class(labels, 5, None, 0.1, np.random.default_rng(0))
+    >>> sum(map(len, parts)), min(map(len, parts)) >= 10
+    (100, True)
+    """
+    require(
+        isinstance(self_balancing, bool), "self_balancing", self_balancing, "must be true or false"
+    )
+    subset = _subset(len(labels), agents, samples_per_agent, min_size, rng)
+    own = labels[subset]
+    pools = shuffled_classes(own, np.unique(own), rng)
+    cap = len(own) / agents if self_balancing else np.inf
+
+    def draw() -> Counts:
+        counts = np.zeros((agents, len(pools)), dtype=np.int64)
+        for place, pool in enumerate(pools):
+            held = counts.sum(axis=1)
+            counts[:, place] = _shares(len(pool), concentration, held < cap, rng)
+        return counts
+
+    counts = _accepted(draw, min_size)
+    by_class = [np.split(p, np.cumsum(c)[:-1]) for p, c in zip(pools, counts.T, strict=True)]
+    return [subset[np.concatenate(pieces)] for pieces in zip(*by_class, strict=True)]
+
+
+def quantity_skew(
+    samples: int,
+    agents: int,
+    samples_per_agent: int | None,
+    concentration: float,
+    rng: np.random.Generator,
+    min_size: int = 10,
+) -> list[Rows]:
+    """Quantity skew: agents' sizes follow a Dirichlet distribution, their classes are IID.
+
+    The agents' fractions of the samples are one draw of Dir(α, …, α), α = ``concentration``
+    (NIID-Bench, Li et al. 2022). Other arguments as for :func:`dirichlet_by_class`; ``samples`` is
+    the number of samples, which need no classes.
+
+    >>> parts = quantity_skew(100, 5, None, 0.5, np.random.default_rng(0))
+    >>> sum(map(len, parts)), min(map(len, parts)) >= 10
+    (100, True)
+    """
+    subset = _subset(samples, agents, samples_per_agent, min_size, rng)
+    everyone = np.ones(agents, dtype=bool)
+
+    def draw() -> Counts:
+        return _shares(len(subset), concentration, everyone, rng)[:, None]
+
+    return np.split(subset, np.cumsum(_accepted(draw, min_size))[:-1])
+
+
+def _subset(
+    samples: int,
+    agents: int,
+    samples_per_agent: int | None,
+    min_size: int,
+    rng: np.random.Generator,
+) -> Rows:
+    """The rows to share out, in random order."""
+    whole = isinstance(min_size, int) and not isinstance(min_size, bool)
+    require(whole and min_size >= 1, "min_size", min_size, "must be a whole number, at least 1")
+    used = samples if samples_per_agent is None else agents * samples_per_agent
+    if used > samples:
+        raise InputError(
+            f"{agents} agents with {samples_per_agent} samples on average need {used} samples and "
+            f"the data has {samples}: ask for fewer agents or samples_per_agent"
+        )
+    if agents * min_size > used:
+        raise InputError(
+            f"{agents} agents with at least min_size = {min_size} samples need {agents * min_size} "
+            f"samples, and {used} are shared out: ask for fewer agents, a smaller min_size or more "
+            "samples_per_agent"
+        )
+    rows: Rows = rng.permutation(samples)[:used]
+    return rows
+
+
+def _shares(
+    total: int, concentration: float, allowed: np.ndarray[Any, Any], rng: np.random.Generator
+) -> Counts:
+    """``total`` samples as one Dirichlet draw over the allowed agents shares them out."""
+    drawn = np.where(allowed, rng.dirichlet(np.full(len(allowed), concentration)), 0.0)
+    if not drawn.sum() >= np.finfo(float).tiny:  # nothing is left, or it underflowed
+        drawn = np.zeros(len(allowed))
+        drawn[rng.choice(np.flatnonzero(allowed))] = 1.0  # the limit α → 0
+    ends = np.rint(np.cumsum(drawn) / drawn.sum() * total).astype(np.int64)
+    ends[np.flatnonzero(drawn)[-1] :] = total  # rounding must not lose the last sample
+    counts: Counts = np.diff(ends, prepend=0)
+    return counts
+
+
+def _accepted(draw: Callable[[], Counts], min_size: int) -> Counts:
+    """The first draw whose agents all have the minimum size, or the last one after repair."""
+    for _ in range(MAX_DRAWS):
+        counts = draw()
+        if counts.sum(axis=1).min() >= min_size:
+            return counts
+    return _repaired(counts, min_size)
+
+
+def _repaired(counts: Counts, min_size: int) -> Counts:
+    """Move samples from the largest agents to those below the minimum size.
+
+    Each move takes at most half of the largest agent's excess, of its most frequent class, so that
+    no agent gives all. Every move is of at least one sample: it terminates.
+    """
+    counts, sizes = counts.copy(), counts.sum(axis=1)
+    for agent in np.flatnonzero(sizes < min_size):
+        while sizes[agent] < min_size:
+            donor = int(sizes.argmax())
+            place = int(counts[donor].argmax())
+            excess = (sizes[donor] - min_size + 1) // 2
+            moved = min(min_size - sizes[agent], excess, counts[donor, place])
+            counts[donor, place] -= moved
+            counts[agent, place] += moved
+            sizes[donor] -= moved
+            sizes[agent] += moved
+    return counts
+
+
+Partition: TypeAlias = Callable[..., Any]
+"""Called with (samples, agents, samples_per_agent, rng) and settings as keywords; returns one array
+of row numbers per agent, or a mapping from agents' names to such arrays."""
+
+
+def _by_class(function: Callable[..., list[Rows]]) -> Partition:
+    """A function of the samples' classes as a partition."""
+
+    @wraps(function)
+    def partition(
+        samples: Samples, agents: int, size: int | None, rng: np.random.Generator, **settings: Any
+    ) -> list[Rows]:
+        if not samples.classes:
+            raise InputError(
+                f"data.partition = {function.__name__!r}: this data has no classes; use 'iid', "
+                "'quantity_skew', or 'given' with owners"
+            )
+        labels = samples.targets.numpy()
+        return function(labels, agents, samples_per_agent=size, rng=rng, **settings)
+
+    return partition
+
+
+def _by_number(function: Callable[..., list[Rows]]) -> Partition:
+    """A function of the number of samples as a partition."""
+
+    @wraps(function)
+    def partition(
+        samples: Samples, agents: int, size: int | None, rng: np.random.Generator, **settings: Any
+    ) -> list[Rows]:
+        return function(len(samples), agents, samples_per_agent=size, rng=rng, **settings)
+
+    return partition
+
+
+@wraps(given)
+def _by_owner(
+    samples: Samples, agents: int, size: int | None, rng: np.random.Generator
+) -> dict[str, Rows]:
+    if samples.owners is None:
+        raise InputError(
+            "data.partition = 'given': this data has no owners of its samples; give owners with "
+            "the data, or use another partition"
+        )
+    rows, names = given(samples.owners)
+    return dict(zip(names, rows, strict=True))
+
+
+def _refuse(found: object) -> str | None:
+    return None if callable(found) else "is not a function"
+
+
+PARTITIONS: Registry[Partition] = Registry(
+    {
+        "dirichlet": _by_class(dirichlet),
+        "dirichlet_by_class": _by_class(dirichlet_by_class),
+        "quantity_skew": _by_number(quantity_skew),
+        "iid": _by_number(iid),
+        "shards": _by_class(shards),
+        "given": _by_owner,
+    },
+    "nufed.partitions",
+    "function",
+    _refuse,
+)
+
+
+def settings_taken(partition: Partition, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those settings that a partition has an argument for."""
+    arguments = inspect.signature(partition).parameters
+    return {name: value for name, value in settings.items() if name in arguments}
+
+
+def check_arguments(name: str, partition: Partition, arguments: Mapping[str, Any]) -> None:
+    """Refuse ``data.partition_args`` that a partition has no argument for."""
+    found = inspect.signature(partition).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in found.values()) or arguments.keys() <= found.keys():
+        return
+    own = [n for n, p in found.items() if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
+    raise InputError(
+        f"data.partition_args = {shown(dict(arguments))}: the partition {name!r} takes "
+        f"{', '.join(own) or 'none'}; remove or rename what it does not take"
+    )
+
+
+def check_dealt(dealt: Any, samples: int, agents: int) -> tuple[list[Rows], tuple[str, ...] | None]:
+    """Check what a partition returned: the rows of every agent, and the agents' names if given.
+
+    A mapping from names decides on the number of agents itself.
+    """
+    names = None
+    if isinstance(dealt, Mapping) and dealt:
+        names, dealt = tuple(map(str, dealt)), list(dealt.values())
+        agents = len(names)
+    try:
+        rows = [np.asarray(own) for own in dealt]
+    except (TypeError, ValueError):
+        rows = []
+    if len(rows) != agents:
+        raise InputError(
+            f"the partition returned {len(rows)} arrays of row numbers: it must return one for "
+            f"each of {agents} agents"
+        )
+    for agent, own in enumerate(rows):
+        whole = own.ndim == 1 and np.issubdtype(own.dtype, np.integer)
+        inside = whole and bool(((own >= 0) & (own < samples)).all())
+        if not inside or len(np.unique(own)) < len(own):
+            raise InputError(
+                f"the partition gave agent {agent} rows that are not distinct numbers in "
+                f"0 … {samples - 1}"
+            )
+    return [own.astype(np.int64) for own in rows], names

@@ -1,9 +1,10 @@
-"""Samples in memory: one array for all agents, from which agents take rows by index."""
+"""Labels that are text: names of classes, and their numbers."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,62 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from nufed.data.labels import as_words, class_names, class_numbers
 from nufed.errors import InputError, require, shown
 from nufed.objective import Inputs
+
+LISTED = 12  # classes named in a message
+
+
+def as_words(targets: Any) -> list[str] | None:
+    """Targets that are text, as a list; None for numbers. Missing and empty labels are refused.
+
+    A list is not made an array, whose items would all have the longest size.
+    """
+    if not isinstance(targets, list | tuple):
+        array = np.asarray(targets)
+        if array.ndim != 1 or array.dtype.kind not in "USOT":
+            return None
+        targets = array.tolist()
+    words = [target.decode() if isinstance(target, bytes) else target for target in targets]
+    if not any(isinstance(word, str) for word in words):
+        return None
+    for place, word in enumerate(words):
+        if not isinstance(word, str) or not word.strip():
+            raise InputError(
+                f"the target of sample {place} (counted from 0) is {shown(word)}, and others are "
+                "text: give every sample the name of its class"
+            )
+    return [str(word) for word in words]
+
+
+def class_names(words: Sequence[str]) -> tuple[str, ...]:
+    """The names of the classes in their order: of the alphabet, or if all are whole numbers theirs.
+
+    >>> class_names(["b", "a", "b"]), class_names(["10", "9"])
+    (('a', 'b'), ('9', '10'))
+    """
+    names = set(words)
+    numbers = all(re.fullmatch("-?[0-9]{1,18}", name) for name in names)
+    return tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
+
+
+def class_numbers(words: Sequence[str], classes: Sequence[str]) -> Tensor:
+    """The numbers of classes by their names; an unknown name is refused."""
+    numbers = {name: number for number, name in reversed(list(enumerate(classes)))}
+    for place, word in enumerate(words):
+        if word not in numbers:
+            raise InputError(
+                f"unknown label {shown(word)} of sample {place} (counted from 0): the classes are "
+                f"{listed(classes)}"
+            )
+    return torch.tensor([numbers[word] for word in words])
+
+
+def listed(classes: Sequence[str]) -> str:
+    """The names of the classes, or the first of many, for a message."""
+    names = ", ".join(classes[:LISTED])
+    return names if len(classes) <= LISTED else f"{names}, … ({len(classes)} in all)"
+
 
 MAX_NAME_BYTES = 1000  # of the name of a class or owner
 FEW_CLASSES = 1000  # allowed for any number of samples
@@ -289,3 +343,98 @@ def named_inputs(inputs: Inputs) -> dict[str, Tensor]:
 
 def _tensors(inputs: Inputs) -> list[Tensor]:
     return list(named_inputs(inputs).values())
+
+
+LARGE, SMALL = 30.0, 1e-3  # of a scale that is far from 1
+MOST_NUMBERS = 2**22  # that mean and standard deviation are computed from
+FAR, NARROW = 5.0, 0.1  # compared with training: of the largest deviation, of the spread
+FEW_NUMBERS = 10  # whose spread may be small by chance
+
+
+@dataclass(frozen=True)
+class InputRange:
+    """Smallest and largest number, mean and standard deviation of all inputs together.
+
+    >>> print(InputRange.of(torch.tensor([[0.0, 2.0], [4.0, 2.0]])))
+    from 0 to 4 (mean 2, standard deviation 1.41)
+    """
+
+    low: float
+    high: float
+    mean: float
+    std: float
+
+    @classmethod
+    def of(cls, inputs: Tensor) -> InputRange:
+        """Of finite numbers; mean and deviation of large data are those of evenly spaced rows."""
+        low, high = (float(x) for x in inputs.aminmax())
+        unit = max(-low, high) or 1.0  # so that no square overflows
+        some = inputs[:: math.ceil(inputs.numel() / MOST_NUMBERS)].double() / unit
+        std, mean = (unit * float(x) for x in torch.std_mean(some, correction=0))
+        return cls(low, high, float(f"{mean:.6g}"), float(f"{std:.6g}"))
+
+    def scaled(self, scale: float, shift: float) -> InputRange:
+        """Of x·scale + shift."""
+        low, high = sorted((self.low * scale + shift, self.high * scale + shift))
+        return InputRange(low, high, self.mean * scale + shift, self.std * abs(scale))
+
+    def __str__(self) -> str:
+        return (
+            f"from {self.low:.3g} to {self.high:.3g} (mean {self.mean:.3g}, standard deviation "
+            f"{self.std:.3g})"
+        )
+
+    @property
+    def far_from_one(self) -> bool:
+        """Whether usual initial weights and step sizes do not suit such inputs."""
+        return max(-self.low, self.high) > LARGE or self.std < SMALL
+
+    def far_from(self, trained: InputRange, numbers: int) -> bool:
+        """Whether these are on another scale than the inputs of training.
+
+        Either one deviates from the mean of training five times as much as any of training, or all
+        spread less than a tenth as much. ``numbers`` is how many there are.
+        """
+        widest = max(trained.high - trained.mean, trained.mean - trained.low)
+        deviation = max(abs(self.high - trained.mean), abs(self.low - trained.mean))
+        narrow = numbers >= FEW_NUMBERS and self.std < NARROW * trained.std
+        return deviation > FAR * widest or narrow
+
+
+def input_ranges(samples: Samples) -> Mapping[str, InputRange]:
+    """The range of every input as given, by its name; none for tokens and other integers."""
+    return {
+        name: InputRange.of(x)
+        for name, x in named_inputs(samples.inputs).items()
+        if x.numel() and (x.is_floating_point() or x.dtype == torch.uint8)
+    }
+
+
+def scale_warnings(samples: Samples, ranges: Mapping[str, InputRange]) -> list[str]:
+    """A sentence for every input whose scale is far from 1, with the likely remedy."""
+    found = []
+    for name, x in named_inputs(samples.inputs).items():
+        if name not in ranges:
+            continue
+        raw, is_byte = ranges[name], x.dtype == torch.uint8
+        seen = raw.scaled(samples.scale, samples.shift) if is_byte else raw
+        if seen.far_from_one:
+            found.append(_sentence(name, seen, is_byte))
+    return found
+
+
+def _sentence(name: str, seen: InputRange, is_byte: bool) -> str:
+    subject = "the inputs" if name == "input" else f"the numbers of {name}"
+    if seen.std == 0:
+        return f"{subject} are all {seen.low:.3g}: check how they were read"
+    bytes_likely = seen.low >= 0 and LARGE < seen.high <= 255
+    if is_byte and bytes_likely:
+        remedy = "if they are bytes, give nufed.Samples with scale=1/255, which divides them"
+    elif bytes_likely:
+        remedy = "if they are bytes, divide them by 255 (in a file: data.args.scale=0.00392)"
+    else:
+        remedy = "standardise every feature (subtract its mean, divide by its standard deviation)"
+    return (
+        f"{subject} range {seen}, far from the scale of 1 that initial weights and step sizes "
+        f"are made for: {remedy}"
+    )

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nufed.data.rows import Rows
+from nufed.data.partition import Rows
 from nufed.data.samples import Samples
 from nufed.data.split import PARTS, Split
 from nufed.errors import InputError, require

@@ -12,6 +12,7 @@ from nufed.evaluate.scores import (
     majority_class,
     score_agent,
     summarise,
+    training_loss,
 )
 from nufed.evaluate.step_size import (
     ByScale,
@@ -24,7 +25,6 @@ from nufed.evaluate.step_size import (
     evaluate_with_choice,
     preferred,
 )
-from nufed.evaluate.training_loss import training_loss
 
 __all__ = [
     "GROUPS",

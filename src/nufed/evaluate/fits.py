@@ -10,8 +10,7 @@ import torch
 
 from nufed.algorithms.protocol import Algorithm, State
 from nufed.data import Federation, Samples
-from nufed.evaluate.outputs import outputs_of
-from nufed.evaluate.scores import evaluation_context
+from nufed.evaluate.scores import evaluation_context, outputs_of
 from nufed.objective import Objective
 
 POINTS = 81  # of a curve

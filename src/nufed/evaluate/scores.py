@@ -1,15 +1,15 @@
-"""Scores of agents' global and personal models, and of the majority-class baseline.
+"""Outputs of an agent's models: the global one, and the personal one after every number of steps.
 
-Every agent fine-tunes on its training part and is scored on its test part (or, for choices, on its
-validation part). Algorithms never see test data: they get batches of the training part and return
-models (:mod:`nufed.evaluate.outputs`), and only the functions here read the targets.
+Algorithms make models here from training batches. Models are applied to the samples that are
+scored, but no algorithm that trains is handed these samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,9 +18,72 @@ from torch import Tensor
 from nufed.algorithms.protocol import AgentContext, Algorithm, BatchSource, Context, Cost, State
 from nufed.data import Federation
 from nufed.evaluate.metrics import Better, Metric, accuracy
-from nufed.evaluate.outputs import outputs_of
-from nufed.objective import AnyObjective, Objective
+from nufed.objective import AnyObjective, Inputs, Objective
 from nufed.seeding import stream
+from nufed.server import AgentStates
+
+Predict: TypeAlias = Callable[[State, Inputs], Tensor]
+Apply: TypeAlias = Callable[[Predict, State], Any]
+"""Applies a prediction to the samples that agents are scored on."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Outputs of the global model (None: there is none), and of the personal model by scale and
+    number of fine-tuning steps; ``cost`` is that of computing the personal model, ``newcomer``
+    says that this was done without a state."""
+
+    shared: Any
+    personal: list[list[Any]]
+    cost: Cost
+    newcomer: bool
+
+
+def outputs_of(
+    algorithm: Algorithm,
+    context: AgentContext,
+    received: State,
+    state: State | None,
+    apply: Apply,
+    *,
+    steps: int,
+    scales: Sequence[float],
+) -> Outputs:
+    """The outputs of one agent, or of a stack of them.
+
+    Args:
+        algorithm, context, received, state: as for :meth:`Algorithm.personal_model`.
+        apply: applies a prediction to the scored samples.
+        steps: maximum number of fine-tuning steps.
+        scales: multiples of the step size of fine-tuning to try.
+    """
+
+    def predict(tensors: State, inputs: Inputs) -> Tensor:
+        return algorithm.predict(context.objective, tensors, inputs)
+
+    def predict_shared(tensors: State, inputs: Inputs) -> Tensor:
+        return context.objective.predict(tensors["model"], inputs)
+
+    personal = algorithm.personal_model(context, received, state)
+    first = apply(predict, personal.tensors)
+
+    def tuned(scale: float) -> Iterator[Any]:
+        yield first
+        if not scale:  # no step, which differs from steps of size 0 where statistics are tracked
+            yield from [first] * steps
+            return
+        models = algorithm.fine_tune(context, received, personal.tensors, steps, scale)
+        next(models)  # the personal model itself
+        for tensors in models:
+            yield apply(predict, tensors)
+
+    model = algorithm.global_model(context.objective, received)
+    shared = None
+    if model is not None:
+        same = personal.tensors.keys() == {"model"} and personal.model is model
+        shared = first if same else apply(predict_shared, {"model": model})
+    return Outputs(shared, [list(tuned(scale)) for scale in scales], personal.cost, not state)
+
 
 NO_COST = Cost()
 ENOUGH_AGENTS = 10  # from which standard errors are over agents, below over groups of samples
@@ -340,3 +403,49 @@ def _record(
         newcomer=newcomer,
         **more,
     )
+
+
+PIECE = 256  # samples that go through the model at once
+
+
+def training_loss(
+    algorithm: Algorithm,
+    objective: Objective,
+    federation: Federation,
+    agents: Sequence[int],
+    received: State,
+    states: AgentStates,
+    seed: int,
+) -> tuple[float, Cost]:
+    """The mean over ``agents`` of f_i(w), and the cost of computing their models.
+
+    f_i is agent i's mean loss on its training part and w the global model, before any fine-tuning;
+    where there is none, it is the agent's personal model. It takes one forward pass and, with a
+    global model, no gradient. A part is evaluated in pieces, whose mean losses are averaged by
+    their number of samples.
+
+    Args:
+        algorithm, objective, federation: what is trained, and on which data.
+        agents: the round's cohort.
+        received: what the server broadcasts after the round.
+        states: the agents' states.
+        seed: of the training.
+    """
+    model, losses, cost = algorithm.global_model(objective, received), [], Cost()
+    for agent in agents:
+        tensors: State = {} if model is None else {"model": model}
+        if model is None:
+            batches = federation.batches(agent, seed, "evaluate")
+            own = evaluation_context(federation, objective, batches, batches.samples)
+            personal = algorithm.personal_model(own, received, states.get(agent))
+            tensors, cost = personal.tensors, cost + personal.cost
+        rows, total = federation.split.train[agent], 0.0
+        for start in range(0, len(rows), PIECE):
+            inputs, targets = federation.samples.take(rows[start : start + PIECE])
+            if model is None:
+                outputs = algorithm.predict(objective, tensors, inputs)
+            else:
+                outputs = objective.predict(model, inputs)
+            total += len(targets) * float(objective.loss(outputs, targets))
+        losses.append(total / len(rows))
+    return math.fsum(losses) / len(losses) if losses else math.nan, cost

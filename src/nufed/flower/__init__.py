@@ -12,7 +12,7 @@
 
 Both run the same :class:`Plan`. nufed itself selects cohorts, draws batches and aggregates updates,
 so the same seed is bit-identical to the simulator's direct engine. A site stores its own state
-(:mod:`nufed.flower.app.site_store`).
+(:mod:`nufed.flower.app.site`).
 
 With ``[privacy]`` vectors leave a site clipped and noisy (:mod:`nufed.flower.app.privacy`),
 its number of samples is reported as 1, and it sends no scores unless the configuration says so. The

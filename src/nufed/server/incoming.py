@@ -1,17 +1,77 @@
-"""The updates of a round as they arrive: checked one by one, and added to a sum where possible."""
+"""Updates that wait in a temporary file, so that they take no memory."""
 
 from __future__ import annotations
 
+import tempfile
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import IO
 
-from nufed.algorithms.fixed_point import FixedPointGrid
-from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, State
-from nufed.algorithms.running_mean import RunningMean
-from nufed.algorithms.summed_updates import SingleUpdateError, SummedUpdates
-from nufed.errors import UpdateError
-from nufed.server.checks import NO_AGENT, examine
-from nufed.server.norms import NormBound
-from nufed.server.spool import Spool
+import torch
+
+from nufed.algorithms.fixed_point import FixedPointGrid, RunningMean
+from nufed.algorithms.protocol import (
+    AgentUpdate,
+    Algorithm,
+    Context,
+    SingleUpdateError,
+    State,
+    SummedUpdates,
+)
+from nufed.errors import RunError, UpdateError
+from nufed.server.checks import NO_AGENT, NormBound, examine
+
+
+class Spool:
+    """The vectors of agents in a temporary file, which is created with the first.
+
+    >>> spool = Spool()
+    >>> spool.put(7, {"model": torch.tensor([1.0, 2.0])})
+    >>> 7 in spool, spool.get(7)
+    (True, {'model': tensor([1., 2.])})
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._places: dict[int, tuple[int, dict[str, tuple[torch.dtype, torch.Size]]]] = {}
+
+    def __contains__(self, agent: int) -> bool:
+        return agent in self._places
+
+    def put(self, agent: int, vectors: State) -> None:
+        """Store an agent's vectors."""
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115 (it outlives this call)
+                weakref.finalize(self, self._file.close)
+            start = self._file.seek(0, 2)
+            for vector in vectors.values():
+                flat = vector.detach().cpu().contiguous().view(-1)
+                self._file.write(flat.view(torch.uint8).numpy().data)
+        except OSError as error:
+            raise RunError(
+                f"an update can't be written to a temporary file in {tempfile.gettempdir()} "
+                f"({error.strerror}): free space there, set TMPDIR to another directory, or set "
+                'max_update_norm = "off"'
+            ) from error
+        self._places[agent] = start, {n: (v.dtype, v.shape) for n, v in vectors.items()}
+
+    def get(self, agent: int) -> State:
+        """An agent's vectors."""
+        assert self._file is not None
+        start, kinds = self._places[agent]
+        self._file.seek(start)
+        vectors = {}
+        for name, (dtype, shape) in kinds.items():
+            content = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8)
+            self._file.readinto(content.numpy())  # type: ignore[attr-defined]
+            vectors[name] = content.view(dtype).view(shape)
+        return vectors
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 def sums_suffice(algorithm: Algorithm, context: Context, server: State) -> bool:
@@ -42,7 +102,7 @@ class Incoming:
         expected: the server's vectors, by name, that agents send.
         round: the current round.
         cohort: the agents of the round; None: any agent.
-        max_norm: ``max_update_norm`` (:class:`~nufed.server.norms.NormBound`); None: no bound.
+        max_norm: ``max_update_norm`` (:class:`~nufed.server.checks.NormBound`); None: no bound.
         medians: those of earlier rounds, for ``max_norm``.
         counted: as in :class:`~nufed.algorithms.Context`.
         summed: whether valid updates are added to a sum as they arrive and not kept. Those that

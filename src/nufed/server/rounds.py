@@ -1,4 +1,4 @@
-"""The server's half of a round, the same for every engine: cohort, update checks, quorum."""
+"""The memory that a round's updates take at the server, stated before a run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,49 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from nufed.algorithms.compression import Codec
-from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, State
-from nufed.algorithms.summed_updates import SummedUpdates
+from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, State, SummedUpdates
 from nufed.errors import TrainingError, UpdateError, require
 from nufed.seeding import stream
-from nufed.server.checks import DIVERGES, NOT_FINITE
+from nufed.server.checks import DIVERGES, NOT_FINITE, change_norm
 from nufed.server.incoming import Incoming, sums_suffice
-from nufed.server.norms import change_norm
 from nufed.server.states import AgentStates, MemoryStates
+
+LOG = logging.getLogger("nufed")
+GIB = 2**30
+
+
+def kept_bytes(algorithm: Algorithm, server: State, context: Context) -> int:
+    """Bytes of the updates that the server keeps in a round; 0 if it adds them as they arrive."""
+    if sums_suffice(algorithm, context, server):
+        return 0
+    size = sum(server[name].nbytes for name in algorithm.sends if name in server)
+    return context.cohort * size * algorithm.update_copies
+
+
+def warn_of_memory(
+    name: str, algorithm: Algorithm, server: State, context: Context, available: int | None = None
+) -> None:
+    """Log a warning if the updates of a round need more memory than is available."""
+    needed = kept_bytes(algorithm, server, context)
+    free = available_memory() if available is None else available
+    if free is not None and needed > free:
+        LOG.warning(
+            "%s: the server keeps all %d updates of a round, %.3g GiB, and %.3g GiB of memory are "
+            "available: lower participation, or use the uniform mean, which adds updates as they "
+            "arrive",
+            *(name, context.cohort, needed / GIB, free / GIB),
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that are available; None where the system does not say."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable")), None)
+
 
 LOG = logging.getLogger("nufed")
 TOO_LATE = "it answered too late"
@@ -32,7 +65,7 @@ class Rules:
             another cohort.
         attempts: maximum number of attempts at a round before training stops.
         max_update_norm: upper bound on the norm of a change relative to the median over agents of
-            this round or the last, for each vector separately (:mod:`nufed.server.norms`); None:
+            this round or the last, for each vector separately (:mod:`nufed.server.checks`); None:
             no bound.
         codec: compresses what agents send; None: nothing is compressed.
     """

@@ -1,17 +1,14 @@
 """Engines that run an Algorithm over agents on this machine."""
 
-from nufed.config.names import EngineName
 from nufed.server import Progress
 from nufed.simulation.batched_engine import BatchedEngine
-from nufed.simulation.choose_engine import Engines
+from nufed.simulation.choose_engine import ENGINES, Engines
 from nufed.simulation.direct_engine import DirectEngine
-from nufed.simulation.engine import Engine
-from nufed.simulation.engine_kinds import ENGINES
+from nufed.simulation.engine import Engine, EngineName
 from nufed.simulation.faults import Faults
 from nufed.simulation.gram_engine import GramEngine
 from nufed.simulation.loop import replay, run_round, train
-from nufed.simulation.ray_cluster import RayCluster
-from nufed.simulation.ray_engine import RayEngine
+from nufed.simulation.ray_cluster import RayCluster, RayEngine
 from nufed.simulation.worker_engine import WorkerEngine
 from nufed.simulation.worker_pool import Workers, start_method, unsendable, usable_cores
 

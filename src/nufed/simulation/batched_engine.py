@@ -13,7 +13,7 @@ from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Cont
 from nufed.data import AgentBatches, Federation, ScoredOn
 from nufed.data.partition import Rows
 from nufed.evaluate import AgentScores, Measure, evaluation_context, score_agent
-from nufed.evaluate.outputs import Apply, outputs_of
+from nufed.evaluate.scores import Apply, outputs_of
 from nufed.objective import Batch, Inputs, Objective
 from nufed.simulation.engine import EvaluatesScales, States, work_of
 

@@ -1,24 +1,18 @@
-"""Chooses the engine of a method: the requested one, or the fastest that gives the same model.
-
-The choice depends on the configuration and on shapes alone, never on the machine, so that one
-configuration gives the same bits on every machine. A trial in float64 shows whether an engine can
-run a module at all.
-"""
+"""The engines by name: what they are, what they need of a module, and how they are made."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, State
-from nufed.config.names import EngineName
 from nufed.data import Federation
 from nufed.errors import InputError, in_short
 from nufed.evaluate import Measure
@@ -26,9 +20,66 @@ from nufed.objective import Objective
 from nufed.objective.first_layer import first_layer
 from nufed.objective.gram_space import MOST_ROWS
 from nufed.server import to_send
+from nufed.simulation.batched_engine import BatchedEngine
 from nufed.simulation.direct_engine import DirectEngine
-from nufed.simulation.engine import Engine, States
-from nufed.simulation.engine_kinds import ENGINES, MAX_AGENTS, STACK
+from nufed.simulation.engine import Engine, EngineName, States
+from nufed.simulation.gram_engine import GramEngine
+
+STACK = 2**18  # elements in a stack of models, above which stacking saves nothing
+MAX_AGENTS = 32  # in a stack
+GRAM_MAX_AGENTS = 5  # in a stack of the Gram engine
+GRAM_STACK = 2**22  # elements in such a stack, above which memory is the bottleneck
+
+
+class EngineKind(NamedTuple):
+    """An engine that can be chosen.
+
+    Args:
+        about: its description.
+        needs: why it can't run a module, as a sentence.
+        make: makes it, with vectors in float64 if the last argument is True; None if it can't.
+    """
+
+    about: str
+    needs: str
+    make: Callable[[Objective, Federation, int, bool], Engine | None]
+
+
+def _direct(objective: Objective, federation: Federation, seed: int, double: bool) -> Engine:
+    return DirectEngine(objective.double if double else objective, federation, seed)
+
+
+def _batched(objective: Objective, federation: Federation, seed: int, double: bool) -> Engine:
+    most = max(1, min(MAX_AGENTS, STACK // objective.size))
+    return BatchedEngine(objective.double if double else objective, federation, seed, most)
+
+
+def _gram(objective: Objective, federation: Federation, seed: int, double: bool) -> Engine | None:
+    layer = first_layer(objective, federation.samples.input_shape)
+    plain = isinstance(federation.samples.inputs, Tensor)
+    if layer is None or not plain:
+        return None
+    most = max(1, min(GRAM_MAX_AGENTS, GRAM_STACK // layer.rest.size))
+    if double:  # the rest is small, unlike the first layer
+        layer, objective = replace(layer, rest=layer.rest.double), objective.double
+    return GramEngine(objective, federation, seed, layer, most)
+
+
+ENGINES: dict[EngineName, EngineKind] = {
+    "direct": EngineKind("one agent at a time, on plain tensors", "", _direct),
+    "batched": EngineKind(
+        "several agents of a small model at once, stacked",
+        "this module can't be stacked over agents (random layers can't)",
+        _batched,
+    ),
+    "gram": EngineKind(
+        "models with a linear first layer, whose products are not computed in every step",
+        "this module does not begin with a linear layer on the raw inputs",
+        _gram,
+    ),
+}
+assert tuple(ENGINES) == get_args(EngineName)
+
 
 GRAM_BYTES = 2**31  # upper bound for the matrices K of all agents and seeds
 # a gradient step's passes over the first layer's weights cost about as much as the product of those

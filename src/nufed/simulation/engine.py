@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from nufed.algorithms.protocol import AgentResult, Algorithm, Context, State
 from nufed.data import Federation, ScoredOn
@@ -12,6 +12,7 @@ from nufed.errors import NufedError, TrainingError
 from nufed.evaluate import AgentScores, Measure
 from nufed.objective import Objective
 
+EngineName: TypeAlias = Literal["direct", "batched", "gram"]
 States: TypeAlias = Mapping[int, State | None]
 """The states of agents to evaluate; None for an agent without a state (a newcomer).
 

@@ -1,24 +1,61 @@
-"""Simulated faults of a real federation: dropout, stragglers, corrupt updates.
+"""Attacks: what corrupt agents of a simulation send in place of their honest vectors.
 
-They are drawn from separate random streams, so that the same agents fail for every method and no
-other draw changes.
+An attack is a function ``(vector, before, rng)`` of the honest vector, the vector that the agent
+received, and a random stream. The first line of its docstring describes it in ``nufed list``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.algorithms.attacks import ATTACKS
 from nufed.algorithms.protocol import State
 from nufed.data import Federation
 from nufed.errors import InputError, require
-from nufed.seeding import stream
+from nufed.seeding import stream, torch_seed
+
+Attack: TypeAlias = Callable[[Tensor, Tensor, np.random.Generator], Tensor]
+
+FACTOR = 10.0  # norm of the change that scale and gaussian send / norm of the honest change
+
+
+def sign_flip(vector: Tensor, before: Tensor, rng: np.random.Generator) -> Tensor:
+    """the change of the model with its sign flipped"""
+    return before - (vector - before)
+
+
+def scale(vector: Tensor, before: Tensor, rng: np.random.Generator) -> Tensor:
+    """ten times the change"""
+    return before + FACTOR * (vector - before)
+
+
+def gaussian(vector: Tensor, before: Tensor, rng: np.random.Generator) -> Tensor:
+    """noise with ten times the norm of the change"""
+    generator = torch.Generator().manual_seed(torch_seed(rng))
+    noise = torch.randn(vector.shape, generator=generator, dtype=torch.float64)
+    length = FACTOR * (vector - before).double().norm() / noise.norm()
+    sent: Tensor = before + (noise * length).to(vector)
+    return sent
+
+
+def nan(vector: Tensor, before: Tensor, rng: np.random.Generator) -> Tensor:
+    """non-finite numbers"""
+    return torch.full_like(vector, float("nan"))
+
+
+def labels(vector: Tensor, before: Tensor, rng: np.random.Generator) -> Tensor:
+    """an honest update from training samples with wrong classes"""
+    return vector  # the simulation changes the samples
+
+
+ATTACKS: dict[str, Attack] = {
+    attack.__name__: attack for attack in (sign_flip, scale, gaussian, nan, labels)
+}
 
 
 class Fates(NamedTuple):
@@ -36,7 +73,7 @@ class Faults:
         dropout: probability that an agent of a cohort does not reply.
         stragglers: probability that a reply misses the deadline, after the agent's work.
         corruption: fraction of agents whose updates are always corrupt.
-        attack: how they are corrupted, one of :data:`nufed.algorithms.attacks.ATTACKS`.
+        attack: how they are corrupted, one of :data:`nufed.simulation.faults.ATTACKS`.
     """
 
     dropout: float = 0.0

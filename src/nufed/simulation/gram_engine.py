@@ -11,24 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.algorithms.protocol import (
-    AgentContext,
-    AgentResult,
-    Algorithm,
-    Context,
-    Draw,
-    State,
-)
+from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Context, Draw, State
 from nufed.data import AgentBatches, Federation, ScoredOn
 from nufed.data.partition import Rows
 from nufed.evaluate import AgentScores, Measure, evaluation_context, score_agent
-from nufed.evaluate.outputs import Outputs, Predict, outputs_of
+from nufed.evaluate.scores import Outputs, Predict, outputs_of
 from nufed.objective import Batch, Objective
 from nufed.objective.first_layer import FirstLayer
 from nufed.objective.gram_space import GramObjective, GramVector
 from nufed.simulation.batched_engine import OfAStack, even_chunks
 from nufed.simulation.engine import EvaluatesScales, States, work_of
-from nufed.simulation.shared_memory import shared_zeros
+from nufed.simulation.worker_pool import shared_zeros
 
 
 class GramEngine(EvaluatesScales):

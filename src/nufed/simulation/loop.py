@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.compression import Codec, compress, update_bytes, without_residuals
-from nufed.algorithms.protocol import (
-    AgentContext,
-    AgentUpdate,
-    Algorithm,
-    Context,
-    Cost,
-    State,
-)
+from nufed.algorithms.protocol import AgentContext, AgentUpdate, Algorithm, Context, Cost, State
 from nufed.errors import UpdateError
 from nufed.server import (
     TOO_LATE,

@@ -11,8 +11,7 @@ from nufed.data import Federation, ScoredOn
 from nufed.evaluate import AgentScores, Measure
 from nufed.objective import Objective
 from nufed.simulation.engine import Engine, EvaluatesScales, States
-from nufed.simulation.shared_memory import Buffer, SharedBuffer, aligned_bytes
-from nufed.simulation.worker_pool import Notify, Pool, Workers
+from nufed.simulation.worker_pool import Buffer, Notify, Pool, SharedBuffer, Workers, aligned_bytes
 
 LOADED_BYTES = 32 * 2**20  # of states that are evaluated together
 

@@ -10,12 +10,6 @@ from nufed.theory.constants import (
     ProblemConstants,
     TheoryError,
 )
-from nufed.theory.iterates import (
-    iterate_bias,
-    iterate_error,
-    iterate_error_fourth,
-    iterate_error_squared,
-)
 from nufed.theory.lemmas import (
     GradientError,
     difference_bias,
@@ -23,6 +17,10 @@ from nufed.theory.lemmas import (
     exact_error,
     first_order_error,
     hessian_free_error,
+    iterate_bias,
+    iterate_error,
+    iterate_error_fourth,
+    iterate_error_squared,
     meta_dissimilarity,
     meta_smoothness,
     product_dissimilarity,

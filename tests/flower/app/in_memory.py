@@ -13,8 +13,8 @@ from nufed import Federation, Objective
 from nufed.data import as_samples, make_split
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.server_app import Server
+from nufed.flower.app.site import load_record
 from nufed.flower.app.site_app import client_app
-from nufed.flower.app.site_store import load_record
 from support import mlp
 
 TEST = 0.25

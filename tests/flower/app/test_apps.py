@@ -14,12 +14,12 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 import nufed
 from flower.app.in_memory import MemoryGrid, agents_data
 from flower.ops.small_app import files_of
-from nufed.cli.commands import report
-from nufed.config.build import build_samples
 from nufed.errors import InputError, RunError, TrainingError
 from nufed.files import read_sealed
 from nufed.flower import App
-from nufed.runs import load_run
+from nufed.lab.cli.commands import report
+from nufed.lab.config.problem import build_samples
+from nufed.lab.runs import load_run
 from support import Killed, file_hashes, json_lines
 
 AGENTS, COHORT, BAD = 4, 2, 3
@@ -242,7 +242,7 @@ def test_a_norm_bound_is_on_by_default_in_federations_only(tmp_path):
         return app_of(tmp_path, text).plan().rules.max_update_norm
 
     assert bound("") == 100
-    assert nufed.config.load_config(tmp_path / "federation.toml").norm_bound() is None
+    assert nufed.lab.config.load_config(tmp_path / "federation.toml").norm_bound() is None
     assert bound("max_update_norm = 3.0") == 3
     assert bound('max_update_norm = "off"') is None
     assert bound("", "[privacy]\nclip = 1.0") is None

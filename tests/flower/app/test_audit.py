@@ -8,7 +8,7 @@ from flower.app.test_apps import AGENTS, TEXT, app_of, start
 from flower.app.test_faults import is_training
 from nufed.errors import RunError, TrainingError
 from nufed.files import sha256_of
-from nufed.runs.audit_log import audit
+from nufed.lab.runs.audit_log import audit
 from support import Killed
 
 pytestmark = pytest.mark.usefixtures("no_report")

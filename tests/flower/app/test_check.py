@@ -9,11 +9,10 @@ from flwr.app import Context, RecordDict
 
 from flower.app.in_memory import MemoryGrid
 from flower.ops.small_app import write_app
-from nufed.flower.app.authentication import SIGNATURE
-from nufed.flower.app.check import check_site
-from nufed.flower.app.load_app import load_app
+from nufed.flower.app.check import check_site, load_app
 from nufed.flower.app.monitor import size_of
 from nufed.flower.app.privacy import Privacy, planned
+from nufed.flower.app.registry import SIGNATURE
 from nufed.flower.ops.keys import make_site_key
 
 LOAD = """

@@ -8,10 +8,10 @@ from flower.app.in_memory import agents_data, federate, plan_of
 from flower.app.test_apps import TEXT, app_of
 from flower.app.test_parity import METHODS, simulated
 from nufed.algorithms.compression import Bfloat16, Int8, TopK
-from nufed.config.compression_table import CompressionConfig
 from nufed.errors import InputError
 from nufed.flower.app.monitor import size_of
-from nufed.runs.metric_lines import round_line
+from nufed.lab.config.schema import CompressionConfig
+from nufed.lab.runs.records import round_line
 from nufed.server import MemoryStates, Rules
 from nufed.simulation import DirectEngine, train
 from support import federation, same

@@ -29,10 +29,10 @@ from nufed.algorithms import Scaffold
 from nufed.data import site_split
 from nufed.errors import TrainingError
 from nufed.evaluate import Measure
-from nufed.flower.app.authentication import Authentication
+from nufed.flower.app.registry import Authentication
 from nufed.flower.app.server_app import Server
+from nufed.flower.app.site import load_record
 from nufed.flower.app.site_app import client_app
-from nufed.flower.app.site_store import load_record
 from nufed.server import TOO_LATE, Rules
 from nufed.simulation import DirectEngine, train
 from processes import PATIENCE

@@ -11,7 +11,7 @@ from flower.app.test_faults import FEDAVG
 from nufed.errors import RunError, TrainingError, UpdateError
 from nufed.flower.app.monitor import Monitor, kind_of, size_of
 from nufed.flower.app.payload import content
-from nufed.runs.federation_status import STATUS, TRAFFIC, read_status, read_traffic
+from nufed.lab.runs.federation_records import STATUS, TRAFFIC, read_status, read_traffic
 from nufed.server import TOO_LATE, Progress
 from support import Killed
 

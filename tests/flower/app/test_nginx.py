@@ -16,12 +16,11 @@ from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from flwr.proto.message_pb2 import PushObjectRequest
 
 from flower.ops.small_app import files_of, simulate, write_app
-from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.approvals import read_app
 from nufed.flower.ops.flower_processes import flower, free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import Link
-from nufed.flower.ops.registration import register_site
+from nufed.flower.ops.registration import Admission, register_site
 from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.submit import follow
 from nufed.flower.ops.superlink import is_listening, start_superlink

@@ -11,7 +11,7 @@ from nufed.evaluate import evaluation_context
 from nufed.files import read_sealed
 from nufed.flower.app.privacy import Privacy
 from nufed.flower.app.server_app import Server
-from nufed.runs.personal_models import personal_after
+from nufed.lab.runs.agent_states import personal_after
 from nufed.server import to_send
 from nufed.simulation import DirectEngine, train
 

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from nufed.flower.app.plausibility import FALSE_REJECTION, implausible
-from nufed.flower.app.privacy import Privacy, protect
+from nufed.flower.app.privacy import FALSE_REJECTION, Privacy, implausible, protect
 from nufed.server.checks import Unreadable
 
 

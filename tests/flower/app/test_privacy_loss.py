@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
-from nufed.flower.app.epsilon import Round, released_epsilon
-from nufed.flower.app.privacy_loss import divergence, sampled_epsilon
+from nufed.flower.app.epsilon import Round, divergence, released_epsilon, sampled_epsilon
 
 DELTA = 1e-5
 SIZES = [(50, 10), (50, 1), (10, 4), (10, 9), (1000, 100)]

@@ -18,8 +18,8 @@ from nufed.errors import TrainingError
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.privacy import Privacy
 from nufed.flower.app.server_app import Server
+from nufed.flower.app.site import load_record
 from nufed.flower.app.site_app import client_app
-from nufed.flower.app.site_store import load_record
 from nufed.server import Progress, Rules
 
 FEDAVG = GMeta(

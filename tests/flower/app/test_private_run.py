@@ -16,9 +16,9 @@ from nufed.errors import RunError, TrainingError
 from nufed.files import read_sealed, sha256
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.privacy import Privacy, planned
-from nufed.report.settings_tables import problem_text
-from nufed.runs import load_run
-from nufed.runs.checkpoint import saved_rounds
+from nufed.lab.report.tables import problem_text
+from nufed.lab.runs import load_run
+from nufed.lab.runs.part_files import saved_rounds
 from nufed.server import choose_cohort
 from support import Killed, json_lines
 

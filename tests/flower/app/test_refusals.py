@@ -9,8 +9,8 @@ from flower.app.in_memory import MemoryGrid, agents_data, federate, plan_of
 from flower.app.test_apps import AGENTS, TEXT, app_of, start, trains
 from flower.app.test_faults import FEDAVG
 from nufed.errors import TrainingError
+from nufed.flower.app.exclusions import Refusal
 from nufed.flower.app.messaging import _failure
-from nufed.flower.app.refusals import Refusal
 from nufed.server import Rules
 
 WRONG = TEXT.replace("input_shape = [5]", "input_shape = [6]")

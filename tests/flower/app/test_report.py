@@ -6,8 +6,8 @@ from flwr.app import Context, RecordDict
 
 from flower.app.in_memory import MemoryGrid
 from flower.app.test_apps import AGENTS, TEXT, app_of
-from nufed.report.traffic_tables import rounds_table, sites_table
-from nufed.runs import load_run
+from nufed.lab.report.tables import rounds_table, sites_table
+from nufed.lab.runs import load_run
 
 NAMES = ["Ward 0", "Same", "Ward 2", "Same"]
 SILENT = 1

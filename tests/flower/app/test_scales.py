@@ -4,8 +4,7 @@ import pytest
 
 from flower.app.in_memory import agents_data, federate, plan_of
 from nufed import FirstOrder, GMeta
-from nufed.flower.app.payload import PayloadError
-from nufed.flower.app.score_payload import read_part, read_scales
+from nufed.flower.app.payload import PayloadError, read_part, read_scales
 
 FEDAVG = GMeta(
     adapt_steps=0, adapt_lr=0.2, meta_lr=0.3, local_steps=2, batch_size=6, curvature=FirstOrder()

@@ -23,20 +23,19 @@ from nufed.algorithms.compression import Int8
 from nufed.algorithms.scalefl import ScaleFL
 from nufed.errors import InputError, TrainingError
 from nufed.files import write_sealed
-from nufed.flower.app import secure_site, site_training
+from nufed.flower.app import site_app as site_training
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.payload import ARRAYS
 from nufed.flower.app.privacy import Privacy
-from nufed.flower.app.secure_payload import SECURE, WORDS, secure_record
-from nufed.flower.app.secure_site import SecureRecord, _load, _save
-from nufed.flower.app.secure_sum.sum_messages import Survivors
-from nufed.flower.app.secure_sum.sum_terms import SumTerms
+from nufed.flower.app.registry import SiteKeys
 from nufed.flower.app.server_app import Server
 from nufed.flower.app.site_app import client_app
-from nufed.flower.app.site_keys import SiteKeys
 from nufed.flower.ops.keys import make_site_key
-from nufed.runs.federation_status import read_status, read_traffic
-from nufed.runs.site_activity import read_activity
+from nufed.flower.secure_sum import site as secure_site
+from nufed.flower.secure_sum.messages import SECURE, WORDS, Survivors, secure_record
+from nufed.flower.secure_sum.site import SecureRecord, _load, _save
+from nufed.flower.secure_sum.terms import SumTerms
+from nufed.lab.runs.federation_records import read_activity, read_status, read_traffic
 from nufed.server import Progress, Rules
 from support import json_lines
 

@@ -6,12 +6,12 @@ from flower.app.in_memory import agents_data, federate, plan_of
 from flower.app.test_apps import AGENTS, COHORT, app_of, start, trains
 from flower.ops.small_app import files_of
 from nufed.algorithms import fedavg
-from nufed.config import Config
 from nufed.errors import TrainingError
 from nufed.files import read_sealed, sha256
 from nufed.flower.app import payload, roster, site_app
 from nufed.flower.app.payload import PayloadError, content, read_identity
-from nufed.runs import provenance
+from nufed.lab.config import Config
+from nufed.lab.runs import provenance
 from support import Killed
 
 DATA = agents_data(AGENTS)

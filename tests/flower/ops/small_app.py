@@ -6,7 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 import numpy as np
 
 import nufed
-from nufed.flower.ops.new_app import new_app
+from nufed.flower.ops.local import new_app
 from support import json_lines
 
 CONFIG = """
@@ -69,7 +69,7 @@ def simulate(app, out, names="site-{}"):
     module = module_from_spec(spec)
     sys.modules.pop("site_data", None)
     spec.loader.exec_module(module)
-    sites = nufed.config.load_config(simulated).data.agents
+    sites = nufed.lab.config.load_config(simulated).data.agents
     parts = [module.load({"partition-id": number}) for number in range(sites)]
     inputs, targets = (np.concatenate(part) for part in zip(*parts, strict=True))
     owners = np.repeat([names.format(i) for i in range(sites)], [len(y) for _, y in parts])

@@ -11,16 +11,16 @@ from flwr.cli.install import install_from_fab
 from typer.testing import CliRunner
 
 from flower.ops.small_app import write_app
-from nufed.cli.commands import app as nufed
 from nufed.errors import InputError
-from nufed.flower.ops.app_bundle import (
+from nufed.flower.ops.approvals import (
     MANIFEST,
+    Approvals,
     build_bundle,
     bundle_digest,
     bundled_files,
     check_names,
 )
-from nufed.flower.ops.approvals import Approvals
+from nufed.lab.cli.commands import app as nufed
 
 
 def zipped(files, compression=zipfile.ZIP_STORED):

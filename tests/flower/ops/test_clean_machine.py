@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from nufed.flower.ops.new_app import new_app
+from nufed.flower.ops.local import new_app
 
 REPOSITORY = Path(__file__).parents[3]
 DEPLOYMENT = REPOSITORY / "examples" / "deployment"

@@ -200,7 +200,9 @@ def test_invalid_input_is_one_sentence(nufed, place, command, words):
 
 @pytest.mark.slow
 def test_the_command_line_starts_without_flower():
-    code = "import sys; sys.modules['flwr'] = sys.modules['cryptography'] = None; import nufed.cli"
+    code = (
+        "import sys; sys.modules['flwr'] = sys.modules['cryptography'] = None; import nufed.lab.cli"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -213,7 +215,7 @@ def test_keys_and_a_sites_key_are_made_by_commands(nufed, tmp_path):
 
 
 def test_without_flower_a_federation_says_what_to_install(nufed, tmp_path, monkeypatch):
-    monkeypatch.setattr("nufed.cli.federate_commands.find_spec", lambda name: None)
+    monkeypatch.setattr("nufed.lab.cli.federate.find_spec", lambda name: None)
     result = nufed("federate", "key", "site", cwd=tmp_path)
     assert result.returncode == 2 and 'pip install "nufed[flower]"' in result.stderr
     assert not list(tmp_path.iterdir())

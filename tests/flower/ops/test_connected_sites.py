@@ -9,12 +9,12 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from nufed.errors import InputError, RunError
+from nufed.flower.app.registry import read_sites
 from nufed.flower.app.signatures import fingerprint, load_public, public_of
-from nufed.flower.app.site_registry import read_sites
-from nufed.flower.ops.connected_sites import connected_sites, sites_of_nodes
 from nufed.flower.ops.flower_processes import free_ports
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.registration import add_key, register_site
+from nufed.flower.ops.status import connected_sites, sites_of_nodes
 
 BEFORE, LATER = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from nufed.cli.federate_commands import federate_app
-from nufed.flower.ops.site_health import Health, health_file
+from nufed.flower.ops.site_runner import Health, health_file
+from nufed.lab.cli.federate import federate_app
 
 REPOSITORY = Path(__file__).parents[3]
 FILES = REPOSITORY / "examples" / "deployment"

@@ -8,13 +8,14 @@ from threading import Thread
 import pytest
 
 from nufed.errors import InputError
-from nufed.flower.ops.key_checks import (
+from nufed.flower.ops.keys import (
     check_private,
     check_server_keys,
     link_expiry,
+    make_authority,
+    make_site_key,
     server_expiry,
 )
-from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import Link
 from processes import PATIENCE
 

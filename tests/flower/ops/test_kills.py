@@ -11,7 +11,7 @@ import pytest
 from flower.ops.commands import TIMEOUT, Federation, find, home_of, rounds_done
 from flower.ops.small_app import files_of, simulate, write_app
 from nufed.flower.ops.flower_processes import wait
-from nufed.runs.audit_log import audit
+from nufed.lab.runs.audit_log import audit
 from processes import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from nufed.errors import RunError
-from nufed.flower.app.site_store import SiteRecord, save_record
+from nufed.flower.app.site import SiteRecord, save_record
 from nufed.flower.ops import local
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.site_runner import make_folder
-from nufed.runs import RunDirectory
+from nufed.lab.runs import RunDirectory
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from flwr.cli.config_utils import load_and_validate
 
 from flower.app.in_memory import MemoryGrid
 from nufed.errors import InputError
-from nufed.flower.app.load_app import load_app
-from nufed.flower.ops.new_app import new_app
-from nufed.runs import load_run
+from nufed.flower.app.check import load_app
+from nufed.flower.ops.local import new_app
+from nufed.lab.runs import load_run
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,15 +14,14 @@ from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 
 from flower.ops.small_app import write_app
 from nufed.errors import TrainingError
-from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.approvals import read_app
 from nufed.flower.ops.flower_processes import flower, free_ports
 from nufed.flower.ops.keys import make_authority, make_site_key
-from nufed.flower.ops.registration import register_site
+from nufed.flower.ops.registration import Admission, register_site
 from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.submit import follow
 from nufed.flower.ops.superlink import start_superlink
-from nufed.runs.federation_status import read_status
+from nufed.lab.runs.federation_records import read_status
 from processes import can_become
 
 NOBODY = 65534

@@ -11,7 +11,7 @@ from flower.ops.small_app import write_app
 from nufed.files import read_sealed
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.ops.flower_processes import wait
-from nufed.runs import load_run
+from nufed.lab.runs import load_run
 from processes import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]

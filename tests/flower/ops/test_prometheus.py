@@ -14,8 +14,7 @@ from nufed.errors import InputError, UpdateError
 from nufed.flower.app.monitor import Monitor
 from nufed.flower.ops.flower_processes import free_ports
 from nufed.flower.ops.prometheus import run_metrics, serving, site_metrics
-from nufed.runs.federation_status import read_status, read_traffic
-from nufed.runs.site_activity import read_activity
+from nufed.lab.runs.federation_records import read_activity, read_status, read_traffic
 from nufed.server import Progress
 
 

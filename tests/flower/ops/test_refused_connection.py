@@ -2,7 +2,7 @@
 
 import pytest
 
-from nufed.flower.ops.refused_connection import FLOWER, NOT_ADMITTED, RefusedConnection
+from nufed.flower.ops.site_runner import FLOWER, NOT_ADMITTED, RefusedConnection
 
 REVOKED = """Exit Code: 305
 Failed to initialize the connection to the SuperLink.

@@ -8,14 +8,19 @@ from itertools import count
 import pytest
 
 from nufed.errors import InputError, RunError
+from nufed.flower.app.registry import read_sites
 from nufed.flower.app.signatures import fingerprint, read_public, sign, verify
-from nufed.flower.app.site_registry import read_sites
-from nufed.flower.ops import control_api
-from nufed.flower.ops.admission import Admission
+from nufed.flower.ops import link as control_api
 from nufed.flower.ops.keys import make_site_key
 from nufed.flower.ops.link import Link
-from nufed.flower.ops.registration import add_key, register_site, revoke_old_key, revoke_site
-from nufed.runs.audit_log import audit
+from nufed.flower.ops.registration import (
+    Admission,
+    add_key,
+    register_site,
+    revoke_old_key,
+    revoke_site,
+)
+from nufed.lab.runs.audit_log import audit
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from nufed.errors import RunError
-from nufed.flower.ops.control_api import control_api, register
 from nufed.flower.ops.flower_processes import flower, free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
-from nufed.flower.ops.link import NAME, Link, flwr_json
+from nufed.flower.ops.link import NAME, Link, control_api, flwr_json, register
 from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.superlink import is_listening, start_superlink, superlink_command
 from processes import PATIENCE

@@ -22,7 +22,7 @@ FAULTY = (
 import time
 from pathlib import Path
 
-import nufed.flower.app.site_training as at_site
+import nufed.flower.app.site_app as at_site
 
 right_load, right_content = load, at_site.content
 

@@ -3,8 +3,8 @@
 import os
 import time
 
-import nufed.flower.ops.site_health as site_health
-from nufed.flower.ops.site_health import MAX_AGE, Health, health_file, is_connected
+import nufed.flower.ops.site_runner as site_health
+from nufed.flower.ops.site_runner import MAX_AGE, Health, health_file, is_connected
 from processes import wait_for
 
 

@@ -14,11 +14,10 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower.ops.test_approvals import digest_before, zipped
 from nufed.errors import InputError
-from nufed.flower.ops.app_bundle import build_bundle, bundled_files
 from nufed.flower.ops.app_process import AppProcess, deflate
-from nufed.flower.ops.approvals import Approvals
-from nufed.flower.ops.site_health import Health
+from nufed.flower.ops.approvals import Approvals, build_bundle, bundled_files
 from nufed.flower.ops.site_process import DIED, Fleet, SiteProcess
+from nufed.flower.ops.site_runner import Health
 
 PROJECT = """
 [project]

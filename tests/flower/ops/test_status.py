@@ -11,7 +11,7 @@ from flower.app.test_faults import FEDAVG
 from nufed.errors import RunError, UpdateError
 from nufed.flower.app.monitor import Monitor
 from nufed.flower.ops.status import STALE, has_ended, newest_run, summary
-from nufed.runs.federation_status import STATUS, StatusRecord, read_status
+from nufed.lab.runs.federation_records import STATUS, StatusRecord, read_status
 from nufed.server import Progress
 
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flower.ops.commands import TIMEOUT, Federation, nufed_federate
 from flower.ops.small_app import files_of, simulate, write_app
 from nufed.flower.ops.flower_processes import free_ports, wait
-from nufed.runs.federation_status import read_traffic
+from nufed.lab.runs.federation_records import read_traffic
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 

@@ -14,9 +14,18 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from nufed.config import Config, load_config
-from nufed.config.build import build_loss, build_measure, build_module, build_objective
-from nufed.config.schema import (
+from nufed.data import Samples
+from nufed.errors import InputError, require, shown
+from nufed.evaluate import Metric
+from nufed.flower.app.plan import Plan
+from nufed.flower.app.privacy import Privacy
+from nufed.flower.app.registry import SiteKeys
+from nufed.flower.app.site import Load
+from nufed.flower.app.site_app import client_app
+from nufed.flower.app.training import train_federation
+from nufed.lab.config import Config, load_config
+from nufed.lab.config.problem import build_loss, build_measure, build_module, build_objective
+from nufed.lab.config.schema import (
     AT_SITES,
     FEDERATION_NORM,
     OWN,
@@ -25,15 +34,6 @@ from nufed.config.schema import (
     PrivacyConfig,
     within,
 )
-from nufed.data import Samples
-from nufed.errors import InputError, require, shown
-from nufed.evaluate import Metric
-from nufed.flower.app.plan import Plan
-from nufed.flower.app.privacy import Privacy
-from nufed.flower.app.site import Load
-from nufed.flower.app.site_app import client_app
-from nufed.flower.app.site_keys import SiteKeys
-from nufed.flower.app.training import train_federation
 from nufed.objective import Loss
 from nufed.server import Rules
 

@@ -1,36 +1,55 @@
-"""Tries an app on one site's data, without a server: what would fail in a run fails here."""
+"""Imports the federation of an app directory."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from flwr.simulation import run_simulation
 from torch import Tensor
 
 from nufed.algorithms.local_training import with_one_step
 from nufed.algorithms.protocol import AgentContext, AgentResult, AgentUpdate, State
-from nufed.data.input_range import input_ranges, scale_warnings
+from nufed.data.samples import input_ranges, scale_warnings
 from nufed.errors import InputError, in_short
 from nufed.evaluate import training_loss
 from nufed.flower.app.apps import App
-from nufed.flower.app.load_app import load_app
 from nufed.flower.app.monitor import size_of
 from nufed.flower.app.payload import ARRAYS, content, method_record
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import check_plan, in_words
-from nufed.flower.app.secure_payload import words_record
-from nufed.flower.app.secure_sum.words import encode
-from nufed.flower.app.site import PARTITION_ID, Site
+from nufed.flower.app.site import PARTITION_ID, Load, Site
+from nufed.flower.secure_sum.messages import words_record
+from nufed.flower.secure_sum.words import encode
 from nufed.objective.threads import torch_threads
 from nufed.server import MemoryStates, to_send
 from nufed.server.incoming import screen
+
+
+def load_app(folder: Path) -> App:
+    """The federation defined in a directory's app.py."""
+    if not (folder / "app.py").is_file():
+        raise InputError(f"{folder} is not an app directory: it has no app.py")
+    sys.path.insert(0, str(folder.resolve()))
+    try:
+        found = importlib.import_module("app").federation
+    except Exception as error:  # any error in the user's files
+        raise InputError(
+            f"{folder / 'app.py'} can't be imported ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(found, App):
+        raise InputError(f"{folder / 'app.py'}: `federation` must be a nufed.flower.App")
+    return found
+
 
 MIB = 2**20
 
@@ -185,3 +204,41 @@ def _memory(site: Site, plan: Plan, up: int) -> str:
         f"peak of this check {peak / MIB:.0f} MiB, of which data {data / MIB:.1f} MiB; at the "
         f"server about {updates / MIB:.1f} MiB for the updates of a round"
     )
+
+
+RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux too: listen on loopback only
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the future default; avoids a warning
+}
+
+
+def simulate_app(folder: Path, out: Path, data: str | None = None) -> Path:
+    """Run the app in ``folder`` with its configured number of sites; returns the run directory.
+
+    ``data`` is the path of a site's data; ``{number}`` in it stands for the site's number.
+    """
+    federation = load_app(folder)
+    if data is not None:
+        federation = replace(federation, load=_from(federation.load, str(Path(data).absolute())))
+    sites = federation.checked.data.agents
+    paths = os.pathsep.join((str(folder.resolve()), os.environ.get("PYTHONPATH", "")))
+    os.environ.update(RAY | {"PYTHONPATH": paths})  # Ray's processes import the app too
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # Ray's sockets need a short path
+        os.environ.setdefault("RAY_TMPDIR", short)
+        run_simulation(
+            federation.serving(out),
+            federation.site,
+            sites,
+            backend_config={"client_resources": {"num_cpus": 1}},
+        )
+    return out
+
+
+def _from(load: Load, data: str) -> Load:
+    """``load`` with each site's data path filled in."""
+
+    def load_numbered(site: Mapping[str, Any]) -> Any:
+        return load({**site, "data": data.replace("{number}", str(site[PARTITION_ID]))})
+
+    return load_numbered

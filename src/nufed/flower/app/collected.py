@@ -9,12 +9,11 @@ from typing import Annotated
 from flwr.app import RecordDict
 from pydantic import Field, TypeAdapter, ValidationError
 
-from nufed.algorithms.protocol import Cost, State
-from nufed.algorithms.summed_updates import SummedUpdates
+from nufed.algorithms.protocol import Cost, State, SummedUpdates
 from nufed.errors import RunError, UpdateError, shown
 from nufed.flower.app.payload import PayloadError, read_update
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.plausibility import implausible
+from nufed.flower.app.privacy import implausible
 from nufed.flower.app.privacy_account import Account
 from nufed.server import Incoming
 

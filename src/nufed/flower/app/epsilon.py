@@ -1,7 +1,13 @@
-"""Epsilon, by dp-accounting: the privacy loss of rounds with noisy updates, per site.
+"""The privacy loss of rounds with secret cohorts of a fixed size: proofs in docs/accounting.md.
 
-Two federations are neighbours if one site's data is replaced by any other. Its change, of norm at
-most C, then moves by up to 2C; the noise on every update has standard deviation z·C.
+A round releases x + N(0, 1) with a sensitivity of μ, for a cohort of m of n sites. Whichever data
+one site's are replaced by, in either direction, its hockey-stick divergence of order e^ℓ is at most
+
+    δ(ℓ) = γ·G(1 + (e^ℓ - 1) / γ) for ℓ ≥ 0,  δ(ℓ) = 1 - e^ℓ + e^ℓ·δ(-ℓ) for ℓ < 0,
+
+with γ = m/n and G that of N(μ, 1) against N(0, 1). It is the divergence of one pair of
+distributions, so rounds compose as if each released a draw from it. Each numerical step rounds up:
+δ is interpolated between points of a grid, and truncated mass counts as an infinite loss.
 """
 
 from __future__ import annotations
@@ -10,10 +16,74 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache, reduce
 from typing import Any
 
+import numpy as np
+
 from nufed.errors import InputError, require
-from nufed.flower.app.privacy_loss import sampled_epsilon
+
+POINTS_PER_SCALE = 16  # grid points per γ·μ, the scale of a round's loss
+MAX_POINTS = 2**12  # grid points between 0 and the largest loss
+MAX_SHIFT = 9.0  # a round's loss is finite for noise of up to this many standard deviations
+MAX_LOSS = 700.0  # of a round: above it, e^loss exceeds the range of double precision
+MAX_EPSILON = 500.0  # for the same reason
+ROUNDING = 1e-12  # upper bound, per round, on the floating-point error of the composed δ
+
+
+def sampled_epsilon(rounds: Mapping[tuple[float, float], int], delta: float) -> float:
+    """An upper bound on epsilon for rounds counted by (μ, γ); infinite above MAX_EPSILON.
+
+    >>> round(sampled_epsilon({(0.2, 0.1): 100}, delta=1e-5), 1)
+    0.8
+    """
+    remaining = delta - ROUNDING * sum(rounds.values())
+    if remaining <= 0 or max(_largest_loss(*round) for round in rounds) > MAX_LOSS:
+        return math.inf
+    step = max(_step(*round) for round in rounds)
+    losses = (_composed_loss(*round, step, times) for round, times in rounds.items())
+    loss = reduce(lambda first, second: first.compose(second), losses)
+    if loss.get_delta_for_epsilon(0.0) <= remaining:
+        return 0.0
+    if loss.get_delta_for_epsilon(MAX_EPSILON) > remaining:
+        return math.inf
+    return float(loss.get_epsilon_for_delta(remaining))
+
+
+def divergence(mu: float, rate: float, losses: Any) -> Any:
+    """δ(ℓ) of the module's docstring, for an array of ℓ."""
+    from scipy.special import log_ndtr, ndtr  # type: ignore[import-untyped]
+
+    size = np.abs(losses)
+    log_order = size + np.log1p((rate - 1) * np.expm1(-size) / rate)  # ln(1 + (e^|ℓ| - 1) / γ)
+    upper, lower = mu / 2 - log_order / mu, -mu / 2 - log_order / mu
+    delta = rate * np.maximum(0, ndtr(upper) - np.exp(log_order + log_ndtr(lower)))
+    return np.where(losses < 0, -np.expm1(losses) + np.exp(losses) * delta, delta)
+
+
+def _largest_loss(mu: float, rate: float) -> float:
+    """ln(1 + γ·(e^x - 1)) with x the Gaussian's loss at MAX_SHIFT."""
+    loss = mu**2 / 2 + MAX_SHIFT * mu
+    return loss + math.log(rate - (rate - 1) * math.exp(-loss))
+
+
+def _step(mu: float, rate: float) -> float:
+    """The grid's step: a power of two, so that a coarser grid is part of a finer one."""
+    finest = max(rate * mu / POINTS_PER_SCALE, _largest_loss(mu, rate) / MAX_POINTS)
+    return float(2.0 ** math.floor(math.log2(finest)))
+
+
+@lru_cache(maxsize=64)
+def _composed_loss(mu: float, rate: float, step: float, times: int) -> Any:
+    """The discretised privacy loss distribution of equal rounds, by connecting the dots
+    (Doroshenko et al. 2022)."""
+    from dp_accounting.pld import pld_pmf  # type: ignore[import-untyped]
+
+    last = math.ceil(_largest_loss(mu, rate) / step)
+    deltas = divergence(mu, rate, np.arange(-last, last + 1) * step)
+    once = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(step, -last, last, deltas)
+    return once.to_dense_pmf().self_compose(times)
+
 
 EXCESS_PROBABILITY = 1e-3  # that some site is picked more often than planned
 

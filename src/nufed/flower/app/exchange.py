@@ -10,15 +10,14 @@ from flwr.serverapp import Grid
 
 from nufed.algorithms.protocol import State
 from nufed.files import sha256, tensor_pieces
-from nufed.flower.app.exclusions import Exclusions
+from nufed.flower.app.exclusions import Exclusions, Refusals
 from nufed.flower.app.messaging import Reply, request
 from nufed.flower.app.monitor import Monitor
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.refusals import Refusals
 from nufed.flower.app.roster import Roster
-from nufed.flower.app.secure_payload import TRAINS
-from nufed.runs.audit_log import Audit
-from nufed.runs.federation_status import Phase
+from nufed.flower.secure_sum.messages import TRAINS
+from nufed.lab.runs.audit_log import Audit
+from nufed.lab.runs.federation_records import Phase
 
 
 class Exchange:

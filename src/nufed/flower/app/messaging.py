@@ -15,11 +15,10 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from nufed.errors import InputError, shown, visible
-from nufed.flower.app.authentication import Authentication
 from nufed.flower.app.bounded_pull import ReplyLimit, ReplyTooLargeError, pull_replies
-from nufed.flower.app.exclusions import Excluding
+from nufed.flower.app.exclusions import Excluding, Refusal
 from nufed.flower.app.payload import PayloadError
-from nufed.flower.app.refusals import Refusal
+from nufed.flower.app.registry import Authentication
 from nufed.server import TOO_LATE
 
 LOG = logging.getLogger("nufed")

@@ -1,7 +1,7 @@
 """Records what the server sees of its sites, for ``nufed federate status``, metrics and the report.
 
 Sites, rounds, time and traffic are written to files of the run directory
-(:mod:`nufed.runs.federation_status`). Nothing here changes what is trained.
+(:mod:`nufed.lab.runs.federation_records`). Nothing here changes what is trained.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from nufed.errors import RunError, UpdateError
 from nufed.flower.app.plan import Plan
-from nufed.runs.federation_status import (
+from nufed.lab.runs.federation_records import (
     STATUS,
     TRAFFIC,
     Phase,
@@ -30,7 +30,7 @@ from nufed.runs.federation_status import (
     TrafficLine,
     read_status,
 )
-from nufed.runs.json_files import finite, write_json
+from nufed.lab.runs.json_files import finite, write_json
 from nufed.server import TOO_LATE, Progress
 from nufed.server.checks import DIVERGES, NOT_FINITE
 

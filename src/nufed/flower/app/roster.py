@@ -9,13 +9,12 @@ from collections.abc import Callable, Collection, Iterable
 from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from nufed.flower.app.authentication import Authentication
+from nufed.flower.app.exclusions import TooFewSitesError, by_reason, site_label
 from nufed.flower.app.messaging import LOG, POLL_INTERVAL, Requests
-from nufed.flower.app.payload import PayloadError, content, read_identity
+from nufed.flower.app.payload import VERSION, PayloadError, content, read_identity
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.refusals import TooFewSitesError, by_reason, site_label
-from nufed.flower.app.versions import VERSION
-from nufed.runs.audit_log import Audit, not_audited
+from nufed.flower.app.registry import Authentication
+from nufed.lab.runs.audit_log import Audit, not_audited
 
 QUERY_TTL = 24 * 3600.0  # seconds
 

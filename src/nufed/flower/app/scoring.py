@@ -1,8 +1,9 @@
-"""The server's requests for scores: of the model, of null baselines, and for personal models."""
+"""The result of an evaluation at the sites."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import MessageType
@@ -14,14 +15,29 @@ from nufed.flower.app.collected import usable
 from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.monitor import OFFLINE
-from nufed.flower.app.outcome import Outcome
-from nufed.flower.app.payload import BASELINE, KEEP, PayloadError
+from nufed.flower.app.payload import BASELINE, KEEP, PayloadError, read_scores
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.roster import Roster
-from nufed.flower.app.score_payload import read_scores
-from nufed.flower.app.secure_round import Replies
 from nufed.flower.app.site_baselines import LOCAL, UNTRAINED, baselines
+from nufed.flower.secure_sum.server import Replies
 from nufed.server import Progress, to_send
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Every site's scores of a model; ``missing`` are the sites without usable scores, and why.
+
+    ``majority`` are the scores of always predicting a site's most frequent class (classification).
+    """
+
+    evaluation: Evaluation
+    missing: tuple[UpdateError, ...] = ()
+    majority: tuple[AgentScores, ...] = ()
+
+    @property
+    def scores(self) -> list[AgentScores]:
+        """With the step size of fine-tuning as trained."""
+        return self.evaluation.as_trained
 
 
 class Scoring:

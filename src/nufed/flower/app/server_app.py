@@ -12,7 +12,6 @@ from flwr.serverapp import Grid
 
 from nufed.algorithms.protocol import State
 from nufed.errors import UpdateError
-from nufed.flower.app.authentication import Authentication
 from nufed.flower.app.collected import Collected, Collector, read_taken
 from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.exclusions import Exclusions
@@ -21,12 +20,13 @@ from nufed.flower.app.monitor import Monitor
 from nufed.flower.app.payload import ARRAYS, content, method_record, to_arrays
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy_account import Account
+from nufed.flower.app.registry import Authentication
 from nufed.flower.app.roster import Roster
 from nufed.flower.app.scoring import Scoring
-from nufed.flower.app.secure_payload import MASKED, SECURE, TRAINS
-from nufed.flower.app.secure_round import Replies, collect_sum, new_attempt
-from nufed.flower.app.secure_sum.sum_terms import SumTerms
-from nufed.runs.audit_log import Audit, not_audited
+from nufed.flower.secure_sum.messages import MASKED, SECURE, TRAINS
+from nufed.flower.secure_sum.server import Replies, collect_sum, new_attempt
+from nufed.flower.secure_sum.terms import SumTerms
+from nufed.lab.runs.audit_log import Audit, not_audited
 from nufed.server import (
     Attempts,
     Incoming,

@@ -1,22 +1,136 @@
-"""One site: its node's configuration and its own data."""
+"""A site's persistent record between rounds, in one sealed file.
+
+A site can't know whether the server accepted its last update: it may have been late, rejected, or
+from a round that was retried or redone after a crash. So it stores two states: before and after its
+last update. The server names the last round whose update of this site it accepted, and the site
+continues from the state of that round.
+
+A site with noisy updates stores the last one before sending it: a repeated request gets identical
+bytes, which reveal nothing new. It also counts them.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flwr.app import RecordDict
+from safetensors.torch import save
+
+from nufed.algorithms.compression import without_residuals
+from nufed.algorithms.protocol import Cost, State
 from nufed.data import Federation, Samples, as_samples, site_split
-from nufed.data.input_range import input_ranges, scale_warnings
-from nufed.errors import InputError, TrainingError, require, shown
+from nufed.data.samples import input_ranges, scale_warnings
+from nufed.errors import InputError, RunError, TrainingError, require, shown
+from nufed.files import make_private, read_sealed, sha256, write_sealed
 from nufed.flower.app.epsilon import is_positive
+from nufed.flower.app.payload import read_about, read_int, read_run, read_vectors
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.site_store import SiteRecord, default_folder, load_record
 from nufed.flower.logs import event
+
+
+def default_folder() -> Path:
+    """Where sites store their states unless told otherwise."""
+    return Path.home() / ".nufed" / "sites"
+
+
+@dataclass(frozen=True)
+class Release:
+    """The last noisy update, and the number of releases.
+
+    Args:
+        store: random id of this file, so that the loss of a file is detected.
+        noise: noise multiplier of the updates.
+        count: number of updates released since the file was created.
+        before: number of releases that the server knew of at that time.
+        question: digest of the request that the last one answers.
+        cost: its computational cost.
+        vectors: the vectors sent.
+    """
+
+    store: str
+    noise: float
+    count: int = 0
+    before: int = 0
+    question: str = ""
+    cost: Cost = field(default_factory=Cost)
+    vectors: State = field(default_factory=dict)
+
+    def after(self, question: str, vectors: State, cost: Cost) -> Release:
+        """The record after one more noisy update."""
+        return replace(self, count=self.count + 1, question=question, vectors=vectors, cost=cost)
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """The states before and after the last update, with their rounds; with privacy also the last
+    release."""
+
+    rounds: tuple[int, int] = (0, 0)
+    before: State = field(default_factory=dict)
+    after: State = field(default_factory=dict)
+    release: Release | None = None
+
+    def state(self, taken: int) -> State | None:
+        """The state after round ``taken``; None if it is not stored."""
+        return {self.rounds[0]: self.before, self.rounds[1]: self.after}.get(taken) or None
+
+    def with_update(self, taken: int, before: State, round: int, after: State) -> SiteRecord:
+        """The record after an update in ``round``."""
+        return replace(self, rounds=(taken, round), before=before, after=after)
+
+
+def load_record(path: Path, like: State) -> SiteRecord:
+    """The file's record, with states that have the names and shapes of ``like``.
+
+    A missing or damaged file, or one of another model, gives an empty record.
+    """
+    try:
+        found = read_sealed(path)
+    except RunError:
+        return SiteRecord()
+    about = found.about
+    parts: dict[str, State] = {"before": {}, "after": {}, "release": {}}
+    for key, tensor in found.tensors.items():
+        part, _, name = key.partition("/")
+        parts[part] = {**parts[part], name: tensor}
+    vectors, fields = parts.pop("release"), about["release"]
+    fits = {part: state if _same_layout(state, like) else {} for part, state in parts.items()}
+    release = None
+    if fields:
+        release = Release(**{**fields, "cost": Cost(**fields["cost"])}, vectors=vectors)
+    return SiteRecord(tuple(about["rounds"]), **fits, release=release)
+
+
+def save_record(path: Path, record: SiteRecord) -> None:
+    """Write the file atomically."""
+    release = record.release
+    parts = {"before": record.before, "after": record.after}
+    if release:
+        parts["release"] = release.vectors
+    tensors = {
+        f"{part}/{name}": tensor for part, state in parts.items() for name, tensor in state.items()
+    }
+    fields = asdict(replace(release, vectors={})) if release else {}
+    fields.pop("vectors", None)
+    try:
+        make_private(path.parent.parent)  # the site's folder
+        make_private(path.parent)  # the run's, in it
+    except OSError as error:
+        raise RunError(f"{path.parent} can't be created: {error.strerror}") from error
+    write_sealed(path, {"rounds": record.rounds, "release": fields}, tensors)
+
+
+def _same_layout(state: State, like: State) -> bool:
+    return state.keys() == like.keys() and all(
+        (state[k].shape, state[k].dtype) == (like[k].shape, like[k].dtype) for k in like
+    )
+
 
 LOG = logging.getLogger("nufed")
 PARTITION_ID = "partition-id"
@@ -129,3 +243,79 @@ class Site:
             raise InputError(
                 f"its data can't be loaded ({type(error).__name__}); see the site's log"
             ) from None
+
+
+LOG = logging.getLogger("nufed")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A request of the server, and the state that the site starts from.
+
+    ``began`` is the round of ``state``; 0: the initial state. ``released`` is the number of noisy
+    updates of this agent that the server knows of. ``method`` is that of the plan; each has a
+    ``file`` of its own. ``more`` holds further fields, not checked yet.
+    """
+
+    run: str
+    round: int
+    released: int
+    received: State
+    state: State
+    began: int
+    file: Path
+    method: str
+    more: Mapping[str, object]
+
+    @property
+    def kept(self) -> State | None:
+        """The state of an agent that took part in training; None for a newcomer."""
+        return without_residuals(self.state) if self.began else None
+
+    @property
+    def releases(self) -> Path:
+        """The file of the last noisy update and of their number, over all methods of the run."""
+        return self.file.parents[2 if self.method else 0] / self.file.name
+
+    @property
+    def digest(self) -> str:
+        """Digest that identifies this request."""
+        what = f"{self.run}/{self.round}/" + (f"{self.method}/" if self.method else "")
+        return sha256(what.encode() + save(dict(self.received)))
+
+
+def read_task(site: Site, request: RecordDict, *more: str) -> Task:
+    """The task in a request, checked; ``more`` names its further fields."""
+    if site.limit is not None and site.plan.privacy is None:
+        raise InputError(
+            f"this site's limit is epsilon = {site.limit:g}, but the federation's configuration "
+            "has no [privacy], so its privacy loss is unbounded"
+        )
+    run, agent, round, taken, released, *rest = read_about(
+        request, "run", "agent", "round", "taken", "released", *more
+    )
+    if agent != site.agent:
+        raise InputError(f"the request is for site {shown(agent)}, but this is site {site.agent}")
+    received = read_vectors(request, site.plan.received_like())
+    taken = read_int(taken, "taken", 10**9)
+    run = read_run(run)
+    method, folder = site.plan.method, site.folder / run
+    file = (folder / "methods" / method if method else folder) / f"agent-{site.agent}"
+    initial = site.plan.initial_state(received)
+    kept = load_record(file, initial).state(taken) if initial and taken else None
+    if initial and taken and kept is None:
+        LOG.warning(
+            "%s has no state of round %d: this site restarts from the initial state", file, taken
+        )
+    began = taken if kept is not None or not initial else 0
+    return Task(
+        run,
+        read_int(round, "round", 10**9),
+        read_int(released, "released", 10**9),
+        received,
+        kept or initial,
+        began,
+        file,
+        method,
+        dict(zip(more, rest, strict=True)),
+    )

@@ -1,39 +1,226 @@
-"""The site's half: trains and evaluates on its own data, sends vectors and numbers."""
+"""A site's own account of its work: log lines, and counts in a file of its folder.
+
+Its administrator reads them, and ``nufed federate site --metrics-port`` serves them. Nothing of it
+is sent.
+"""
 
 from __future__ import annotations
 
 import logging
+import secrets
+import time
 from collections.abc import Callable
-from typing import TypeAlias
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeAlias
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from nufed.algorithms.protocol import AgentContext
-from nufed.errors import InputError, TrainingError, visible
+from nufed.algorithms.compression import compress, without_residuals
+from nufed.algorithms.protocol import AgentContext, AgentResult
+from nufed.errors import InputError, RunError, TrainingError, in_short, visible
 from nufed.evaluate import evaluate_agent, majority_class
-from nufed.flower.app.activity import observed
-from nufed.flower.app.authentication import signed
+from nufed.flower.app.epsilon import server_epsilon
+from nufed.flower.app.monitor import size_of
 from nufed.flower.app.payload import (
+    ABOUT,
+    ARRAYS,
     BASELINE,
     KEEP,
+    RELEASE,
     SAME,
+    VERSION,
     PayloadError,
     content,
     read_method,
+    read_part,
+    read_scales,
     read_version,
+    release_record,
+    scores_content,
+    works_with,
 )
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.score_payload import read_part, read_scales, scores_content
-from nufed.flower.app.secure_payload import ADVERTISE, CONFIRM, MASKED, SHARE, UNMASK
-from nufed.flower.app.secure_site import advertise_keys, confirm_sum, share_secrets, unmask_sum
-from nufed.flower.app.site import Load, Site
+from nufed.flower.app.privacy import Privacy, check_release, protect
+from nufed.flower.app.registry import signed
+from nufed.flower.app.site import Load, Release, Site, Task, load_record, read_task, save_record
 from nufed.flower.app.site_baselines import baseline_scores
-from nufed.flower.app.site_task import read_task
-from nufed.flower.app.site_training import train, train_masked
-from nufed.flower.app.versions import VERSION, works_with
+from nufed.flower.logs import event
+from nufed.flower.secure_sum.messages import ADVERTISE, CONFIRM, MASKED, SHARE, TRAINS, UNMASK
+from nufed.flower.secure_sum.site import (
+    advertise_keys,
+    confirm_sum,
+    mask_update,
+    share_secrets,
+    unmask_sum,
+)
+from nufed.lab.runs.agent_states import personal_after, write_personal
+from nufed.lab.runs.federation_records import add_activity
 from nufed.objective.threads import torch_threads
-from nufed.runs.personal_models import personal_after, write_personal
+
+
+def observed(
+    site: Site, message: Message, respond: Callable[[Site, RecordDict], RecordDict]
+) -> RecordDict:
+    """The site's reply to a message, after a record of it."""
+    began = time.perf_counter()
+    try:
+        reply = respond(site, message.content)
+    except Exception as error:
+        failure = {"failures": 1}
+        _record(site, message, began, failure, {"last_failure": in_short(error)})
+        raise
+    _record(site, message, began, {"bytes_sent": size_of(reply)}, {})
+    return reply
+
+
+def _record(
+    site: Site, message: Message, began: float, counts: dict[str, Any], latest: dict[str, Any]
+) -> None:
+    kind, seconds = message.metadata.message_type, time.perf_counter() - began
+    about = message.content.get(ABOUT)
+    round = about.get("round") if isinstance(about, ConfigRecord) else None
+    if isinstance(round, int) and round >= 0:
+        latest = {**latest, "round": round, "rounds": site.plan.rounds}
+        if "failures" not in counts:
+            _log(site, kind, round, seconds)
+    counts = {
+        **counts,
+        "requests": {kind: 1},
+        "seconds": {kind: seconds},
+        "bytes_received": size_of(message.content),
+    }
+    latest = {**latest, "name": site.name, "updated": time.time(), **site.notes}
+    with suppress(OSError, RunError):  # the run does not need it
+        add_activity(site.folder, site.agent, counts, latest)
+
+
+def _log(site: Site, kind: str, round: int, seconds: float) -> None:
+    """One line about a round."""
+    notes, of = site.notes, {"round": round, "rounds": site.plan.rounds, "seconds": seconds}
+    method = site.plan.method
+    where = f"{method}, round" if method else "round"
+    where = f"{where} {round} of {site.plan.rounds}"
+    if kind in TRAINS:
+        samples = notes.get("samples", {}).get("training", 0)
+        event(
+            "%s: trained on %d samples in %.1f s", where, samples, seconds,
+            event="trained", samples=samples, **of,
+        )  # fmt: skip
+    if "score" in notes:
+        score, measure = notes["score"], notes["measure"]
+        shown = f"{100 * score:.0f} %" if measure == "accuracy" else f"{score:.4g}"
+        event(
+            "%s: score %s (%s)", where, shown, measure,
+            event="scored", score=score, measure=measure, **of,
+        )  # fmt: skip
+
+
+LOG = logging.getLogger("nufed")
+
+
+def train(site: Site, request: RecordDict) -> RecordDict:
+    """The site's update of a round; with privacy clipped and noisy."""
+    agent, task = site.agent, read_task(site, request)
+    if site.plan.site_keys is not None:
+        raise InputError("this federation has secure aggregation: no update is sent unmasked")
+    if site.plan.privacy is not None:
+        return _train_privately(site, task, site.plan.privacy)
+    result, codec = _agent_update(site, task), site.plan.rules.codec
+    vectors, state = result.vectors, result.state
+    if codec is not None:
+        sent = compress(codec, vectors, task.received, task.state, site.plan.counted)
+        vectors, state = sent.codes, {**state, **sent.residuals}
+    if state:
+        record = load_record(task.file, task.state)
+        save_record(task.file, record.with_update(task.began, task.state, task.round, state))
+    return content(
+        vectors,
+        agent=agent,
+        round=task.round,
+        samples=len(site.federation.split.train[agent]),
+        gradients=result.cost.gradients,
+        hvps=result.cost.hvps,
+        began=task.began,
+    )
+
+
+def train_masked(site: Site, request: RecordDict) -> RecordDict:
+    """Like :func:`train`, under secure aggregation: the update leaves the site only masked."""
+    task, release = read_task(site, request), None
+    if site.plan.privacy is not None:
+        release = _release(site, task, site.plan.privacy)
+        result = AgentResult(release.vectors, {}, release.cost)
+    else:
+        result = _agent_update(site, task)
+    masked = mask_update(site, request, task.round, result.vectors, task.received)
+    if result.state:
+        record = load_record(task.file, task.state)
+        save_record(task.file, record.with_update(task.began, task.state, task.round, result.state))
+    reply = content(
+        agent=site.agent,
+        round=task.round,
+        gradients=result.cost.gradients,
+        hvps=result.cost.hvps,
+        began=task.began,
+    )
+    reply[ARRAYS] = masked
+    if release is not None:
+        reply[RELEASE] = release_record(release.store, release.count)
+    return reply
+
+
+def _agent_update(site: Site, task: Task) -> AgentResult:
+    plan = site.plan
+    batches = site.federation.batches(site.agent, plan.seed, "train", task.round)
+    context = AgentContext.of(plan.context(task.round), plan.objective, batches, batches.samples)
+    state = without_residuals(task.state) or {}
+    return plan.algorithm.agent_update(context, task.received, state)
+
+
+def _train_privately(site: Site, task: Task, privacy: Privacy) -> RecordDict:
+    release = _release(site, task, privacy)
+    reply = content(
+        release.vectors,
+        agent=site.agent,
+        round=task.round,
+        samples=1,  # the uniform mean does not use the count
+        gradients=release.cost.gradients,
+        hvps=release.cost.hvps,
+        began=0,
+    )
+    reply[RELEASE] = release_record(release.store, release.count)
+    return reply
+
+
+def _release(site: Site, task: Task, privacy: Privacy) -> Release:
+    """The stored noisy update for an identical request, else a new one, stored before it is sent.
+
+    Fresh noise on a repeated request would let the server average it away.
+    """
+    record = load_record(task.releases, {})
+    initial = Release(secrets.token_hex(16), privacy.server_noise, before=task.released)
+    last, digest = record.release or initial, task.digest
+    if last.question == digest:
+        return last
+    sent = max(last.before + last.count, task.released)
+    check_release(privacy, sent)
+    if site.limit is not None:
+        sent += site.releases_in_other_runs(task.releases, privacy.server_noise)
+        check_release(replace(privacy, epsilon_server=site.limit), sent)
+    _ = site.samples  # a mismatch with the federation's format may be told
+    try:
+        result = _agent_update(site, task)
+    except InputError:  # its message may reveal the number of samples
+        LOG.exception("this site's data can't be used")
+        raise InputError("its data can't be used; see the site's log") from None
+    release = last.after(digest, protect(result.vectors, task.received, privacy), result.cost)
+    released = release.before + release.count
+    site.notes["epsilon"] = server_epsilon(privacy.server_noise, released, privacy.delta)
+    save_record(task.releases, replace(record, release=release))
+    return release
+
 
 LOG = logging.getLogger("nufed")
 Handler: TypeAlias = Callable[[Site, RecordDict], RecordDict]

@@ -1,7 +1,7 @@
 """The null baselines of a federation, computed at its sites with the simulator's bits.
 
 ``untrained`` fine-tunes the initial model, ``local`` trains at the site alone for as many steps as
-all rounds have (:mod:`nufed.algorithms.null_baselines`). The majority class comes with every
+all rounds have (:mod:`nufed.evaluate.null_baselines`). The majority class comes with every
 evaluation.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from nufed.algorithms.gmeta import GMeta
-from nufed.algorithms.null_baselines import OwnModel, local_training
 from nufed.algorithms.protocol import AgentContext, Context, State
 from nufed.data import ScoredOn
 from nufed.evaluate import (
@@ -23,6 +22,7 @@ from nufed.evaluate import (
     evaluate_agent,
     evaluate_with_choice,
 )
+from nufed.evaluate.null_baselines import OwnModel, local_training
 from nufed.flower.app.payload import PayloadError
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.site import Site

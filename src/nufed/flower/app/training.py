@@ -16,33 +16,30 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from nufed.config import Config
 from nufed.errors import NufedError, NumericalWarning, RunError, TrainingError
 from nufed.evaluate import Evaluation, chooses, summarise
 from nufed.files import cannot_write, locked, read_sealed, sha256, sha256_of, write_sealed
-from nufed.flower.app.authentication import registry_file
-from nufed.flower.app.exclusions import Exclusions
+from nufed.flower.app.exclusions import Exclusions, TooFewSitesError
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.monitor import Monitor
-from nufed.flower.app.outcome import Outcome
+from nufed.flower.app.payload import VERSION
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Ledger, check_plan
-from nufed.flower.app.refusals import TooFewSitesError
+from nufed.flower.app.registry import registry_file
+from nufed.flower.app.scoring import Outcome
 from nufed.flower.app.server_app import Server
-from nufed.flower.app.versions import VERSION
 from nufed.flower.logs import event, log_to
+from nufed.lab.config import Config
+from nufed.lab.runs import RunDirectory
+from nufed.lab.runs.audit_log import AUDIT, AuditLog
+from nufed.lab.runs.directory import PRIVACY
+from nufed.lab.runs.federation_records import FederationRecord
+from nufed.lab.runs.part_files import FAILURE, PartFiles, Recorder
+from nufed.lab.runs.provenance import Provenance
+from nufed.lab.runs.records import checked, evaluation_line
 from nufed.objective.threads import torch_threads
-from nufed.runs import RunDirectory
-from nufed.runs.audit_log import AUDIT, AuditLog
-from nufed.runs.directory import PRIVACY
-from nufed.runs.federation_records import FederationRecord
-from nufed.runs.metric_lines import evaluation_line
-from nufed.runs.part_files import FAILURE, PartFiles
-from nufed.runs.provenance import Provenance
-from nufed.runs.recorder import Recorder
-from nufed.runs.records import checked
 from nufed.server import Progress
-from nufed.server.memory_needs import warn_of_memory
+from nufed.server.rounds import warn_of_memory
 
 FEDERATION = "federation.json"  # the run's id, its configuration's digest, a secret seed
 
@@ -95,7 +92,7 @@ def train_federation(
             done = [files.is_done(plan.rounds) for files in parts.values()]
             tried = [(files.folder / FAILURE).exists() for files in parts.values()]
             if any(done) and all(map(max, done, tried)):
-                from nufed.report.finish import finish  # it takes a moment to import
+                from nufed.lab.experiment.finish import finish  # it takes a moment to import
 
                 algorithms = {method: each.algorithm for method, each in plans.items()}
                 finish(directory, {plan.seed: plan.objective}, algorithms)

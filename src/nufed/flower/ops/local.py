@@ -1,20 +1,41 @@
-"""Runs a server and all sites on this machine, with one command."""
+"""Creates a new app directory from the template."""
 
 from __future__ import annotations
 
 import tomllib
+from importlib.resources import files
 from pathlib import Path
 
 from nufed.errors import InputError
-from nufed.flower.app.site_registry import SITES
-from nufed.flower.ops.admission import Admission
+from nufed.flower.app.registry import SITES
 from nufed.flower.ops.approvals import read_app
 from nufed.flower.ops.flower_processes import flower, free_ports
 from nufed.flower.ops.keys import make_authority, make_site_key
-from nufed.flower.ops.registration import register_site
+from nufed.flower.ops.registration import Admission, register_site
 from nufed.flower.ops.site_runner import SiteOptions, make_folder, site_command
 from nufed.flower.ops.submit import Monitoring, Say, check_app, follow
 from nufed.flower.ops.superlink import start_superlink
+
+# Python files have the suffix .txt in the template, so that tools do not import them
+TEMPLATE = {
+    "federation.toml": "federation.toml",
+    "my_data.py": "my_data.py.txt",
+    "app.py": "app.py.txt",
+    "pyproject.toml": "pyproject.toml",
+}
+
+
+def new_app(folder: Path) -> None:
+    """Write the files of an app that Flower can run; nothing is overwritten."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and is not empty: give another directory")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, source in TEMPLATE.items():
+            text = (files("nufed.flower.ops") / "template" / source).read_text("utf-8")
+            (folder / name).write_text(text, "utf-8")
+    except OSError as error:
+        raise InputError(f"{folder} can't be written ({error.strerror}): give another") from error
 
 
 def run_locally(

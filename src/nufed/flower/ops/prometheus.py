@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nufed.errors import InputError, NufedError
-from nufed.runs.federation_status import StatusRecord
-from nufed.runs.site_activity import SiteActivity
+from nufed.lab.runs.federation_records import SiteActivity, StatusRecord
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -40,7 +39,7 @@ def serving(port: int | None, read: Callable[[], Iterable[Metric]]) -> Iterator[
             except NufedError:  # nothing was written yet
                 return
 
-    from nufed.report.watch_server import ADDRESS, loopback_hosts
+    from nufed.lab.report.watch import ADDRESS, loopback_hosts
 
     registry, hosts = CollectorRegistry(), loopback_hosts(port)
     try:

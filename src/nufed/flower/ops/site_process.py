@@ -43,13 +43,11 @@ from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
 from nufed.errors import InputError
-from nufed.flower.app.site_store import default_folder
+from nufed.flower.app.site import default_folder
 from nufed.flower.logs import log_to_stderr
-from nufed.flower.ops.app_bundle import bundle_digest
 from nufed.flower.ops.app_process import AppProcess, Objects, deflate
-from nufed.flower.ops.approvals import Approvals
-from nufed.flower.ops.refused_connection import RefusedConnection
-from nufed.flower.ops.site_health import Health, health_file
+from nufed.flower.ops.approvals import Approvals, bundle_digest
+from nufed.flower.ops.site_runner import Health, RefusedConnection, health_file
 
 LOG = getLogger("nufed")
 DIED = "the app's process died; see the site's log"

@@ -1,26 +1,160 @@
-"""Runs a site in the foreground."""
+"""Whether a site is connected: a file in its folder that is touched as long as it is.
+
+A container's health check reads the file's age, without starting Python, and so does the metric
+``nufed_site_connected``.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import NoReturn
 
 from nufed.errors import InputError, RunError
 from nufed.files import make_private
-from nufed.flower.app.site_store import default_folder
+from nufed.flower.app.site import default_folder
 from nufed.flower.logs import LogFormat
 from nufed.flower.ops.approvals import Approvals
 from nufed.flower.ops.flower_processes import flower, python_module
-from nufed.flower.ops.key_checks import check_private, link_expiry
+from nufed.flower.ops.keys import check_private, link_expiry
 from nufed.flower.ops.link import Link, existing_file
 from nufed.flower.ops.prometheus import serving, site_metrics
-from nufed.flower.ops.site_health import is_connected
-from nufed.runs.site_activity import read_activity
+from nufed.lab.runs.federation_records import read_activity
+
+TOUCH_INTERVAL = 10.0  # seconds
+MAX_AGE = 60.0  # seconds since the last poll, or of the file, after which a site is not connected
+
+
+def health_file(folder: Path, number: int) -> Path:
+    return folder / f"connected-{number}"
+
+
+def is_connected(folder: Path, number: int) -> bool:
+    """Whether the site's process has touched its file recently."""
+    try:
+        return time.time() - health_file(folder, number).stat().st_mtime < MAX_AGE
+    except OSError:
+        return False
+
+
+class Health:
+    """Touches the file of a site that polls its server, or works on a message of it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._working, self._polled = False, -MAX_AGE
+        self._stop = Event()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Keeps the file up to date; removes it at the end."""
+        thread = Thread(target=self._keep_up_to_date, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join()
+            self._file.unlink(missing_ok=True)
+
+    def polled(self) -> None:
+        """The server has answered."""
+        self._polled = time.monotonic()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A message is being answered, which may take long."""
+        self._working = True
+        try:
+            yield
+        finally:
+            self._working = False
+            self.polled()
+
+    def update(self) -> None:
+        """Touch the file if the site is connected."""
+        if self._working or time.monotonic() - self._polled < MAX_AGE:
+            with suppress(OSError):  # the site does not need it
+                make_private(self._file.parent)
+                self._file.touch(mode=0o600)
+
+    def _keep_up_to_date(self) -> None:
+        while not self._stop.wait(TOUCH_INTERVAL):
+            self.update()
+
+
+LOG = logging.getLogger("nufed")
+FLOWER = logging.getLogger("flwr")
+NOT_ADMITTED = "it does not admit this site's key, or the clocks of both differ"
+_FRAME = ("Exit Code:", "Failed to initialize", "The SuperNode could not", "For more information")
+
+
+class RefusedConnection:
+    """Flower's errors until a connection is made; every try is a process of its own.
+
+    Args:
+        file: the reason of the last try.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._errors: list[str] = []
+        self._connected = False
+
+    @contextmanager
+    def logged_once(self) -> Iterator[RefusedConnection]:
+        """Log the errors in one line at the end, unless the last try had the same.
+
+        An interrupt is such an error, and exits with 1; that of a connected site ends the context.
+        """
+        FLOWER.addFilter(self._collect)
+        try:
+            yield self
+        except KeyboardInterrupt:
+            if not self._connected:
+                self._errors.append(NOT_ADMITTED)
+                sys.exit(1)
+        finally:
+            FLOWER.removeFilter(self._collect)
+            reason = "; ".join(dict.fromkeys(self._errors))
+            if reason and reason != self._last():
+                self._file.write_text(reason, "utf-8")
+                LOG.error("the server refuses this site: %s", reason)
+
+    def clear(self) -> None:
+        """The connection is made: errors from now on are logged as they occur."""
+        FLOWER.removeFilter(self._collect)
+        self._connected = True
+        self._errors.clear()
+        self._file.unlink(missing_ok=True)
+
+    def _last(self) -> str:
+        return self._file.read_text("utf-8") if self._file.exists() else ""
+
+    def _collect(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return True
+        self._errors.append(cause(record.getMessage()))
+        return False
+
+
+def cause(message: str) -> str:
+    r"""What one of Flower's error messages says beside its frame, on one line.
+
+    >>> cause("Exit Code: 305\nFailed to initialize the connection.\n[code: 1] No such key.\n")
+    '[code: 1] No such key.'
+    """
+    lines = [line.strip() for line in message.splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(_FRAME))
+
 
 FIRST_DELAY, MAX_DELAY = 5, 300  # seconds between two tries to connect; doubled at each
 

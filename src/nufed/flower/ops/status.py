@@ -1,14 +1,75 @@
-"""The status of a federation's run, from the file that its server writes, and of a server's sites,
-as text."""
+"""The registered sites of a server, and which of them are connected: with or without a run."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
+from flwr.common.constant import HEARTBEAT_PATIENCE
+from flwr.proto.control_pb2 import ListNodesRequest
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.supercore.constant import NodeStatus
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
 from nufed.errors import InputError
-from nufed.flower.ops.connected_sites import ConnectedSite
-from nufed.runs.federation_status import STATUS, SiteStatus, StatusRecord
+from nufed.flower.app.registry import SITES, SiteRegistry, read_sites
+from nufed.flower.app.signatures import load_public
+from nufed.flower.ops.keys import CA
+from nufed.flower.ops.link import Link, control_api, link_to
+from nufed.lab.runs.federation_records import STATUS, SiteStatus, StatusRecord
+
+
+@dataclass(frozen=True)
+class ConnectedSite:
+    """A registered site; ``key`` is the fingerprint of the key that it used last.
+
+    ``last_seen`` is in seconds since 1970; None: never since the server was started.
+    """
+
+    number: int
+    name: str
+    key: str
+    connected: bool
+    last_seen: float | None
+
+
+def connected_sites(keys: Path, server: str) -> list[ConnectedSite]:
+    """The sites in the registry of a running server, which must be this user's own."""
+    registry = read_sites(keys / SITES)
+    return sites_of_nodes(registry, nodes_of(link_to(server, keys / CA, insecure=False)))
+
+
+def nodes_of(link: Link) -> Iterable[NodeInfo]:
+    """The nodes that a SuperLink knows."""
+    with control_api(link) as client:
+        return list(client.ListNodes(ListNodesRequest()).nodes_info)
+
+
+def sites_of_nodes(registry: SiteRegistry, nodes: Iterable[NodeInfo]) -> list[ConnectedSite]:
+    """The state of every registered site, by number."""
+    found: dict[int, ConnectedSite] = {}
+    by_key = {node.public_key: node for node in nodes if node.status != NodeStatus.UNREGISTERED}
+    for key, public, site in registry.entries():
+        node = by_key.get(public_key_to_bytes(load_public(public)))
+        online = node is not None and node.status == NodeStatus.ONLINE
+        state = ConnectedSite(site.number, site.name, key, online, last_seen(node))
+        before = found.get(site.number)
+        if before is None or (state.last_seen or 0.0) >= (before.last_seen or 0.0):
+            found[site.number] = state
+    return [found[number] for number in sorted(found)]
+
+
+def last_seen(node: NodeInfo | None) -> float | None:
+    """When a node called last: at its last heartbeat, or when it disconnected."""
+    if node is None or not node.last_activated_at:
+        return None
+    if node.status == NodeStatus.ONLINE:
+        return node.online_until - HEARTBEAT_PATIENCE * node.heartbeat_interval
+    return datetime.fromisoformat(node.last_deactivated_at or node.last_activated_at).timestamp()
+
 
 STALE = 60.0  # seconds after which a server that writes every few seconds is taken to be gone
 ENDS = ("finished", "failed")

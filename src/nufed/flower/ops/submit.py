@@ -11,14 +11,14 @@ from pathlib import Path
 from nufed.errors import InputError, RunError, TrainingError
 from nufed.flower.logs import LOG_FILES, LogFormat
 from nufed.flower.ops.flower_processes import Flower, flower, wait
-from nufed.flower.ops.key_checks import link_expiry
+from nufed.flower.ops.keys import link_expiry
 from nufed.flower.ops.link import NAME, Link, flwr_json
 from nufed.flower.ops.prometheus import run_metrics, serving
 from nufed.flower.ops.superlink import is_listening
-from nufed.runs.directory import RunDirectory
-from nufed.runs.federation_status import read_status
-from nufed.runs.json_files import check_entries, read_record
-from nufed.runs.records import Failure
+from nufed.lab.runs.directory import RunDirectory
+from nufed.lab.runs.federation_records import read_status
+from nufed.lab.runs.json_files import check_entries, read_record
+from nufed.lab.runs.records import Failure
 
 Say = Callable[[str], None]
 SERVER_TIMEOUT = 60.0  # seconds that a run waits for a server that is starting

@@ -10,13 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nufed.errors import InputError, RunError
-from nufed.flower.app.site_registry import SITES, SITES_VARIABLE
+from nufed.flower.app.registry import SITES, SITES_VARIABLE
 from nufed.flower.logs import LogFormat, relayed
-from nufed.flower.ops.admission import Admission
 from nufed.flower.ops.flower_processes import Flower, flower, wait
-from nufed.flower.ops.key_checks import check_server_keys, server_expiry
-from nufed.flower.ops.keys import CA, CERTIFICATE, KEY, check_certificate
+from nufed.flower.ops.keys import (
+    CA,
+    CERTIFICATE,
+    KEY,
+    check_certificate,
+    check_server_keys,
+    server_expiry,
+)
 from nufed.flower.ops.link import Link, check_loopback, is_loopback
+from nufed.flower.ops.registration import Admission
 
 START_TIMEOUT = 120.0  # seconds
 # listening on all addresses -> the address to connect to from here

@@ -39,25 +39,28 @@ from flwr.app import RecordDict
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 
 from nufed.files import canonical
-from nufed.flower.app import secure_site
 from nufed.flower.app.payload import ARRAYS
-from nufed.flower.app.secure_payload import SECURE, read_secure, read_words, secure_record
-from nufed.flower.app.secure_site import SecureRecord, _load
-from nufed.flower.app.secure_sum import masking
-from nufed.flower.app.secure_sum.ephemeral_keys import Advert
-from nufed.flower.app.secure_sum.masking import Unmasking, pairwise_mask
-from nufed.flower.app.secure_sum.sum_messages import (
+from nufed.flower.app.registry import SECURE_SUM, SiteKeys
+from nufed.flower.app.signatures import sign
+from nufed.flower.ops.keys import make_site_key
+from nufed.flower.secure_sum import masking
+from nufed.flower.secure_sum import site as secure_site
+from nufed.flower.secure_sum.ephemeral_keys import Advert
+from nufed.flower.secure_sum.masking import Unmasking, pairwise_mask
+from nufed.flower.secure_sum.messages import (
+    SECURE,
     Adverts,
     Confirmation,
     Confirmations,
     SealedShares,
     Survivors,
+    read_secure,
+    read_words,
+    secure_record,
 )
-from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms, threshold
-from nufed.flower.app.secure_sum.words import add, encode, mask, shape_of, subtract
-from nufed.flower.app.signatures import sign
-from nufed.flower.app.site_keys import SECURE_SUM, SiteKeys
-from nufed.flower.ops.keys import make_site_key
+from nufed.flower.secure_sum.site import SecureRecord, _load
+from nufed.flower.secure_sum.terms import SecureSumError, SumTerms, threshold
+from nufed.flower.secure_sum.words import add, encode, mask, shape_of, subtract
 
 BEFORE = {"model": torch.zeros(3)}
 VECTORS = [{"model": torch.tensor([1.0, 0.1, -2.0]) * 3.0**site} for site in range(6)]

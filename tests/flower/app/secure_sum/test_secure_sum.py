@@ -8,10 +8,10 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from nufed.algorithms.running_mean import fixed_point_mean
-from nufed.flower.app.secure_sum import words
-from nufed.flower.app.secure_sum.ephemeral_keys import Advert
-from nufed.flower.app.secure_sum.masking import (
+from nufed.algorithms.fixed_point import fixed_point_mean
+from nufed.flower.secure_sum import words
+from nufed.flower.secure_sum.ephemeral_keys import Advert
+from nufed.flower.secure_sum.masking import (
     advertise,
     confirm,
     masked,
@@ -19,8 +19,8 @@ from nufed.flower.app.secure_sum.masking import (
     signed_message,
     unmask,
 )
-from nufed.flower.app.secure_sum.sum_terms import SecureSumError, SumTerms
-from nufed.flower.app.secure_sum.unmasking import routed, unmasked_sum
+from nufed.flower.secure_sum.server import routed, unmasked_sum
+from nufed.flower.secure_sum.terms import SecureSumError, SumTerms
 
 KEYS = [Ed25519PrivateKey.generate() for _ in range(12)]
 
@@ -324,9 +324,9 @@ def test_the_server_sees_uniform_words(monkeypatch):
     """
     rng = np.random.default_rng(1)
     monkeypatch.setattr(
-        "nufed.flower.app.secure_sum.masking.secrets.token_bytes", lambda n: rng.bytes(n)
+        "nufed.flower.secure_sum.masking.secrets.token_bytes", lambda n: rng.bytes(n)
     )
-    monkeypatch.setattr("nufed.flower.app.secure_sum.masking.new_private", lambda: rng.bytes(32))
+    monkeypatch.setattr("nufed.flower.secure_sum.masking.new_private", lambda: rng.bytes(32))
     inputs = inputs_of(range(3), numbers=8000)
     before = zeros(numbers=8000)
     _, sent, _ = run_sum(inputs, before)

@@ -1,5 +1,0 @@
-"""``python -m nufed.cli``."""
-
-from nufed.cli import main
-
-main()

@@ -1,0 +1,191 @@
+"""The site's half of a secure sum: five functions, each called once per attempt, in order."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from flwr.common.secure_aggregation.crypto.shamir import create_shares
+
+from nufed.files import canonical
+from nufed.flower.secure_sum.ephemeral_keys import (
+    Advert,
+    Sign,
+    Verify,
+    agreed_key,
+    decrypt,
+    encrypt,
+    new_private,
+    pair_context,
+    public_of,
+)
+from nufed.flower.secure_sum.terms import SecureSumError, SumTerms, as_json
+from nufed.flower.secure_sum.words import KEY_BYTES, Words, add, mask, subtract
+
+SHARE, ENCRYPTION, MASKING = "share", "encryption", "masking"
+
+
+@as_json
+@dataclass(frozen=True)
+class Secrets:
+    """A site's secrets of one attempt; ``phase`` is the number of phases it has completed."""
+
+    terms: SumTerms
+    site: int
+    phase: int
+    encryption: bytes  # private keys
+    masking: bytes
+    own: bytes  # key of its own mask
+    adverts: Mapping[int, Advert] = field(default_factory=dict)
+    shares: Mapping[int, tuple[bytes, bytes]] = field(default_factory=dict)  # own mask, masking key
+    survivors: tuple[int, ...] = ()
+
+    def expect(self, phase: int) -> None:
+        """Refuse a phase out of order or a second time: its randomness is never reused."""
+        if self.phase != phase:
+            raise SecureSumError(
+                f"phase {phase + 1} of this attempt was requested after phase {self.phase}: start "
+                "a new attempt"
+            )
+
+
+@as_json
+@dataclass(frozen=True)
+class Unmasking:
+    """A site's shares of others' secrets: of own masks, and of masking keys; of no site both."""
+
+    own: Mapping[int, bytes]
+    masking: Mapping[int, bytes]
+
+
+def advertise(terms: SumTerms, site: int, sign: Sign) -> tuple[Secrets, Advert]:
+    """Phase 1: fresh keys, signed by the site's key."""
+    if site not in terms.sites:
+        raise SecureSumError(f"site {site} is not in the cohort of this sum")
+    own = secrets.token_bytes(KEY_BYTES)
+    made = Secrets(terms, site, 1, new_private(), new_private(), own)
+    advert = _unsigned(made)
+    return made, replace(advert, signature=sign(signed_message(terms, site, advert)))
+
+
+def signed_message(terms: SumTerms, site: int, advert: Advert) -> bytes:
+    """What a site signs."""
+    return canonical("keys", terms.digest.hex(), site, advert.signed)
+
+
+def _unsigned(own: Secrets) -> Advert:
+    commitment = hashlib.sha256(own.own).digest()
+    return Advert(public_of(own.encryption), public_of(own.masking), commitment, b"")
+
+
+def share(
+    own: Secrets, adverts: Mapping[int, Advert], verify: Verify
+) -> tuple[Secrets, dict[int, bytes]]:
+    """Phase 2: shares of both secrets, encrypted for every other site."""
+    own.expect(1)
+    terms = own.terms
+    terms.check_enough(len(adverts), "sent their keys")
+    for site, advert in adverts.items():
+        known = site in terms.sites
+        if not known or not verify(site, signed_message(terms, site, advert), advert.signature):
+            raise SecureSumError(f"the keys of site {site} are not signed by its registered key")
+    mine = adverts.get(own.site)
+    if mine is None or mine.signed != _unsigned(own).signed:
+        raise SecureSumError("the server sent other keys of this site than its own")
+    sites = sorted(adverts)
+    of_own, of_masking = (
+        dict(zip(sites, create_shares(secret, terms.threshold, len(sites)), strict=True))
+        for secret in (own.own, own.masking)
+    )
+    sealed = {
+        site: encrypt(
+            _pair_key(own, advert.encryption, site),
+            len(of_own[site]).to_bytes(2, "little") + of_own[site] + of_masking[site],
+            pair_context(terms.digest, SHARE, own.site, site),
+        )
+        for site, advert in adverts.items()
+        if site != own.site
+    }
+    kept = {own.site: (of_own[own.site], of_masking[own.site])}
+    return replace(own, phase=2, adverts=dict(adverts), shares=kept), sealed
+
+
+def masked(own: Secrets, sealed: Mapping[int, bytes], words: Words) -> tuple[Secrets, Words]:
+    """Phase 3: the words plus the own mask, plus or minus one mask per site that sent shares."""
+    own.expect(2)
+    terms = own.terms
+    if own.site in sealed or not sealed.keys() <= own.adverts.keys():
+        raise SecureSumError("the server sent shares of sites without keys")
+    terms.check_enough(len(sealed) + 1, "sent their shares")
+    shares = dict(own.shares)
+    for site, text in sealed.items():
+        key = _pair_key(own, own.adverts[site].encryption, site)
+        plain = decrypt(key, text, pair_context(terms.digest, SHARE, site, own.site), site)
+        end = 2 + int.from_bytes(plain[:2], "little")
+        shares[site] = plain[2:end], plain[end:]
+    total = add(words, mask(own.own, words.shape))
+    for site in sealed:
+        pair = pairwise_mask(terms, own.site, own.masking, site, own.adverts[site].masking, words)
+        total = add(total, pair) if own.site < site else subtract(total, pair)
+    return replace(own, phase=3, shares=shares), total
+
+
+def pairwise_mask(
+    terms: SumTerms, site: int, private: bytes, other: int, public: bytes, like: Words
+) -> Words:
+    """The mask that two sites share; the lower number adds it, the higher one subtracts it."""
+    pair = sorted((site, other))
+    key = agreed_key(private, public, pair_context(terms.digest, MASKING, pair[0], pair[1]))
+    return mask(key, like.shape)
+
+
+def confirm(own: Secrets, survivors: frozenset[int], sign: Sign) -> tuple[Secrets, bytes]:
+    """Phase 4: a signature of the one set of survivors that this site will help to unmask."""
+    own.expect(3)
+    if own.site not in survivors or not survivors <= own.shares.keys():
+        raise SecureSumError("the server named sites of the sum that sent no shares")
+    own.terms.check_enough(len(survivors), "sent their update")
+    confirmed = replace(own, phase=4, survivors=tuple(sorted(survivors)))
+    return confirmed, sign(confirmed_message(confirmed))
+
+
+def confirmed_message(own: Secrets) -> bytes:
+    """What sites sign before they release shares: the survivors, and the keys of all sites.
+
+    Keys are fresh in every attempt, so a signature counts only among sites that were sent the same
+    keys, and a site has one signature for these.
+    """
+    adverts = canonical([[site, own.adverts[site].signed] for site in sorted(own.adverts)])
+    keys = hashlib.sha256(adverts).hexdigest()
+    return canonical("survivors", own.terms.digest.hex(), keys, own.survivors)
+
+
+def unmask(
+    own: Secrets, confirmations: Mapping[int, bytes], verify: Verify
+) -> tuple[Secrets, Unmasking]:
+    """Phase 5: shares of the own masks of survivors, and of the masking keys of the others.
+
+    Only once enough sites confirmed the same survivors: else a server that names different ones to
+    different sites could collect what unmasks a single update.
+    """
+    own.expect(4)
+    message = confirmed_message(own)
+    valid = [
+        site
+        for site, signature in confirmations.items()
+        if site in own.survivors and verify(site, message, signature)
+    ]
+    own.terms.check_enough(len(valid), "confirmed the same sum")
+    released = Unmasking(
+        {site: shares[0] for site, shares in own.shares.items() if site in own.survivors},
+        {site: shares[1] for site, shares in own.shares.items() if site not in own.survivors},
+    )
+    return replace(own, phase=5, shares={}, own=b"", masking=b"", encryption=b""), released
+
+
+def _pair_key(own: Secrets, public: bytes, site: int) -> bytes:
+    pair = sorted((own.site, site))
+    context = pair_context(own.terms.digest, ENCRYPTION, pair[0], pair[1])
+    return agreed_key(own.encryption, public, context)

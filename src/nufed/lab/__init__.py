@@ -1,0 +1,1 @@
+"""The workbench: configurations, run directories, experiments, tuning, reports, bundles, cli."""

@@ -1,0 +1,261 @@
+"""What a search tells beside its choices: sensitivity, edges of ranges, certainty."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, prod
+from statistics import fmean
+from typing import Any
+
+import tomli_w
+
+from nufed.lab.runs.tuning_record import Range, Trial, TuningRecord, finalists
+
+EDGE = 0.05  # share of a range at each end that counts as its edge
+ENOUGH = 10  # trials per searched setting from which a conclusion is drawn
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A choice at the edge of its range, and the command that searches a wider one."""
+
+    method: str
+    setting: str
+    value: Any
+    side: str
+    range: Range
+    command: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method}: {self.setting} = {self.value:g} lies at the {self.side} edge of its "
+            f"range, {self.range}: a better value may lie beyond"
+        )
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The score lost with another value; ``score`` is None if every such trial failed."""
+
+    score: float | None
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The score lost if a setting is three times smaller or larger than the chosen value.
+
+    On a linear range: a third of the range. Of choices, ``larger`` is the best other choice. The
+    best score among trials near the chosen value (within a factor of √3) minus that of trials near
+    the other one, whatever their other settings, after the largest number of rounds that both were
+    trained for. None: nothing was tried there.
+    """
+
+    method: str
+    setting: str
+    value: Any
+    smaller: Lost | None
+    larger: Lost | None
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A finalist: its score in the search, and those with other seeds (None: it failed)."""
+
+    trial: Trial
+    chosen: bool
+    found: float
+    scores: tuple[float | None, ...]
+
+    @property
+    def mean(self) -> float | None:
+        valid = [score for score in self.scores if score is not None]
+        return fmean(valid) if valid and len(valid) == len(self.scores) else None
+
+
+def edges(record: TuningRecord) -> list[Edge]:
+    """The choices at an edge of their range, unless the setting can't go beyond it."""
+    found = []
+    for method in record.chosen:
+        choice = record.choice(method)
+        for own in record.ranges(method):
+            if not own.log:  # choices, and shares, which are bounded
+                continue
+            value = choice.settings[own.setting]
+            place, side = own.position(value), own.open_side(choice, record.of(method))
+            if side is None and not EDGE < place < 1 - EDGE:
+                side = "lower" if place <= EDGE else "upper"
+            if side is not None:
+                command = _widening(record, method, own.wider(side))
+                found.append(Edge(method, own.setting, value, side, own, command))
+    return found
+
+
+def _widening(record: TuningRecord, method: str, wider: Range) -> str:
+    """The command that repeats the search with a wider range; it names all ranges of the method."""
+    ranges = [wider if own.setting == wider.setting else own for own in record.ranges(method)]
+    words = ", ".join(f"{own.setting} = {_toml(own)}" for own in ranges)
+    return f"{record.search.command} {shlex.quote(f'tune.methods.{method}={{{words}}}')}"
+
+
+def _toml(own: Range) -> str:
+    if own.choices:
+        ends: Sequence[Any] = own.choices
+    elif own.whole:
+        ends = [int(own.low), int(own.high)]
+    else:
+        ends = [float(f"{own.low:.6g}"), float(f"{own.high:.6g}")]
+    text = tomli_w.dumps({"x": list(ends)}).partition("=")[2]
+    return "".join(text.split()).replace(",]", "]")
+
+
+def sensitivities(record: TuningRecord) -> list[Sensitivity]:
+    """The sensitivity of every searched setting of every method with a choice."""
+    found = []
+    for method in record.chosen:
+        value_of = record.choice(method).settings
+        for own in record.ranges(method):
+            value = value_of[own.setting]
+            smaller, larger = (_lost(record, method, own, value, side) for side in (-1, 1))
+            found.append(Sensitivity(method, own.setting, value, smaller, larger))
+    return found
+
+
+def _lost(record: TuningRecord, method: str, own: Range, value: Any, side: int) -> Lost | None:
+    """What is lost on one side of the chosen value."""
+    trials = record.of(method)
+    if own.choices:
+        near = [t for t in trials if t.settings[own.setting] == value]
+        far = [t for t in trials if t.settings[own.setting] != value] if side > 0 else []
+    else:
+        here, width = own.position(value), own.steps()
+        away = {t.number: (own.position(t.settings[own.setting]) - here) * width for t in trials}
+        near = [t for t in trials if abs(away[t.number]) <= 0.5]
+        far = [t for t in trials if 0.5 < side * away[t.number] <= 1.5]
+    sign = 1 if record.search.higher_is_better else -1
+    for rounds in reversed(record.search.rungs):
+        best = [_best(some, rounds, record) for some in (near, far)]
+        if best[0] is not None and best[1] is not None:
+            return Lost(sign * (best[0] - best[1]), rounds)
+    return Lost(None, record.search.rungs[0]) if far else None
+
+
+def _best(trials: list[Trial], rounds: int, record: TuningRecord) -> float | None:
+    first = finalists(trials, rounds, 1, record.search.higher_is_better)
+    score = first[0].after(rounds) if first else None
+    return None if score is None else score.score
+
+
+def repeated(record: TuningRecord) -> list[Repeated]:
+    """The finalists of every method with their repeats: methods best first, by their choice."""
+    rounds, better = record.search.rungs[-1], record.search.higher_is_better
+    numbers = {trial.number for trial in record.repeats} | set(record.chosen.values())
+    rows = []
+    for method, chosen in record.chosen.items():
+        own = [trial for trial in record.of(method) if trial.number in numbers]
+        for trial in finalists(own, rounds, len(own), better):
+            found = trial.after(rounds)
+            again = [r for r in record.repeats if r.number == trial.number]
+            scores = tuple(None if r.failure else r.last.score for r in again)
+            assert found is not None and found.score is not None
+            rows.append(Repeated(trial, trial.number == chosen, found.score, scores))
+    sign = -1 if better else 1
+
+    def rank(row: Repeated) -> float:
+        score = row.found if row.mean is None else row.mean
+        return sign * score
+
+    best = {row.trial.method: rank(row) for row in rows if row.chosen}
+    return sorted(rows, key=lambda row: (best[row.trial.method], row.trial.method, not row.chosen))
+
+
+def ranking_notes(record: TuningRecord) -> list[str]:
+    """How certain the order of the methods is, in words."""
+    rows = [row for row in repeated(record) if row.chosen]
+    seeds = record.search.repeat_seeds
+    if len(rows) < 2:
+        return []
+    if not seeds:
+        return ["The ranking is of one seed, and not certain: tune.repeats is 0."]
+    failed = [row.trial.method for row in rows if row.mean is None]
+    if failed:
+        return [f"The choice of {', '.join(failed)} failed with another seed: it is not reliable."]
+    sign = 1 if record.search.higher_is_better else -1
+    notes, certain = [], True
+    for a, b in pairwise(rows):
+        ahead = [sign * ((x or 0.0) - (y or 0.0)) for x, y in zip(a.scores, b.scores, strict=True)]
+        wins = sum(difference > 0 for difference in ahead)
+        certain &= wins == len(ahead)
+        notes.append(
+            f"{a.trial.method} is better than {b.trial.method} by {fmean(ahead):.3g} on average, "
+            f"and with {wins} of {len(ahead)} other seeds (same splits for both)."
+        )
+    listed = ", ".join(row.trial.method for row in rows)
+    if certain:
+        others = "the other seed" if len(seeds) == 1 else f"all {len(seeds)} other seeds"
+        first = f"The order {listed} is the same with {others}"
+        first += "; few seeds can't rule out chance." if len(seeds) < 5 else "."
+    else:
+        first = f"The order {listed} is not certain: it differs between seeds."
+    return [first, *notes]
+
+
+def doubts(record: TuningRecord) -> list[str]:
+    """Methods with too few trials or without a choice, and finalists that did better than the
+    choice with other seeds."""
+    rows = repeated(record)
+    chosen = {row.trial.method: row for row in rows if row.chosen}
+    sign = 1 if record.search.higher_is_better else -1
+    notes = [
+        f"{row.trial.method}: trial {row.trial.number} did better with other seeds than the chosen "
+        f"one (trial {first.trial.number}): they are about equally good."
+        for row in rows
+        if row.mean is not None
+        and (first := chosen[row.trial.method]).mean is not None
+        and sign * (row.mean - first.mean) > 0
+    ]
+    for method in record.search.methods:
+        if method not in record.chosen:
+            cause = next(
+                (t.failure for t in record.of(method) if t.failure), "no trial was trained"
+            )
+            notes.append(f"{method}: every trial failed, the first because {cause}")
+    return [*notes, *_too_few(record)]
+
+
+def _too_few(record: TuningRecord) -> Iterator[str]:
+    """The methods of which so few settings were tried that the choice is chance."""
+    remedy = "increase --budget" + (
+        ", or count it --per trial" if record.search.per != "trial" else ""
+    )
+    for method in record.chosen:
+        ranges, trials = record.ranges(method), record.of(method)
+        settings, listed = len(ranges), record.search.sampler == "grid"
+        points = prod(len(own.grid()) if listed or own.choices else inf for own in ranges)
+        if len(trials) < min(points, ENOUGH * settings):
+            full = sum(trial.after(record.search.rungs[-1]) is not None for trial in trials)
+            what = "1 setting" if settings == 1 else f"{settings} settings together"
+            yield (
+                f"{method}: {len(trials)} trials, {full} of them trained to the end, are too few "
+                f"for a conclusion about {what}: {remedy}."
+            )
+
+
+def best_so_far(record: TuningRecord) -> list[dict[str, Any]]:
+    """The best fully trained score by work spent, in units of the budget, after each batch."""
+    search, points = record.search, []
+    for method in search.methods:
+        spent, done = 0, list[Trial]()
+        batches = sorted({trial.batch for trial in record.of(method)})
+        for batch in batches:
+            new = [trial for trial in record.of(method) if trial.batch == batch]
+            spent, done = spent + sum(trial.last.work for trial in new), done + new
+            best = _best(done, search.rungs[-1], record)
+            if best is not None:
+                trials = len(done)
+                work = spent / search.unit
+                points.append({"method": method, "work": work, "score": best, "trials": trials})
+    return points

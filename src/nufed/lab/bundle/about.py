@@ -1,0 +1,369 @@
+"""A bundle's metadata: how to build its model, preprocess inputs, and fine-tune it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from torch import Tensor
+
+from nufed.data import Samples
+from nufed.data.samples import InputRange, as_tensor, as_words, check_finite, class_numbers, listed
+from nufed.errors import InputError, NumericalWarning, shown, visible
+from nufed.objective.modules import RunningStats
+
+FORMAT = 2  # version of About; format 1 has no inputs.range
+MAX_SIZE = 2**40  # numbers per input; larger values are refused as crafted
+MAX_ARGS_CHARACTERS = 20_000  # of a model's arguments as text
+
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+InputType = Literal["uint8", "int32", "int64", "float32", "float64"]
+TargetType = Literal["bool", "uint8", "int8", "int16", "int32", "int64"]
+
+
+class _AboutRecord(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelAbout(_AboutRecord):
+    """How to build the module: a model of nufed or an import path; None: pass it when loading."""
+
+    build: str | None
+    args: dict[str, Any] = {}
+    running_stats: RunningStats = "refuse"
+
+    @field_validator("args")
+    @classmethod
+    def _short(cls, args: dict[str, Any]) -> dict[str, Any]:
+        if len(str(args)) > MAX_ARGS_CHARACTERS:
+            raise ValueError(f"longer than {MAX_ARGS_CHARACTERS} characters")
+        return args
+
+
+class RangeAbout(_AboutRecord):
+    """The range of the raw inputs of training (:class:`nufed.data.samples.InputRange`)."""
+
+    low: Finite
+    high: Finite
+    mean: Finite
+    std: Annotated[Finite, Field(ge=0)]
+
+
+class InputsAbout(_AboutRecord):
+    """The format of one raw input; bytes are then converted to x·scale + shift."""
+
+    shape: list[Size]
+    dtype: InputType = "float32"
+    scale: Finite = 1.0
+    shift: Finite = 0.0
+    range: RangeAbout | None = None  # unknown in a federation, whose sites keep their data
+
+    @field_validator("shape")
+    @classmethod
+    def _bounded(cls, shape: list[int]) -> list[int]:
+        if prod(shape) > MAX_SIZE:
+            raise ValueError(f"{shape} is too large")
+        return shape
+
+    @property
+    def size(self) -> int:
+        """Numbers per input."""
+        return prod(self.shape)
+
+    def read(self, inputs: Any, model: torch.dtype) -> Tensor:
+        """Validate the user's inputs, one per row, and convert them to the format of training.
+
+        Rows may be flat or in the shape of one input. Numbers must be finite in ``model``, the
+        dtype that the model computes in.
+        """
+        given = as_tensor(inputs)
+        rows = len(given) if given.ndim else 0
+        if not rows:
+            raise InputError("the data is empty: give at least one sample")
+        numbers = prod(given.shape[1:])
+        if numbers != self.size:
+            raise InputError(
+                f"every sample has {numbers} numbers, and this model takes {self.size}, of "
+                f"shape {tuple(self.shape)}: give the features that it was trained on"
+            )
+        check_finite(given, "input", model)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        if not dtype.is_floating_point:
+            _check_whole(given, dtype, "inputs", "; give raw values, which it scales itself")
+        return given.to(dtype).reshape(rows, *self.shape)
+
+    def far_outside(self, given: Tensor) -> str | None:
+        """A sentence, if inputs that were read are on another scale than those of training."""
+        if self.range is None:
+            return None
+        own, trained = InputRange.of(given), InputRange(**self.range.model_dump())
+        if not own.far_from(trained, given.numel()):
+            return None
+        return (
+            f"the inputs range {own}, and those that this model was trained on {trained}: give "
+            "them in the same units and on the same scale"
+        )
+
+
+def _check_whole(given: Tensor, dtype: torch.dtype, what: str, remedy: str = "") -> None:
+    """Refuse numbers that this integer dtype does not hold."""
+    limits = None if dtype == torch.bool else torch.iinfo(dtype)
+    low, high = (0, 1) if limits is None else (limits.min, limits.max)
+    smallest, largest = given.min(), given.max()
+    whole = not given.is_floating_point() or bool((given == given.round()).all())
+    if not whole or smallest < low or largest > high:
+        raise InputError(
+            f"{what} range from {smallest.item():g} to {largest.item():g}: this model was trained "
+            f"on integers in {low} … {high}{remedy}"
+        )
+
+
+class AdaptAbout(_AboutRecord):
+    """How the model is meant to be fine-tuned: ν steps of size α on batches of D samples.
+
+    ``lr`` is one number, or one for every parameter by its name (learned step sizes). If it was
+    chosen on validation samples of agents seen in training, ``lr_scale`` is its ratio to that of
+    training; 0: no step lowered the loss there, so that ``steps`` is 0.
+    """
+
+    steps: Annotated[int, Field(ge=0, le=100_000)]
+    lr: Annotated[Finite, Field(ge=0)] | dict[str, Annotated[Finite, Field(ge=0)]]
+    lr_scale: Annotated[Finite, Field(ge=0)] | None = None
+    batch_size: Size
+    optimiser: Literal["sgd"] = "sgd"
+
+
+class PersonalAbout(_AboutRecord):
+    """Of a personal model that is more than a module: the algorithm that predicts with it.
+
+    ``algorithm`` is a name of nufed's or an import path, ``settings`` are its settings, and
+    ``training_data`` says what the file holds of the agent's training data.
+    """
+
+    algorithm: str
+    settings: dict[str, bool | int | Finite | str]
+    training_data: str | None
+
+
+class About(_AboutRecord):
+    """The metadata of a bundle or an adapted model."""
+
+    format: Literal[1, 2] = 2
+    nufed: str
+    name: str
+    model: ModelAbout
+    inputs: InputsAbout
+    adapt: AdaptAbout
+    loss: str | None
+    classes: list[str]
+    dtype: Literal["float32", "float64"]
+    # of whole numbers that are no classes, such as tokens; not written otherwise
+    target_dtype: TargetType | None = Field(default=None, exclude_if=lambda value: value is None)
+    trained: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
+    personal: PersonalAbout | None = None
+
+    def samples(self, inputs: Any, targets: Any) -> Samples:
+        """The user's data, validated against the model's format."""
+        given = self.read_inputs(inputs)
+        right = self.read_targets(targets)
+        if len(right) != len(given):
+            raise InputError(
+                f"there are {len(given)} inputs and {len(right)} targets: give one target per input"
+            )
+        scale, shift = self.inputs.scale, self.inputs.shift
+        return Samples(given, right, tuple(self.classes), scale=scale, shift=shift)
+
+    def read_inputs(self, inputs: Any) -> Tensor:
+        """The user's inputs, validated against the model's format."""
+        return self.inputs.read(inputs, getattr(torch, self.dtype))
+
+    def warn_outside(self, inputs: Tensor) -> str | None:
+        """Warn, once, of inputs on another scale than those of training; returns the sentence."""
+        outside = self.inputs.far_outside(inputs)
+        if outside is not None:
+            warnings.warn(outside, NumericalWarning, stacklevel=3)
+        return outside
+
+    def read_targets(self, targets: Any) -> Tensor:
+        """Class numbers from names or numbers; else the numbers themselves, as in training."""
+        if isinstance(targets, Tensor):
+            targets = targets.numpy(force=True)
+        words = as_words(targets)
+        if words is not None:
+            if self.classes:
+                return class_numbers(words, self.classes)
+            targets = [_float(word) for word in words]
+        numbers = as_tensor(targets)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        check_finite(numbers, "target", dtype)
+        if self.target_dtype is not None:
+            dtype = getattr(torch, self.target_dtype)
+            _check_whole(numbers, dtype, "targets")
+        if not self.classes:
+            return numbers.to(dtype)
+        low, high = 0, len(self.classes) - 1
+        whole = not numbers.is_floating_point() or bool((numbers == numbers.round()).all())
+        if len(numbers) and not (whole and low <= numbers.min() and numbers.max() <= high):
+            raise InputError(
+                f"targets range from {numbers.min().item():g} to {numbers.max().item():g}: give "
+                f"class numbers in {low} … {high}, or the names of classes ({listed(self.classes)})"
+            )
+        return numbers.long().reshape(-1)
+
+
+def _float(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise InputError(
+            f"the target {shown(word)} is not a number, and this is a regression model"
+        ) from None
+
+
+def read_about(content: Mapping[str, Any]) -> About:
+    """The validated metadata of a bundle or personal model."""
+    version = content.get("format")
+    if version not in range(1, FORMAT + 1) or isinstance(version, bool):
+        newer = isinstance(version, int) and version > FORMAT
+        raise InputError(
+            f"it has format {version!r}, and this nufed reads 1 … {FORMAT}"
+            + ("; install a newer nufed" if newer else "")
+        )
+    return checked(lambda: About.model_validate(content))
+
+
+def checked(make: Callable[[], About]) -> About:
+    """The result of ``make``; a validation error becomes one sentence."""
+    try:
+        return make()
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(f"{key} is invalid: {first['msg']}") from None
+
+
+def card_of(about: About) -> str:
+    """The card as Markdown, made from the metadata alone; their text is escaped."""
+    try:
+        return "\n".join(_lines(about)) + "\n"
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(
+            f"`measured` can't be shown ({type(error).__name__}: {error}): it must have the layout "
+            "that nufed writes"
+        ) from None
+
+
+def _lines(about: About) -> Iterator[str]:
+    adapt, inputs = about.adapt, about.inputs
+    yield f"# {_plain(about.name)}"
+    yield ""
+    if "agent" in about.trained:
+        yield f"The personal model of agent {_plain(about.trained['agent'])}, for its data."
+    else:
+        yield "A global model: to be fine-tuned on your own data before use."
+    if about.personal is not None and about.personal.training_data is not None:
+        contents = _plain(about.personal.training_data)
+        yield f"**This file holds {contents}**: store it only where they may be."
+    yield ""
+    yield "## Use"
+    rate = f"{adapt.lr:.4g}" if isinstance(adapt.lr, float) else "one per parameter, learned"
+    if adapt.lr_scale == 0:
+        rate += " (no step lowered the loss on validation samples of agents seen in training)"
+    elif adapt.lr_scale is not None:
+        rate += (
+            f" (chosen on validation samples of agents seen in training: {adapt.lr_scale:.3g} "
+            "times that of training)"
+        )
+    yield (
+        f"- fine-tuning: {adapt.steps} steps (ν) of plain gradient descent, step size (α) {rate}, "
+        f"{adapt.batch_size} samples per batch (D)"
+    )
+    yield f"- inputs: {inputs.dtype} of shape {tuple(inputs.shape)}" + _scaling(about)
+    if inputs.range is not None:
+        yield f"- inputs of training: {InputRange(**inputs.range.model_dump())}"
+    if about.classes:
+        yield f"- classes: {_plain(_some(about.classes))}"
+    loss = about.loss or "given in Python"
+    yield f"- model: {_plain(_built(about))}, {about.dtype}; loss: {_plain(loss)}"
+    if about.trained:
+        yield from ["", "## Training"]
+        for key, value in about.trained.items():
+            yield f"- {_plain(key.replace('_', ' '))}: {_plain(_short(value))}"
+    if about.measured:
+        yield from ["", "## Measured"]
+        yield from _measured(about.measured)
+    yield from ["", f"Made by nufed {_plain(about.nufed)}."]
+
+
+def _scaling(about: About) -> str:
+    if about.inputs.dtype != "uint8":
+        return ""
+    shift = f" + {about.inputs.shift:g}" if about.inputs.shift else ""
+    return f", as bytes; the model takes x·{about.inputs.scale:.6g}{shift}"
+
+
+def _built(about: About) -> str:
+    if about.model.build is None:
+        return "a module that has to be passed when the bundle is loaded"
+    given = ", ".join(f"{key}={value}" for key, value in about.model.args.items())
+    return f"{about.model.build}({given})"
+
+
+def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
+    groups: Mapping[str, Mapping[str, Any]] = measured["groups"]
+    one = next(iter(groups.values()), {})
+    split = str(measured["split_sha256"])[:12]
+    yield (
+        f"{_plain(str(measured['measure']).capitalize())} on the {_plain(measured['scored_on'])} "
+        f"parts of agents: of the global model, and of personal models after "
+        f"{_plain(measured['steps'])} fine-tuning steps. "
+        + (f"Split: SHA-256 {_plain(split)}." if split else "The split is at the sites.")
+    )
+    yield ""
+    nulls = [key for key in ("majority", "local", "untrained") if key in one]
+    titles = ["agents", "number", "global", "personal", "± 95 %", "worst tenth", "harmed", *nulls]
+    yield "| " + " | ".join(titles) + " |"
+    yield "|" + "---|" * len(titles)
+    for group, row in groups.items():
+        keys = ("global", "personal", "interval", "worst_tenth", "harmed", *nulls)
+        numbers = [f"{row[key]:.3f}" if row.get(key) is not None else "" for key in keys]
+        yield (
+            "| "
+            + " | ".join([f"{_plain(group)} in training", _plain(row["agents"]), *numbers])
+            + " |"
+        )
+    yield ""
+    yield (
+        "*Harmed* is the share of agents whose personal model is worse than the global one. Null "
+        "baselines: "
+        "always the agent's most frequent class (majority), trained on its data alone (local), an "
+        "untrained model fine-tuned (untrained). A new agent is like those unseen in training."
+    )
+    if "newcomer" in measured:
+        yield ""
+        yield (
+            "Personal models of this method are not the global one after plain steps: an agent "
+            f"unseen in training {_plain(measured['newcomer'])}. Scores after fine-tuning this "
+            "bundle by plain steps were not measured."
+        )
+
+
+def _plain(text: object) -> str:
+    """Text escaped for Markdown."""
+    return re.sub(r"([\\`*_\[\]<>|&#~])", r"\\\1", visible(text))
+
+
+def _short(value: Any) -> Any:
+    is_hash = isinstance(value, str) and len(value) == 64
+    return value[:12] if is_hash else value
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 20 else f"{', '.join(names[:20])}, … ({len(names)})"

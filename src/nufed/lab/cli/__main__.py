@@ -1,0 +1,5 @@
+"""``python -m nufed.lab.cli``."""
+
+from nufed.lab.cli import main
+
+main()

@@ -1,0 +1,159 @@
+"""Loads a configuration from a TOML file and overrides.
+
+Precedence: command line over file over default.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from nufed.algorithms.protocol import Algorithm
+from nufed.errors import InputError, shown
+from nufed.lab.config.describe import known_settings, sentence
+from nufed.lab.config.methods import MethodConfig
+from nufed.lab.config.schema import Config
+from nufed.lab.config.trust import import_methods
+from nufed.registry import suggest
+
+MAX_KEY_PARTS = 20  # of a dotted key
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    methods: Mapping[str, Algorithm] | None = None,
+) -> Config:
+    """A validated configuration from a preset's name, a TOML file or a mapping, and overrides.
+
+    ``overrides`` are ``key=value`` with dotted keys and TOML values; bare words are strings.
+    ``methods`` are algorithms given in Python; ``[method]`` reaches what they were not made with.
+    Algorithms that it names as ``package.module:Class`` are imported, and the defaults of all
+    settings are written out in it.
+
+    >>> config = load_config({"rounds": 5}, ["method.adapt_steps=3"])
+    >>> config.method.adapt_steps, config.method.batch_size
+    (3, 40)
+    """
+    config = read_config(source, overrides)
+    import_methods(config)
+    config = config.with_objects(methods or {}, shared=config.method)
+    config.algorithms(methods, recorded=False)
+    return config.written_out()
+
+
+def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The same without validating algorithms and their settings: it imports nothing."""
+    tables = read_tables(source)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not (key.strip() and equals):
+            raise InputError(
+                f"{shown(override)} is not an override: write key=value, for example rounds=50"
+            )
+        tables = with_value(tables, key.strip(), parse_value(text), override)
+    try:
+        config = Config.model_validate(tables)
+    except ValidationError as error:
+        raise InputError(
+            sentence(error, _keys_with_methods(tables), dict(known_fields()))
+        ) from None
+    if len(set(config.seeds)) < len(config.seeds):
+        raise InputError(f"seeds = {shown(config.seeds)}: seeds must be distinct")
+    return config
+
+
+def presets() -> dict[str, str]:
+    """The configurations shipped with nufed, with the first line of each as its description."""
+    folder = files("nufed.lab.config") / "presets"
+    texts = {f.name.removesuffix(".toml"): f.read_text("utf-8") for f in folder.iterdir()}
+    return {name: texts[name].splitlines()[0].lstrip("# ") for name in sorted(texts)}
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of the schema, and the settings of all registered algorithms."""
+    settings = [f"method.{name}" for name in sorted(known_settings())]
+    return [*(key for key, _ in known_fields()), *settings]
+
+
+def known_fields(
+    table: type[BaseModel] = Config, prefix: str = ""
+) -> Iterable[tuple[str, FieldInfo]]:
+    """Every dotted key of the schema, with its pydantic field."""
+    for name, field in table.model_fields.items():
+        yield prefix + name, field
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from known_fields(kind, f"{prefix}{name}.")
+
+
+def read_tables(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a preset, a TOML file or a mapping, not validated."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    if str(source) in presets():
+        text = (files("nufed.lab.config") / "presets" / f"{source}.toml").read_text("utf-8")
+    elif _is_file(path):
+        text = _text(path)
+    else:
+        raise InputError(
+            f"{shown(str(source))} is neither a preset ({', '.join(presets())}) nor a TOML file"
+            + suggest(str(source), presets())
+        )
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also huge numbers and deep nesting
+        raise InputError(f"{source} is not valid TOML: {error}") from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # not a valid file name
+        return False
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} can't be read as text: {error}") from None
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override: TOML, or a string; ``nan`` and ``inf`` are no numbers here."""
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    value = found["value"] if len(found) == 1 else text
+    return text if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def with_value(tables: Mapping[str, Any], key: str, value: Any, setting: str) -> dict[str, Any]:
+    """A copy of ``tables`` with the value of a dotted key set; messages name the ``setting``."""
+    first, dot, rest = key.partition(".")
+    if not dot:
+        return {**tables, first: value}
+    inner = tables.get(first, {})
+    if not isinstance(inner, Mapping):
+        raise InputError(f"{shown(setting)} can't be set: {first} is a value, not a table")
+    if rest.count(".") >= MAX_KEY_PARTS:
+        raise InputError(f"{shown(setting)} can't be set: its key has too many parts")
+    return {**tables, first: with_value(inner, rest, value, setting)}
+
+
+def _keys_with_methods(tables: Mapping[str, Any]) -> list[str]:
+    """Every key of the schema, and those of the methods that ``tables`` names."""
+    methods = tables.get("methods")
+    named = methods if isinstance(methods, Mapping) else {}
+    keys = [*MethodConfig.model_fields, *sorted(known_settings())]
+    return [*known_keys(), *(f"methods.{m}.{k}" for m in named for k in keys)]

@@ -1,0 +1,507 @@
+"""Builds data, splits, models, losses and metrics from a configuration."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nufed.algorithms.protocol import Algorithm
+from nufed.data import (
+    PARTITIONS,
+    SHIFTS,
+    DirichletReusing,
+    Federation,
+    Partition,
+    Rows,
+    Samples,
+    Split,
+    as_samples,
+    check_arguments,
+    check_dealt,
+    choose_unseen,
+    lazy_split,
+    make_split,
+    part_sizes,
+    rows_by_agent,
+    settings_taken,
+)
+from nufed.errors import InputError, RunError, in_short, shown
+from nufed.evaluate import METRICS, Measure, Metric
+from nufed.lab.config.methods import GivenInPython
+from nufed.lab.config.schema import AT_SITES, OWN, Config, DataConfig
+from nufed.lab.config.trust import require_trust
+from nufed.lab.readers.sources import SOURCES
+from nufed.models import MODELS
+from nufed.objective import Loss, Objective
+from nufed.registry import import_named, suggest
+from nufed.seeding import stream, torch_seed
+
+
+def build_samples(config: DataConfig) -> Samples:
+    """The samples that ``[data]`` names."""
+    if config.source == AT_SITES:
+        raise InputError(
+            "the data of this run is at the sites of its federation: commands that need it can't "
+            "be run here"
+        )
+    return as_samples(call_named("data.source", config.source, SOURCES, config.args))
+
+
+def resolved_partition(config: DataConfig, owners: bool) -> str:
+    """The name of the partition; "auto" is "given" if the data names owners of its samples."""
+    if config.partition != "auto":
+        return config.partition
+    return "given" if owners else "dirichlet"
+
+
+def build_split(
+    config: DataConfig, samples: Samples, seed: int, own: Partition | None = None
+) -> Split:
+    """The split of ``samples`` among agents that ``[data]`` describes, or the partition ``own``."""
+    if config.split_file is not None:
+        path = Path(config.split_file.replace("{seed}", str(seed)))
+        return Split.load(path, samples.targets.numpy())
+    if own is None:
+        name = resolved_partition(config, samples.owners is not None)
+        if name == "dirichlet" and config.reuse == "across_agents" and samples.classes:
+            return _split_sharing_samples(config, samples, seed)
+        own = find_named("data.partition", name, PARTITIONS)
+    rows, names = _deal(config, own, samples, stream(seed, "partition"))
+    return make_split(
+        rows,
+        seed,
+        validation=config.validation,
+        test=config.test,
+        unseen_agents=config.unseen_agents,
+        names=names,
+    )
+
+
+def _split_sharing_samples(config: DataConfig, samples: Samples, seed: int) -> Split:
+    """The split of the Dirichlet partition whose agents may share samples."""
+    size = config.samples_per_agent or max(1, len(samples) // config.agents)
+    sizes = part_sizes(size, config.validation, config.test, "0")
+    labels = samples.targets.numpy()
+    recipe = DirichletReusing(labels, config.agents, sizes, config.dirichlet, seed)
+    return lazy_split(recipe, choose_unseen(config.agents, config.unseen_agents, seed))
+
+
+def _deal(
+    config: DataConfig, partition: Partition, samples: Samples, rng: np.random.Generator
+) -> tuple[list[Rows], tuple[str, ...] | None]:
+    """The rows of every agent by a partition, and the agents' names if it gives them."""
+    settings = settings_taken(partition, config.partition_settings)
+    size, arguments = config.samples_per_agent, config.partition_args
+    check_arguments(config.partition, partition, arguments)
+    try:
+        dealt = partition(samples, config.agents, size, rng, **settings, **arguments)
+    except InputError:
+        raise
+    except Exception as error:  # the user's function may raise anything
+        raise InputError(
+            f"data.partition = {config.partition!r} fails with arguments {shown(arguments)}: "
+            f"{in_short(error)}"
+        ) from error
+    return check_dealt(dealt, len(samples), config.agents)
+
+
+def build_shift(config: DataConfig, samples: Samples, split: Split, seed: int) -> Samples:
+    """The samples after the shift that ``[data]`` names: a copy, changed agent by agent."""
+    if config.shift == "none":
+        if config.shift_args:
+            raise InputError(
+                f"data.shift_args = {shown(config.shift_args)}: there is no shift; set data.shift "
+                f"to one of {', '.join(SHIFTS)}, or remove it"
+            )
+        return samples
+    changed = {"samples": samples, "agents": rows_by_agent(split), "seed": seed}
+    if clash := sorted(changed.keys() & config.shift_args.keys()):
+        raise InputError(f"data.shift_args = {shown(config.shift_args)}: must not set {clash[0]}")
+    function = SHIFTS[config.shift]
+    try:
+        return function(**changed, **config.shift_args)
+    except TypeError as error:
+        raise InputError(
+            f"data.shift = {config.shift!r} fails with arguments {shown(config.shift_args)}: "
+            f"{in_short(error)}"
+        ) from error
+
+
+def build_federation(
+    config: Config, samples: Samples, seed: int, partition: Partition | None = None
+) -> Federation:
+    """The samples, split among agents, by the user's ``partition`` if any, and shifted."""
+    split = build_split(config.data, samples, seed, partition)
+    samples = build_shift(config.data, samples, split, seed)
+    federation = Federation(samples, split, config.data.small_agents, config.eval_on)
+    agents = [0] if split.recipe else split.agents  # in a lazy split all have equal sizes
+    empty = next((agent for agent in agents if not len(federation.scored_rows(agent))), None)
+    if empty is not None:
+        raise InputError(
+            f'eval_on = "{config.eval_on}": agent {shown(split.names[empty])} has no '
+            f"{config.eval_on} part; set "
+            f"data.{config.eval_on}, for example to 0.1, or give a split that has one"
+        )
+    return federation
+
+
+def build_module(
+    config: Config, samples: Samples, seed: int, own: Callable[[], nn.Module] | None = None
+) -> nn.Module:
+    """The model that ``[model]`` names, or ``own``, its initial weights drawn from the seed."""
+    name, arguments = config.model.name, config.model.args
+    if name in MODELS:
+        shapes = {"input_shape": samples.input_shape, "outputs": samples.outputs}
+        arguments = {**shapes, **arguments}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_seed(stream(seed, "model")))
+        module = call_named("model.name", name, MODELS, arguments) if own is None else own()
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"the model function returned {type(module).__name__}: it must return a torch.nn.Module"
+        )
+    return module
+
+
+def build_objective(config: Config, module: nn.Module, loss: Loss) -> Objective:
+    """The module and loss as an objective in the configured precision."""
+    place = {"dtype": getattr(torch, config.dtype), "device": _device(config.device)}
+    if isinstance(loss, nn.Module):
+        loss = copy.deepcopy(loss).to(**place)
+    module = copy.deepcopy(module).to(**place)
+    return Objective(module, loss, running_stats=config.model.running_stats)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"device = {name!r}: torch can't use it here ({str(error).splitlines()[0]}); "
+            'use "cpu", or install the build of torch for it'
+        ) from None
+    return device
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error that does not broadcast (n,) targets and (n, 1) outputs to (n, n)."""
+    return F.mse_loss(outputs, targets.reshape(outputs.shape))
+
+
+LOSSES: dict[str, Loss] = {"cross_entropy": F.cross_entropy, "mse": squared_error}
+
+
+def build_loss(config: Config, samples: Samples) -> Loss:
+    """The loss that ``loss`` names; ``auto``: cross-entropy for classes, else squared error."""
+    name = loss_name(config, bool(samples.classes))
+    numbers = not samples.classes and samples.targets.is_floating_point()
+    if name == "cross_entropy" and numbers and samples.outputs == 1:
+        raise InputError(
+            'loss = "cross_entropy": this data has no classes, its targets are single numbers; set '
+            'loss = "mse" or "auto", or name your own'
+        )
+    loss: Loss = find_named("loss", name, LOSSES)
+    return loss
+
+
+def loss_name(config: Config, classes: bool) -> str:
+    """``loss``, with ``auto`` resolved."""
+    if config.loss == "auto":
+        return "cross_entropy" if classes else "mse"
+    return config.loss
+
+
+def build_measure(config: Config, samples: Samples, own: Metric | None = None) -> Measure:
+    """The measure that ``metric`` names; ``auto``: accuracy for classes, else the loss itself.
+
+    ``own`` is a metric that was given in Python instead.
+    """
+    if own is not None:
+        return Measure(getattr(own, "__name__", "metric"), own, config.metric_better)
+    name = config.metric
+    if name == "auto":
+        name = "accuracy" if samples.classes and config.loss != "mse" else "none"
+    metric = find_named("metric", name, METRICS)
+    if name in METRICS and metric is not None and not samples.classes:
+        raise InputError(
+            f'metric = "{name}": this data has no classes, its targets are numbers; set metric = '
+            '"none" or "auto" to score by the loss, or name your own'
+        )
+    if name in METRICS and config.metric_better == "lower":
+        raise InputError(
+            f'metric_better = "lower": is for a metric of your own, and metric is "{config.metric}"'
+            "; remove it"
+        )
+    shown_name = "loss" if metric is None else name.rpartition(":")[2]
+    return Measure(shown_name, metric, config.metric_better)
+
+
+def call_named(
+    key: str, name: str, known: Mapping[str, Callable[..., Any]], arguments: Mapping[str, Any]
+) -> Any:
+    """Call the function of a name; its errors name the key."""
+    function = find_named(key, name, known)
+    try:
+        return function(**arguments)
+    except InputError:
+        raise
+    except Exception as error:  # the user's function may raise anything
+        raise InputError(
+            f"{key} = {name!r} fails with arguments {dict(arguments)}: {in_short(error)}"
+        ) from error
+
+
+def find_named(key: str, name: str, known: Mapping[str, Any]) -> Any:
+    """The object of a name: one of nufed's own, or ``package.module:function``."""
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise InputError(
+            f"{key} = {name!r}: must be one of {', '.join(known)}, or your own as "
+            "package.module:function" + suggest(name, known)
+        )
+    return import_named(key, name)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Objects that the user passes in Python; None: use what the configuration names."""
+
+    model: Callable[[], nn.Module] | nn.Module | None = None
+    data: Any = None
+    loss: Loss | None = None
+    metric: Metric | None = None
+    methods: Mapping[str, Algorithm] | None = None
+    partition: Partition | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        """The configuration keys that passed objects replace."""
+        own = {
+            "model.name": self.model,
+            "data.source": self.data,
+            "data.partition": self.partition,
+            "loss": self.loss,
+            "metric": self.metric,
+        }
+        return [key for key, value in own.items() if value is not None]
+
+    def with_placeholders(self, config: Config) -> Config:
+        """The configuration with placeholders for everything that is passed as an object."""
+        update: dict[str, Any] = {key: OWN for key in ("loss", "metric") if key in self.keys}
+        if self.model is not None:
+            update["model"] = config.model.model_copy(update={"name": OWN, "args": {}})
+        source = {} if self.data is None else {"source": OWN, "args": {}}
+        partition = {} if self.partition is None else {"partition": OWN}
+        update["data"] = config.data.model_copy(update={**source, **partition})
+        return config.model_copy(update=update).with_objects(self.methods or {})
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run directory records of its problem.
+
+    Args:
+        path: the directory.
+        config: its configuration.
+        data_sha256: of the samples; empty in a federation, whose data is at the sites.
+        splits: the SHA-256 of every seed's split.
+    """
+
+    path: Path
+    config: Config
+    data_sha256: str
+    splits: Mapping[int, str]
+
+    def check_trusted(self, given: Given, trust: bool) -> None:
+        """Refuse to import code that the configuration names, unless it is trusted."""
+        require_trust(self.path, given.with_placeholders(self.config), trust)
+
+    def check_given(self, given: Given, needed: Sequence[str]) -> None:
+        """Refuse if an object for one of the keys ``needed`` was passed then but is not now, or if
+        a method that is passed has other settings than then."""
+        config = self.config
+        names = {
+            "data.source": config.data.source,
+            "data.partition": config.data.partition,
+            "model.name": config.model.name,
+            "loss": config.loss,
+        }
+        missing = [key for key in needed if names[key] == OWN and key not in given.keys]
+        if missing:
+            raise InputError(
+                f"{self.path} was given its {' and '.join(map(_word, missing))} as Python objects, "
+                "which its directory does not contain: pass them again in Python, or name them as "
+                "package.module:function in a configuration"
+            )
+        now = given.with_placeholders(config).methods
+        for name in given.methods or {}:
+            if name not in config.methods:
+                raise InputError(
+                    f"methods[{name!r}]: must be one of {', '.join(config.methods)}, those of "
+                    f"{self.path}"
+                )
+            a, b = config.methods[name].model_dump(), now[name].model_dump()
+            words = [
+                f"methods.{name}.{key} was {shown(a.get(key))} and is {shown(b.get(key))}"
+                for key in {**a, **b}
+                if a.get(key) != b.get(key)
+            ]
+            if words:
+                raise InputError(
+                    f"{'; '.join(words)}: pass the same object as to the run of {self.path}"
+                )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a run trains on, by seed where it depends on one.
+
+    Args:
+        config: the configuration, with placeholders for objects.
+        samples: all data.
+        federations: the samples, split among agents.
+        objectives: the model, at its initial weights, and the loss.
+        algorithms: the methods.
+        given: the objects that the user passed.
+    """
+
+    config: Config
+    samples: Samples
+    federations: Mapping[int, Federation]
+    objectives: Mapping[int, Objective]
+    algorithms: Mapping[str, Algorithm]
+    given: Given
+
+    @cached_property
+    def measure(self) -> Measure:
+        """The measure that agents are scored by."""
+        return build_measure(self.config, self.samples, self.given.metric)
+
+    def belongs_to(self, seed: int) -> dict[str, str]:
+        """Digests that the files of a part must match."""
+        return {
+            "configuration": self.config.fingerprint,
+            "data": self.samples.fingerprint,
+            "split": self.federations[seed].split.fingerprint,
+        }
+
+    @classmethod
+    def make(
+        cls,
+        config: Config,
+        given: Given | None = None,
+        seeds: Sequence[int] | None = None,
+        samples: Samples | None = None,
+    ) -> Problem:
+        """From a configuration, for all its seeds or some of them.
+
+        ``samples`` are its data if they are loaded already.
+        """
+        given, seeds = given or Given(), config.seeds if seeds is None else seeds
+        config = given.with_placeholders(config)
+        if samples is None:
+            samples = build_samples(config.data) if given.data is None else as_samples(given.data)
+        samples.check_finite(getattr(torch, config.dtype))
+        loss = given.loss or build_loss(config, samples)
+        algorithms = algorithms_of(config, given.methods)
+        given = replace(given, methods={name: algorithms[name] for name in given.methods or {}})
+        federations = {
+            seed: build_federation(config, samples, seed, given.partition) for seed in seeds
+        }
+        for federation in federations.values():
+            for algorithm in algorithms.values():
+                federation.check_batch_size(algorithm.batch_size)
+        objectives = {
+            seed: build_objective(config, _module(config, given, samples, seed), loss)
+            for seed in seeds
+        }
+        return cls(config, samples, federations, objectives, algorithms, given)
+
+    @classmethod
+    def rebuild(
+        cls,
+        recorded: Recorded,
+        given: Given | None = None,
+        *,
+        trust: bool,
+        seeds: Sequence[int] | None = None,
+        samples: Samples | None = None,
+    ) -> Problem:
+        """Rebuild the problem of a run directory.
+
+        Args:
+            recorded: what the directory records.
+            given: the same objects that were passed to :func:`nufed.run`.
+            trust: allow importing the code that the directory names, if any.
+            seeds: some of its seeds; all by default.
+            samples: its data, if they are loaded already.
+        """
+        given = given or Given()
+        recorded.check_trusted(given, trust)
+        recorded.check_given(given, ("data.source", "data.partition", "model.name", "loss"))
+        problem = cls.make(recorded.config, given, seeds, samples)
+        now, then = problem.samples.fingerprint, recorded.data_sha256
+        if now != then:
+            raise RunError(
+                f"the data is not that of {recorded.path} (SHA-256 {now[:12]} instead of "
+                f"{then[:12]}): give the same data, or start a new run"
+            )
+        for seed, federation in problem.federations.items():
+            now, then = federation.split.fingerprint, recorded.splits[seed]
+            if now != then:
+                raise RunError(
+                    f"the split of seed {seed} is not that of {recorded.path} (SHA-256 {now[:12]} "
+                    f"instead of {then[:12]}): start a new run"
+                )
+        return problem
+
+
+def rebuild_objective(
+    recorded: Recorded, like: Samples, given: Given | None = None, *, trust: bool
+) -> Objective:
+    """The model and loss of a run directory, on the CPU, without its data.
+
+    ``like`` is a sample with the format of the run's data; otherwise as :meth:`Problem.rebuild`.
+    """
+    given = given or Given()
+    recorded.check_trusted(given, trust)
+    recorded.check_given(given, ("model.name", "loss"))
+    config = recorded.config.model_copy(update={"device": "cpu"})
+    module = _module(config, given, like, config.seeds[0])
+    return build_objective(config, module, given.loss or build_loss(config, like))
+
+
+def _module(config: Config, given: Given, like: Samples, seed: int) -> nn.Module:
+    if isinstance(given.model, nn.Module):
+        return given.model
+    return build_module(config, like, seed, given.model)
+
+
+def algorithms_of(
+    config: Config, own: Mapping[str, Algorithm] | None, needed: Sequence[str] | None = None
+) -> dict[str, Algorithm]:
+    """The algorithms of a run; ``needed`` ones (default: all) must not be placeholders."""
+    algorithms = config.algorithms(own)
+    for name in algorithms if needed is None else needed:
+        if isinstance(algorithms[name], GivenInPython):
+            raise InputError(
+                f"methods.{name}.algorithm was given in Python: pass it again, "
+                f"methods={{{name!r}: …}}"
+            )
+    return algorithms
+
+
+def _word(key: str) -> str:
+    words = {"data.source": "data", "data.partition": "partition", "model.name": "model"}
+    return words.get(key, key)

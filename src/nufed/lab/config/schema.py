@@ -1,0 +1,469 @@
+"""``[compression]``: the codec of what agents send."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
+
+import tomli_w
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from nufed.algorithms.compression import CODECS, Codec, TopK
+from nufed.algorithms.protocol import Algorithm
+from nufed.data import PARTITIONS, SHIFTS, Reuse, ScoredOn, SmallAgents
+from nufed.errors import InputError
+from nufed.evaluate import EvalLr
+from nufed.evaluate.metrics import Better
+from nufed.files import sha256
+from nufed.lab.config.describe import AT_SITES as AT_SITES
+from nufed.lab.config.describe import OWN as OWN
+from nufed.lab.config.describe import Name
+from nufed.lab.config.methods import MethodConfig, make_methods, with_objects, write_out
+from nufed.objective.modules import RunningStats
+from nufed.registry import is_code, suggest
+from nufed.simulation.engine import EngineName
+from nufed.simulation.faults import ATTACKS
+
+
+class CompressionConfig(BaseModel):
+    """``[compression]``: of what agents send, the same in simulation and in a federation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    codec: Literal["off", "bfloat16", "int8", "top_k"] = Field(
+        default="off",
+        description="of each number's change: off | bfloat16 | int8 | top_k, the last two with "
+        "error feedback",
+    )
+    share: float = Field(default=0.01, gt=0, le=1, description="of the numbers that top_k sends")
+
+    def make(self) -> Codec | None:
+        """The codec; None: nothing is compressed."""
+        if self.codec == "off":
+            return None
+        return TopK(self.share) if self.codec == "top_k" else CODECS[self.codec]()
+
+
+SamplerName: TypeAlias = Literal["tpe", "random", "grid"]
+ScoredAgents: TypeAlias = Literal["seen", "unseen"]
+BudgetUnit: TypeAlias = Literal["gradient", "trial"]
+
+
+class TuneTable(BaseModel):
+    """``[tune]``. A range is ``[low, high]``, a list of choices, or ``"auto"``: as declared."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    budget: float = Field(
+        default=50.0,
+        gt=0,
+        le=1e9,
+        description="per method: gradients in full trainings by the cheapest method, or trials",
+    )
+    # not written if default, so that searches from before resume
+    per: BudgetUnit = Field(
+        default="gradient",
+        exclude_if=lambda value: value == "gradient",
+        description="what the budget counts; per trial, expensive methods get as many as others",
+    )
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(default=0, description="of the search")
+    agents: ScoredAgents = Field(
+        default="seen",
+        description="whose validation samples count: those in training, or held-out newcomers",
+    )
+    sampler: SamplerName | Literal["auto"] = Field(
+        default="auto", description="auto: tpe if optuna is installed, else random"
+    )
+    halvings: Annotated[int, Field(ge=0, le=6)] = Field(
+        default=2, description="how often only the best third of a batch is trained twice as long"
+    )
+    finalists: Annotated[int, Field(ge=1, le=100)] = Field(
+        default=2, description="best trials of each method that are repeated"
+    )
+    repeats: Annotated[int, Field(ge=0, le=100)] = Field(
+        default=2, description="other seeds that they are repeated with"
+    )
+    ranges: dict[str, Any] = Field(
+        default={}, description="settings to search, of every method that has them"
+    )
+    methods: dict[str, dict[str, Any]] = Field(
+        default={}, description="settings to search, by method"
+    )
+
+
+class TunedTable(BaseModel):
+    """``[tuned]``, written by ``nufed tune``: the search that chose the methods' settings.
+
+    ``unit`` is the work of one full training by the cheapest method: gradients, and two for each
+    Hessian-vector product. ``per``: whether ``budget`` counts these units, or trials.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    budget: float
+    per: BudgetUnit = Field(default="gradient", exclude_if=lambda value: value == "gradient")
+    unit: float
+    seed: int
+    sampler: SamplerName
+    agents: ScoredAgents
+    trials: dict[str, int]
+    choices: dict[str, dict[str, Any]]
+
+    @property
+    def budget_text(self) -> str:
+        """What every method might spend, in words."""
+        if self.per == "trial":
+            return f"{self.budget:g} trials"
+        return f"{self.budget:g} × {self.unit:,.0f} gradients"
+
+
+Baseline: TypeAlias = Literal["majority", "untrained", "local"]
+FEDERATION_NORM = 100.0  # the default of max_update_norm in a federation
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def within(value: object, bounds: Sequence[float]) -> bool:
+    """Whether a value is a number in [least, most].
+
+    >>> within(3, [1, 5]), within(True, [0, 1]), within("3", [1, 5])
+    (True, False, False)
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and bounds[0] <= cast(float, value) <= bounds[1]
+
+
+def _partition(name: str) -> str:
+    if name in ("auto", OWN) or name in PARTITIONS or is_code(name):
+        return name
+    raise ValueError(f"one of auto, {PARTITIONS.listed()}{suggest(name, PARTITIONS)}")
+
+
+def _one_of(known: Mapping[str, Any], *further: str) -> AfterValidator:
+    """Accepts the names of ``known``, and ``further`` ones."""
+
+    def check(name: str) -> str:
+        names = [*further, *known]
+        if name in names:
+            return name
+        raise ValueError(f"one of {', '.join(names)}{suggest(name, names)}")
+
+    return AfterValidator(check)
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DataConfig(_Table):
+    """``[data]``: the samples, and how they are split among agents."""
+
+    source: str = Field(
+        default="digits", description="a data set by name, or package.module:function"
+    )
+    args: dict[str, Any] = Field(default={}, description="arguments of that function")
+    partition: Annotated[str, AfterValidator(_partition)] = Field(
+        default="auto",
+        description="by name, or package.module:function; auto: given if the data has owners, "
+        "else dirichlet",
+    )
+    partition_args: dict[str, Any] = Field(default={}, description="arguments of that function")
+    agents: Count = Field(default=50, description="N; not used by the partition 'given'")
+    samples_per_agent: Count | None = None
+    dirichlet: float = Field(
+        default=0.01,
+        gt=0,
+        lt=float("inf"),
+        description="α_d, of the partitions dirichlet, dirichlet_by_class and quantity_skew",
+    )
+    reuse: Reuse = Field(
+        default="never",
+        description="whether agents may share samples; if so, most training samples of unseen "
+        "agents are also seen agents' (docs/data.md)",
+    )
+    classes_per_agent: Count = Field(default=2, description="of the partition 'shards'")
+    # not written if defaults, so that files and fingerprints of other runs do not change
+    shift: Annotated[str, _one_of(SHIFTS, "none")] = Field(
+        default="none",
+        exclude_if=lambda value: value == "none",
+        description="feature or label shift between groups of agents: none | " + " | ".join(SHIFTS),
+    )
+    shift_args: dict[str, Any] = Field(
+        default={}, exclude_if=lambda value: not value, description="arguments of that shift"
+    )
+    validation: Fraction = 0.0
+    test: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    unseen_agents: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="held out from training"
+    )
+    small_agents: SmallAgents = "refuse"
+    split_file: str | None = Field(
+        default=None,
+        description="path of a saved split to use, never written; {seed} is replaced by the seed",
+    )
+
+    @property
+    def partition_settings(self) -> dict[str, Any]:
+        """The keys of this table that reach every partition with an argument of that name."""
+        return {"concentration": self.dirichlet, "classes_per_agent": self.classes_per_agent}
+
+
+class ModelConfig(_Table):
+    """``[model]``: the network."""
+
+    name: str = Field(default="fcnn", description="a model by name, or package.module:function")
+    args: dict[str, Any] = Field(default={}, description="arguments of that function")
+    running_stats: RunningStats = Field(
+        default="refuse", description="of BatchNorm: refused, frozen, or trained with the model"
+    )
+
+
+class FaultsConfig(_Table):
+    """``[faults]``: simulated faults of agents, to measure their effect on accuracy."""
+
+    dropout: Fraction = Field(default=0.0, description="probability that an agent does not answer")
+    stragglers: Fraction = Field(default=0.0, description="probability that it answers too late")
+    corruption: Fraction = Field(default=0.0, description="share of agents that send wrong updates")
+    attack: Annotated[str, _one_of(ATTACKS)] = Field(
+        default="sign_flip", description="what corrupt agents send"
+    )
+
+
+class FederationConfig(_Table):
+    """``[federation]``: format of the sites' data, and timeouts, for ``nufed federate``."""
+
+    input_shape: list[Count] | None = Field(default=None, description="of one sample")
+    classes: list[str] = Field(default=[], description="class names, by number; none: regression")
+    outputs: Count = Field(default=1, description="numbers per target, for regression")
+    deadline: float = Field(
+        default=600.0, gt=0, lt=float("inf"), description="deadline of a round, in seconds"
+    )
+    wait: float = Field(
+        default=60.0, gt=0, lt=float("inf"), description="quorum timeout, in seconds"
+    )
+    secure_aggregation: bool = Field(
+        default=False, description="the server learns only the sum of the sites' updates"
+    )
+    site_keys: list[str] = Field(
+        default=[], description="public keys of the sites, by number, for secure aggregation"
+    )
+
+
+class PrivacyConfig(_Table):
+    """``[privacy]``: clipping and noise that a federation's sites apply to their updates."""
+
+    clip: float | None = Field(
+        default=None, gt=0, lt=float("inf"), description="norm bound of an update's change; off"
+    )
+    noise: float = Field(
+        default=1.0,
+        gt=0,
+        lt=float("inf"),
+        description="noise multiplier z of each site (standard deviation / clip)",
+    )
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="δ of both ε")
+    epsilon: float | None = Field(
+        default=None, gt=0, description="budget of ε for the released model"
+    )
+    epsilon_server: float | None = Field(
+        default=None, gt=0, description="budget of ε against the server"
+    )
+    scores: bool = Field(default=False, description="whether sites send scores, which no ε covers")
+
+
+class Config(_Table):
+    """A run: data, a model, and the methods and seeds to train."""
+
+    name: Name = "run"
+    note: str = Field(
+        default="",
+        max_length=2000,
+        exclude_if=lambda value: not value,
+        description="text for the report, for example how the problem was chosen",
+    )
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
+    rounds: Count = Field(default=100, description="K")
+    participation: float = Field(default=0.2, gt=0, le=1, description="r")
+    min_updates: Count = Field(
+        default=1, description="quorum: valid updates a round needs, else another cohort is sampled"
+    )
+    max_update_norm: Annotated[float, Field(gt=0)] | Literal["off"] | None = Field(
+        default=None,
+        description="norm bound of a change, in medians of this round's or the last's, from three "
+        "updates on; "
+        f"default: {FEDERATION_NORM:g} in federations without [privacy] and secure_aggregation",
+    )
+    eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto", description="fine-tuning steps shown; auto: the largest ν, at least 1"
+    )
+    eval_lr: EvalLr = Field(
+        default="chosen",
+        description="step size of fine-tuning at evaluation; chosen: also with the best one on "
+        "validation samples, for the final model; chosen_by_round: for every evaluated one",
+    )
+    tune_local: bool = Field(
+        default=False,
+        description="choose the step size of the baseline 'local' on validation samples",
+    )
+    eval_on: ScoredOn = Field(
+        default="test", description="the part that agents are scored on; choices use validation"
+    )
+    eval_agents: Count | None = Field(
+        default=None, description="number of agents to evaluate, a fixed sample; all by default"
+    )
+    baselines: list[Baseline] = Field(
+        default=["majority", "untrained", "local"], description="null baselines to evaluate"
+    )
+    eval_every: Count = Field(default=10, description="rounds between evaluations")
+    checkpoint_every: Annotated[int, Field(ge=0)] = Field(
+        default=20, description="rounds between checkpoints to resume from; 0: only when stopped"
+    )
+    save_every: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="rounds between saved models; 0: none"
+    )
+    # not written if off, so that files and fingerprints of other runs do not change
+    stop_when: Count | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="early stopping: evaluations without a better validation score after which "
+        "training ends; off",
+    )
+    keep: Literal["last", "best"] = Field(
+        default="last",
+        exclude_if=lambda value: value == "last",
+        description="the model that results show: of the last round, or of the one with the best "
+        "validation score",
+    )
+    loss: str = Field(default="auto", description="cross_entropy, mse, or package.module:function")
+    metric: str = Field(
+        default="auto",
+        description="accuracy, balanced_accuracy, f1 (macro), auc (each class against the rest), "
+        "none (the loss), or package.module:function, called with outputs and targets of an agent",
+    )
+    metric_better: Better = Field(
+        default="higher",
+        exclude_if=lambda value: value == "higher",
+        description="whether a higher or a lower value of a metric of your own is better",
+    )
+    dtype: Literal["float32", "float64"] = "float32"
+    threads: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=1, description="torch threads; bits depend on their number"
+    )
+    engine: EngineName | Literal["auto"] = Field(
+        default="auto", description="how agents are simulated; auto: from config and shapes"
+    )
+    workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        default="auto", description="processes; bits do not depend on their number"
+    )
+    device: str = Field(default="cpu", description="torch device to compute on")
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    method: MethodConfig = MethodConfig()
+    methods: dict[Name, MethodConfig] = {}
+    faults: FaultsConfig = FaultsConfig()
+    # not written if all defaults, so that files and fingerprints of other runs do not change
+    federation: FederationConfig = Field(
+        default=FederationConfig(), exclude_if=lambda value: value == FederationConfig()
+    )
+    compression: CompressionConfig = Field(
+        default=CompressionConfig(), exclude_if=lambda value: value == CompressionConfig()
+    )
+    privacy: PrivacyConfig = Field(
+        default=PrivacyConfig(), exclude_if=lambda value: value == PrivacyConfig()
+    )
+    approval: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(
+        default={},
+        exclude_if=lambda value: not value,
+        description="of a federation: rounds and settings of methods that may be changed without "
+        "a new approval of its sites, with [least, most] of each",
+    )
+    sweep: dict[str, Any] = Field(
+        default={},
+        exclude_if=lambda value: not value,
+        description='for `nufed sweep`: keys with a list of values or a range "0..5" each',
+    )
+    tune: TuneTable = Field(default=TuneTable(), exclude_if=lambda value: value == TuneTable())
+    tuned: TunedTable | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="written by `nufed tune`: the search that chose the methods' settings",
+    )
+
+    def norm_bound(self, default: float | None = None) -> float | None:
+        """``max_update_norm`` as a number; None: no bound. ``default`` is for a key not given."""
+        found = self.max_update_norm
+        return default if found is None else None if found == "off" else found
+
+    @property
+    def steps_shown(self) -> int:
+        """``eval_steps`` as a number: the fine-tuning steps after which results are shown."""
+        return self._steps_shown(self.algorithms())
+
+    def _steps_shown(self, algorithms: Mapping[str, Algorithm]) -> int:
+        if self.eval_steps != "auto":
+            return self.eval_steps
+        return max(1, *(a.trained_for for a in algorithms.values()))
+
+    def steps_of(self, method: str) -> list[int]:
+        """The numbers of fine-tuning steps after which a method's results are shown."""
+        return self._steps_of(method, self.algorithms())
+
+    def _steps_of(self, method: str, algorithms: Mapping[str, Algorithm]) -> list[int]:
+        own = self.methods[method].eval_steps if method in self.methods else None
+        usual = algorithms[method].shown_steps
+        shown = self._steps_shown(algorithms) if usual is None else usual
+        return own or self.method.eval_steps or [shown]
+
+    @property
+    def steps_evaluated(self) -> int:
+        """The largest number of steps shown for any method; all smaller ones are scored, too."""
+        made = self.algorithms()  # slow: once for all methods
+        return max(self._steps_shown(made), *(s for m in made for s in self._steps_of(m, made)))
+
+    def algorithms(
+        self, own: Mapping[str, Algorithm] | None = None, recorded: bool = True
+    ) -> dict[str, Algorithm]:
+        """The methods to train, by name; ``own`` are those that were given in Python.
+
+        Unless it is ``recorded``, ``[method]`` must not hold keys that no method has.
+
+        Imports nothing: modules that the configuration names must be imported already.
+        """
+        for name in get_args(Baseline):
+            if name in self.methods:
+                raise InputError(
+                    f"methods.{name}: {name} is the name of a null baseline; give the method "
+                    "another name"
+                )
+        made = make_methods(self.method, self.methods, own, recorded)
+        return {name: method.algorithm for name, method in made.items()}
+
+    def with_objects(
+        self, own: Mapping[str, Algorithm], shared: MethodConfig | None = None
+    ) -> Config:
+        """The same with placeholders for algorithms given in Python, which hold their settings.
+
+        What an object does not set itself is as recorded, or as in ``shared``.
+        """
+        return self.model_copy(update={"methods": with_objects(self.methods, own, shared)})
+
+    def written_out(self) -> Config:
+        """The same with the defaults of all settings of methods written out."""
+        method, methods = write_out(self.method, self.methods)
+        return self.model_copy(update={"method": method, "methods": methods})
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 of everything that determines bits, except ``rounds``."""
+        others = {"name", "note", "rounds", "workers", "approval", "tune", "tuned"}
+        exact = self.model_dump(exclude=others)
+        try:
+            json.dumps(exact, allow_nan=False, default=str)
+        except ValueError:  # inf, -inf and nan, which are all null in pydantic's JSON
+            return sha256(json.dumps(exact, default=str).encode())
+        return sha256(self.model_dump_json(exclude=others).encode())
+
+    def to_toml(self) -> str:
+        """The configuration as TOML; loading it restores it."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))

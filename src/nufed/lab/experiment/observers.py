@@ -1,0 +1,260 @@
+"""Observers of a run: what is told while it trains, and to whom.
+
+An observer is an object with some of the methods of :class:`Observer`, passed as
+``nufed.run(..., observers=[...])``. It runs in the parent process, also if methods train in worker
+processes, gets numbers and never models, and can't change a run's bits. If it raises, a warning
+names it and the exception, once, and the run continues.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from nufed.errors import ObserverWarning, in_short, visible
+from nufed.lab.config import Config
+from nufed.lab.runs import Run
+from nufed.lab.runs.records import MetricsLine
+from nufed.objective.threads import torch_threads
+
+
+@dataclass(frozen=True)
+class Event:
+    """Progress of one method and seed after ``round`` rounds.
+
+    Args:
+        seed, method: which training; the null baselines are one of their own, without scores.
+        round: rounds done so far; 0: the initial model.
+        score: mean score of the personal model on agents seen in training, after the number of
+            fine-tuning steps that results show, at the latest evaluation.
+        global_score: the same of the global model, if there is one.
+        unseen_score, unseen_global_score: both on agents held out from training, if there are any.
+        scored_round: the round that these scores and ``training_loss`` belong to.
+        training_loss: mean loss on the training samples of that round's cohort.
+        update_norm: Euclidean norm of the server's change of the model in this round.
+        gradients, hvps: gradients and Hessian-vector products of training so far.
+        evaluation_gradients, evaluation_hvps: the same of all evaluations so far.
+        last: this was its last round, of the configuration's or by early stopping.
+        starts: the training starts, or resumes after ``round``.
+    """
+
+    seed: int
+    method: str
+    round: int
+    score: float | None = None
+    global_score: float | None = None
+    unseen_score: float | None = None
+    unseen_global_score: float | None = None
+    scored_round: int | None = None
+    training_loss: float | None = None
+    update_norm: float | None = None
+    gradients: int = 0
+    hvps: int = 0
+    evaluation_gradients: int = 0
+    evaluation_hvps: int = 0
+    last: bool = False
+    starts: bool = False
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether the model of this very round was evaluated."""
+        return not self.starts and self.scored_round == self.round
+
+    def after(self, line: MetricsLine, steps: int) -> Event:
+        """The event after the round of a line of metrics; scores are after ``steps`` steps."""
+        scored: dict[str, Any] = {}
+        if "seen" in line.evaluation:
+            seen, unseen = line.evaluation["seen"], line.evaluation.get("unseen")
+            scored = {
+                "score": seen.score[steps],
+                "global_score": seen.global_score,
+                "unseen_score": unseen and unseen.score[steps],
+                "unseen_global_score": unseen and unseen.global_score,
+                "scored_round": line.round,
+                "training_loss": line.training_loss,
+            }
+        return replace(
+            self,
+            round=line.round,
+            update_norm=line.update_norm,
+            gradients=self.gradients + line.gradients,
+            hvps=self.hvps + line.hvps,
+            evaluation_gradients=self.evaluation_gradients + line.evaluation_gradients,
+            evaluation_hvps=self.evaluation_hvps + line.evaluation_hvps,
+            starts=False,
+            **scored,
+        )
+
+
+Listener: TypeAlias = Callable[[Event], None]
+
+
+class Observer:
+    """What an observer may do; every method does nothing unless it is overridden.
+
+    >>> class Losses(Observer):
+    ...     def evaluation(self, event):
+    ...         print(event.method, event.round, event.training_loss)
+    """
+
+    def start(self, config: Config, path: Path) -> None:
+        """A run starts, or resumes, in the directory ``path``."""
+
+    def part(self, event: Event) -> None:
+        """A method and seed, or the null baselines, start or resume after ``event.round``.
+
+        On resume, rounds after it that were told before are trained, and told, again.
+        """
+
+    def round(self, event: Event) -> None:
+        """A round was trained."""
+
+    def evaluation(self, event: Event) -> None:
+        """The model after ``event.round`` rounds was evaluated (also the initial one, round 0)."""
+
+    def end(self, run: Run | None) -> None:
+        """The run is finished; None: it was stopped, or failed."""
+
+
+class Observers:
+    """Tells observers, and the callbacks ``on_start`` and ``on_progress``, about a run.
+
+    An exception of a callback ends the run, one of an observer does not.
+    """
+
+    def __init__(
+        self,
+        observers: Sequence[Observer] = (),
+        on_start: Callable[[Config, Path], None] | None = None,
+        on_progress: Listener | None = None,
+    ) -> None:
+        self._observers = list(observers)
+        self._on_start, self._on_progress = on_start, on_progress
+        self._failed: list[Observer] = []
+
+    def start(self, config: Config, path: Path) -> None:
+        if self._on_start:
+            self._on_start(config, path)
+        self._tell(lambda observer: observer.start(config.model_copy(deep=True), path))
+
+    def tell(self, event: Event) -> None:
+        """Called with every event, in the parent process."""
+        if self._on_progress:
+            self._on_progress(event)
+        if event.starts:
+            self._tell(lambda observer: observer.part(event))
+            return
+        if event.round:
+            self._tell(lambda observer: observer.round(event))
+        if event.evaluated:
+            self._tell(lambda observer: observer.evaluation(event))
+
+    def end(self, run: Run | None) -> None:
+        self._tell(lambda observer: observer.end(run))
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            try:
+                with _same_torch():
+                    call(observer)
+            except Exception as error:
+                if not any(observer is known for known in self._failed):
+                    self._failed.append(observer)
+                    warnings.warn(
+                        f"the observer {type(observer).__name__} failed and may have missed "
+                        f"something; the run continues: {in_short(error)}",
+                        ObserverWarning,
+                        stacklevel=2,
+                    )
+
+
+@contextmanager
+def _same_torch() -> Iterator[None]:
+    """Restores torch's settings that bits depend on. Random streams are nufed's own."""
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
+        with torch_threads(torch.get_num_threads()):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+
+
+REDRAW_SECONDS = 0.1  # at most so often, as every update is a message to the browser
+
+
+class NotebookBar(Observer):
+    """A bar with the current method, round and score, redrawn in place.
+
+    Args:
+        display: IPython's ``display``.
+    """
+
+    def __init__(self, display: Any) -> None:
+        self._display = display
+
+    def start(self, config: Config, path: Path) -> None:
+        self._rounds, self._methods = config.rounds, set(config.algorithms())
+        self._total = config.rounds * len(self._methods) * len(config.seeds)
+        self._done: dict[tuple[str, int], int] = {}  # rounds by method and seed
+        self._text, self._drawn = f"run directory: {path}", time.monotonic()
+        self._handle = self._display(self, display_id=True)
+
+    def part(self, event: Event) -> None:
+        self.round(event)
+
+    def round(self, event: Event) -> None:
+        self._text = f"seed {event.seed}, {event.method}"
+        if event.method in self._methods:
+            self._done[event.method, event.seed] = self._rounds if event.last else event.round
+            self._text += f", round {event.round} of {self._rounds}"
+        if event.score is not None:
+            self._text += f", {event.score:.3f} in round {event.scored_round}"
+        if time.monotonic() > self._drawn + REDRAW_SECONDS:
+            self._draw()
+
+    def end(self, run: Run | None) -> None:
+        if run is not None:  # parts that were finished before a resume told no rounds
+            self._done = {("", 0): self._total}
+        self._text = "stopped" if run is None else f"run directory: {run.path}"
+        self._draw()
+
+    def _draw(self) -> None:
+        self._handle.update(self)
+        self._drawn = time.monotonic()
+
+    def _repr_html_(self) -> str:
+        done = sum(self._done.values())
+        bar = f'<progress value="{done}" max="{self._total}"></progress>'
+        return f"{bar} {done / self._total:.0%} {escape(visible(self._text))}"
+
+    def __repr__(self) -> str:
+        return f"{sum(self._done.values())} of {self._total} rounds, {visible(self._text)}"
+
+
+def with_notebook_bar(
+    observers: Sequence[Observer], on_progress: Listener | None
+) -> list[Observer]:
+    """The observers, and in a notebook a bar, unless progress is shown by ``on_progress``."""
+    display = None if on_progress else notebook_display()
+    return [*observers, *([] if display is None else [NotebookBar(display)])]
+
+
+def notebook_display() -> Any:
+    """IPython's ``display`` inside a notebook; None elsewhere, a terminal's IPython too."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    from IPython.display import display
+
+    return display

@@ -1,0 +1,170 @@
+"""Runs a configuration from start to report, and resumes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nufed.algorithms.protocol import Algorithm
+from nufed.data import Partition
+from nufed.errors import InputError
+from nufed.evaluate import Metric
+from nufed.files import locked
+from nufed.lab.config import Config, load_config
+from nufed.lab.config.problem import Given, Problem
+from nufed.lab.experiment.array import Share, check_share, end_sharing, shared_run
+from nufed.lab.experiment.finish import finish
+from nufed.lab.experiment.jobs import Job, run_jobs
+from nufed.lab.experiment.observers import Listener, Observer, Observers, with_notebook_bar
+from nufed.lab.experiment.run_parts import RunPart, parts_of
+from nufed.lab.experiment.setup import Setup, begin_run, check_simulated, reopen_run
+from nufed.lab.experiment.stopping import Stop
+from nufed.lab.report.notebook import ShownRun
+from nufed.lab.runs import RunDirectory, load_run
+from nufed.lab.runs.provenance import Provenance
+from nufed.objective import Loss
+from nufed.objective.threads import torch_threads
+
+
+def run(
+    config: str | Path | Mapping[str, Any] = "quickstart",
+    overrides: Sequence[str] = (),
+    *,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    methods: Mapping[str, Algorithm] | None = None,
+    partition: Partition | None = None,
+    out: str | Path | None = None,
+    part: Share | None = None,
+    ray: str | None = None,
+    figures: bool | None = True,
+    on_start: Callable[[Config, Path], None] | None = None,
+    on_progress: Listener | None = None,
+    on_stop: Callable[[], None] | None = None,
+    observers: Sequence[Observer] = (),
+) -> ShownRun:
+    """Train and evaluate every method of a configuration, as ``nufed run`` does.
+
+    Args:
+        config: a preset's name, a TOML file, or the same tables as a mapping.
+        overrides: ``key=value`` strings, as on the command line.
+        model: your own module, or a function that makes one, instead of ``[model]``.
+        data: your own data instead of ``[data] source``: ``(inputs, targets)`` or, for a natural
+            federation, ``(inputs, targets, owners)``; a ``Dataset``, or :class:`nufed.Samples`.
+        loss: your own ``loss(outputs, targets)``; metric: your own ``metric(outputs, targets)``, of
+            which more is better unless the configuration has ``metric_better = "lower"``.
+        methods: algorithms by name, in addition to those of the configuration; one with the same
+            name replaces it. Settings that an object was not made with are those of ``[method]``.
+        partition: your own function ``(samples, agents, samples_per_agent, rng, **partition_args)``
+            instead of ``[data] partition`` (docs/algorithms.md).
+        out: the run directory to create; by default the next free ``runs/NAME-001``.
+        part: ``(k, n)`` trains only every n-th method and seed, beginning with the k-th, in the
+            directory ``out`` that n processes share; :func:`resume` then trains what is missing and
+            writes the report (docs/scale.md). The returned run has the parts that are done.
+        ray: ``"auto"`` or the address of a cluster of Ray, which trains instead of this machine
+            (docs/scale.md).
+        figures: whether to also write the report's charts as SVG and PNG files; None: no charts,
+            which is quicker.
+        on_start, on_progress, on_stop: called with the directory, after every round (by default a
+            notebook shows a progress bar), and on Ctrl-C or SIGTERM: current rounds are then
+            finished and saved before KeyboardInterrupt is raised, and :func:`resume` resumes from
+            there.
+        observers: told about starts, rounds, evaluations and the end (docs/tracking.md); what they
+            raise is a warning.
+
+    Returns:
+        The finished run, read back from its directory (``run.path``, ``run.rows()``).
+    """
+    checked = load_config(config, overrides, methods)
+    check_simulated(checked)
+    if checked.sweep:
+        raise InputError(
+            "[sweep] is for several runs: start them with `nufed sweep`, or remove the table"
+        )
+    if part is not None and out is None:
+        raise InputError("a part of a run needs the directory that all parts share: give --out DIR")
+    with torch_threads(checked.threads):
+        given = Given(model, data, loss, metric, methods, partition)
+        setup = Setup.make(Problem.make(checked, given)).on_ray(ray)
+        told = Observers(with_notebook_bar(observers, on_progress), on_start, on_progress)
+        if part is not None:
+            assert out is not None
+            with shared_run(setup, Path(out), check_share(part)) as own:
+                return _train(own.setup, own.directory, own.parts, told, on_stop, whole=False)
+        directory = RunDirectory.create(checked.name, None if out is None else Path(out))
+        with locked(directory.path):
+            begin_run(setup, directory)
+            return _train(setup, directory, parts_of(setup), told, on_stop, figures=figures)
+
+
+def resume(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    methods: Mapping[str, Algorithm] | None = None,
+    partition: Partition | None = None,
+    trust: bool = False,
+    ray: str | None = None,
+    figures: bool | None = True,
+    on_start: Callable[[Config, Path], None] | None = None,
+    on_progress: Listener | None = None,
+    on_stop: Callable[[], None] | None = None,
+    observers: Sequence[Observer] = (),
+) -> ShownRun:
+    """Resume a stopped or killed run, to the same bits as an uninterrupted one.
+
+    Args:
+        path: the run directory.
+        overrides: only ``rounds=…``, larger than before, to train longer.
+        model, data, loss, metric, methods, partition: the same objects that were passed to
+            :func:`run`.
+        trust: allow importing the functions that the directory's configuration names, if any:
+            whoever wrote the directory can have changed it.
+        ray, figures, on_start, on_progress, on_stop, observers: as for :func:`run`.
+    """
+    directory = RunDirectory(Path(path))
+    with locked(directory.existing()):
+        end_sharing(directory)
+        given = Given(model, data, loss, metric, methods, partition)
+        setup = reopen_run(directory, overrides, given, trust=trust).on_ray(ray)
+        with torch_threads(setup.config.threads):
+            Provenance(directory).write_resumed(setup.config)
+            told = Observers(with_notebook_bar(observers, on_progress), on_start, on_progress)
+            return _train(setup, directory, parts_of(setup), told, on_stop, figures=figures)
+
+
+def _train(
+    setup: Setup,
+    directory: RunDirectory,
+    parts: Sequence[RunPart],
+    observers: Observers,
+    on_stop: Callable[[], None] | None,
+    *,
+    figures: bool | None = None,
+    whole: bool = True,
+) -> ShownRun:
+    """Run those of the parts that are unfinished, then read the run back and write its report,
+    unless these are not the ``whole`` run."""
+    observers.start(setup.config, directory.path)
+    stop, finished = Stop(on_stop or (lambda: None)), None
+    jobs = [Job(setup, directory, part) for part in parts]
+    try:
+        with setup.closing(), stop.on_signals():
+            run_jobs(jobs, setup.workers, lambda job, event: observers.tell(event), stop)
+        if stop():
+            raise KeyboardInterrupt
+        if not whole:
+            return ShownRun.of(load_run(directory.path, partial=True))
+        finished = finish(directory, setup.objectives, setup.problem.algorithms, figures=figures)
+        return finished
+    finally:
+        observers.end(finished)

@@ -1,0 +1,393 @@
+"""The runs of a sweep before they are trained: setups that share data, checks, and their parts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nufed.algorithms.protocol import Algorithm
+from nufed.data import Partition, Samples, as_samples
+from nufed.errors import InputError, RunError, TrainingError, in_short
+from nufed.evaluate import Metric
+from nufed.files import locked
+from nufed.lab.config.load import read_config
+from nufed.lab.config.problem import Given, Problem, Recorded, build_samples
+from nufed.lab.config.schema import OWN, DataConfig
+from nufed.lab.config.sweep_grid import MAX_RUNS, Grid, GridPoint, in_words, make_grid, of_run
+from nufed.lab.config.trust import named_code, require_trust
+from nufed.lab.experiment.finish import finish
+from nufed.lab.experiment.jobs import Job, run_jobs
+from nufed.lab.experiment.observers import Event, Listener
+from nufed.lab.experiment.run_parts import BASELINE_PART, parts_of
+from nufed.lab.experiment.setup import Setup, begin_run, check_simulated, reopen_run, worker_count
+from nufed.lab.experiment.stopping import Stop
+from nufed.lab.report.sweep_tables import write_results
+from nufed.lab.runs import Run, RunDirectory, load_run
+from nufed.lab.runs.part_files import PartFiles
+from nufed.lab.runs.provenance import Provenance
+from nufed.lab.runs.sweep_record import MANIFEST, Sweep, read_manifest, run_path, write_manifest
+from nufed.objective import Loss
+from nufed.objective.threads import torch_threads
+
+LOG = logging.getLogger("nufed")
+
+
+@dataclass(frozen=True)
+class SweepJob(Job):
+    """A part of a run of a sweep. If it fails, the others continue."""
+
+    def __str__(self) -> str:
+        return f"{self.directory.path.name}: {self.part}"
+
+    @property
+    def run(self) -> Callable[[Listener, int, Stop], None]:
+        return self._run
+
+    def _run(self, listener: Listener, workers: int, stop: Stop) -> None:
+        """Run the part on engines of its own, whose memory is freed at its end."""
+        engines = {self.part.seed: self.setup.engines[self.part.seed].fresh()}
+        job = Job(replace(self.setup, engines=engines), self.directory, self.part)
+        try:
+            job.run(listener, workers, stop)
+        except RunError:  # for example a full disk, which the others would find, too
+            raise
+        except Exception as error:  # the user's model, loss, metric or algorithm may raise anything
+            reason = str(error) if isinstance(error, TrainingError) else in_short(error)
+            if self.part.method != BASELINE_PART:
+                self.directory.write_failure(self.part.method, self.part.seed, reason)
+            LOG.warning("%s failed: %s", self, reason)
+
+
+@dataclass(frozen=True)
+class LoadedSamples:
+    """Data by its source, so that runs with the same data share it."""
+
+    given: Given
+    _found: dict[str, Samples] = field(default_factory=dict)
+
+    def __call__(self, data: DataConfig) -> Samples | None:
+        """The samples; None if they were given in Python then but not now."""
+        if self.given.data is None and data.source == OWN:
+            return None
+        key = json.dumps([data.source, data.args], sort_keys=True, default=repr)
+        if self.given.data is not None:
+            key = OWN
+        if key not in self._found:
+            own = self.given.data
+            self._found[key] = build_samples(data) if own is None else as_samples(own)
+        return self._found[key]
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run of a sweep that can start."""
+
+    point: GridPoint
+    setup: Setup
+    directory: RunDirectory
+    new: bool = False
+
+    def jobs(self) -> Iterator[SweepJob]:
+        """Its unfinished parts."""
+        for part in parts_of(self.setup):
+            if part.method != BASELINE_PART:
+                folder = self.directory.part("methods", part.method, part.seed)
+                files = PartFiles(folder, self.setup.problem.belongs_to(part.seed))
+                if files.is_done(self.setup.config.rounds):
+                    continue
+            yield SweepJob(self.setup, self.directory, part)
+
+
+def light(setup: Setup) -> Setup:
+    """The same without the engines made for its checks: a sweep holds the setups of all runs."""
+    return replace(setup, engines={seed: e.fresh() for seed, e in setup.engines.items()})
+
+
+def check_comparable(grid: Grid, setups: Sequence[Setup]) -> None:
+    """Refuse runs whose scores can't be compared, and runs that are the same."""
+    measured = {(s.measure.name, s.config.eval_on): s for s in setups}
+    if len(measured) > 1:
+        words = " and ".join(f"{on} {name}" for name, on in measured)
+        raise InputError(
+            f"the runs have different scores ({words}), which can't be compared: sweep other keys"
+        )
+    first: dict[tuple[str, int], GridPoint] = {}
+    for point, setup in zip(grid.points, setups, strict=True):
+        same = first.setdefault((setup.config.fingerprint, setup.config.rounds), point)
+        if same is not point:
+            raise InputError(
+                f"the runs with {in_words(same.values)} and with {in_words(point.values)} have "
+                "the same settings: remove one, or the object in Python that replaces the key"
+            )
+
+
+def prepare_new(path: Path, point: GridPoint, setup: Setup, stack: ExitStack) -> PreparedRun:
+    """A run that is new: its directory is created, locked and written."""
+    directory = RunDirectory.create(point.name, run_path(path, point.name))
+    stack.enter_context(locked(directory.path))
+    begin_run(setup, directory)
+    return PreparedRun(point, setup, directory)
+
+
+def prepare_again(
+    path: Path, point: GridPoint, given: Given, loaded: LoadedSamples, trust: bool, stack: ExitStack
+) -> PreparedRun:
+    """A run of a sweep to resume, or one whose directory is still to be written (``new``)."""
+    directory = RunDirectory(run_path(path, point.name))
+    if not (directory.path / "run.json").exists():
+        recorded = Recorded(path, point.config, "", {})
+        recorded.check_given(given, ("data.source", "data.partition", "model.name", "loss"))
+        problem = Problem.make(point.config, given, None, loaded(point.config.data))
+        setup = light(Setup.make(problem))
+        if not directory.path.exists():
+            RunDirectory.create(point.name, directory.path)
+        stack.enter_context(locked(directory.path))
+        return PreparedRun(point, setup, directory, new=True)
+    stack.enter_context(locked(directory.path))
+    setup = light(reopen_run(directory, (), given, trust=trust, load_samples=loaded))
+    then, now = point.config, setup.config
+    if (then.fingerprint, then.rounds) != (now.fingerprint, now.rounds):
+        raise RunError(
+            f"{directory.path} has other settings than {path / MANIFEST} records for it: restore "
+            "it from a backup, or start a new sweep"
+        )
+    return PreparedRun(point, setup, directory)
+
+
+@contextmanager
+def naming(point: GridPoint) -> Iterator[None]:
+    """Errors name the run whose settings they are about."""
+    try:
+        yield
+    except InputError as error:
+        raise of_run(error, point.values) from error
+
+
+LOG = logging.getLogger("nufed")
+
+
+@dataclass(frozen=True)
+class SweepStart:
+    """What a sweep is about to do: its directory, the parts to run, and whether it names code."""
+
+    path: Path
+    jobs: Sequence[Job]
+    names_code: bool
+
+
+@dataclass(frozen=True)
+class _Follow:
+    """Where to train, whom to tell about progress, and whether to draw figures."""
+
+    ray: str | None
+    figures: bool
+    on_start: Callable[[SweepStart], None] | None
+    on_progress: Callable[[str, Event], None] | None
+    on_stop: Callable[[], None] | None
+
+
+def sweep(
+    config: str | Path | Mapping[str, Any] = "quickstart",
+    values: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    methods: Mapping[str, Algorithm] | None = None,
+    partition: Partition | None = None,
+    out: str | Path | None = None,
+    max_runs: int = MAX_RUNS,
+    ray: str | None = None,
+    figures: bool = True,
+    on_start: Callable[[SweepStart], None] | None = None,
+    on_progress: Callable[[str, Event], None] | None = None,
+    on_stop: Callable[[], None] | None = None,
+) -> Sweep:
+    """Run a configuration for every combination of the values of some keys, as ``nufed sweep``.
+
+    Args:
+        config: a preset's name, a TOML file, or the same tables as a mapping; its table ``sweep``
+            may hold keys and values.
+        values: dotted keys, each with a list of values or a range such as ``"0..5"``.
+        overrides: ``key=value`` for all runs, or ``key=a,b,c`` and ``key=a..b`` to sweep.
+        model, data, loss, metric, methods, partition: as for :func:`nufed.run`, in all runs.
+        out: the directory to create; by default the next free ``runs/NAME-sweep-001``.
+        max_runs: the largest number of runs to accept.
+        ray: as for :func:`nufed.run`; the parts of all runs go to the nodes.
+        figures: whether to also write the charts of the sweep's page as SVG and PNG files.
+        on_start: called with a :class:`SweepStart` before training.
+        on_progress: called with the run's name and its :class:`nufed.lab.experiment.Event`.
+        on_stop: called on Ctrl-C or SIGTERM: current rounds are then finished and saved before
+            KeyboardInterrupt is raised, and :func:`resume_sweep` resumes from there.
+
+    Returns:
+        The finished sweep, read back from its directory (``sweep.runs``, ``sweep.records()``).
+    """
+    grid = make_grid(config, values, overrides, max_runs=max_runs, methods=methods)
+    given = Given(model, data, loss, metric, methods, partition)
+    loaded = LoadedSamples(given)
+    with torch_threads(grid.base.threads):
+        setups = []
+        for point in grid.points:
+            check_simulated(point.config)
+            with naming(point):
+                samples = loaded(point.config.data)
+                setups.append(light(Setup.make(Problem.make(point.config, given, None, samples))))
+        check_comparable(grid, setups)
+        configs = zip(grid.points, setups, strict=True)
+        grid = replace(grid, points=[replace(p, config=s.config) for p, s in configs])
+        path = _create(grid.base.name, None if out is None else Path(out))
+        with ExitStack() as stack:
+            stack.enter_context(_resumable(path))
+            stack.enter_context(locked(path))
+            write_manifest(path, grid)
+            prepared = [
+                prepare_new(path, point, setup, stack)
+                for point, setup in zip(grid.points, setups, strict=True)
+            ]
+            follow = _Follow(ray, figures, on_start, on_progress, on_stop)
+            return _train(path, grid, prepared, follow)
+
+
+def resume_sweep(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    data: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    methods: Mapping[str, Algorithm] | None = None,
+    partition: Partition | None = None,
+    trust: bool = False,
+    ray: str | None = None,
+    figures: bool = True,
+    on_start: Callable[[SweepStart], None] | None = None,
+    on_progress: Callable[[str, Event], None] | None = None,
+    on_stop: Callable[[], None] | None = None,
+) -> Sweep:
+    """Resume a stopped or killed sweep, to the same bits as an uninterrupted one.
+
+    Finished parts are skipped; runs that had not started are started.
+
+    Args:
+        path: the sweep's directory.
+        overrides: only ``workers=…``.
+        model, data, loss, metric, methods, partition: the same objects that were passed to
+            :func:`sweep`.
+        trust: allow importing the code that the directory names, if any: whoever wrote the
+            directory can have changed it.
+        ray, figures, on_start, on_progress, on_stop: as for :func:`sweep`.
+    """
+    path = Path(path)
+    grid = read_manifest(path)
+    workers = _changed_workers(grid, overrides)
+    given = Given(model, data, loss, metric, methods, partition)
+    for point in grid.points:
+        require_trust(path, given.with_placeholders(point.config), trust)
+    loaded = LoadedSamples(given)
+    with ExitStack() as stack:
+        for context in (_resumable(path), locked(path), torch_threads(grid.base.threads)):
+            stack.enter_context(context)
+        prepared = [
+            prepare_again(path, point, given, loaded, trust, stack) for point in grid.points
+        ]
+        for run in prepared:
+            if run.new:
+                begin_run(run.setup, run.directory)
+            else:
+                Provenance(run.directory).write_resumed(run.setup.config)
+        if workers is not None:
+            prepared = [replace(r, setup=replace(r.setup, workers=workers)) for r in prepared]
+        follow = _Follow(ray, figures, on_start, on_progress, on_stop)
+        return _train(path, grid, prepared, follow)
+
+
+def _train(path: Path, grid: Grid, prepared: Sequence[PreparedRun], follow: _Follow) -> Sweep:
+    """Run all unfinished parts; then write the runs' reports, the results and the page."""
+    spread = prepared[0].setup.on_ray(follow.ray)
+    if spread.cluster is not None:
+        where, slots = spread.cluster, spread.workers
+        prepared = [
+            replace(run, setup=replace(run.setup, cluster=where, workers=slots)) for run in prepared
+        ]
+    jobs = [job for run in prepared for job in run.jobs()]
+    if follow.on_start:
+        code = any(named_code(point.config) for point in grid.points)
+        follow.on_start(SweepStart(path, jobs, code))
+    tell = follow.on_progress or (lambda run, event: None)
+    stop = Stop(follow.on_stop or (lambda: None))
+    workers = min(run.setup.workers for run in prepared)
+    with spread.closing(), stop.on_signals():
+        run_jobs(jobs, workers, lambda job, event: tell(job.directory.path.name, event), stop)
+    if stop():
+        raise KeyboardInterrupt
+    trained = {job.directory.path.name for job in jobs if job.part.method != BASELINE_PART}
+    runs: dict[str, Run] = {}
+    unread: dict[str, str] = {}
+    for run in prepared:
+        name = run.point.name
+        try:
+            runs[name] = _finished(run, changed=name in trained)
+        except RunError as error:  # a part that failed is missing
+            unread[name] = str(error)
+    found = Sweep.of(path, grid, runs, unread)
+    if left_out := write_results(found):
+        LOG.warning(left_out)
+    from nufed.lab.report.sweep_page import build_sweep_page  # charts are slow to import
+
+    build_sweep_page(found, figures=follow.figures)
+    return found
+
+
+def _finished(run: PreparedRun, *, changed: bool) -> Run:
+    """Read a run back; write its results and page if they are missing or outdated."""
+    path = run.directory.path
+    if not changed and (path / "report.html").exists():
+        return load_run(path)
+    try:
+        setup = run.setup
+        return finish(run.directory, setup.objectives, setup.problem.algorithms, figures=False)
+    except TrainingError:  # no method could be trained: its failures say why
+        return load_run(path)
+
+
+def _changed_workers(grid: Grid, overrides: Sequence[str]) -> int | None:
+    """The number of workers, if ``overrides`` change it."""
+    for setting in overrides:
+        if setting.partition("=")[0].strip() != "workers":
+            raise InputError(
+                f"{setting}: a resumed sweep keeps its settings; only workers may be changed"
+            )
+    if not overrides:
+        return None
+    return worker_count(read_config(grid.base.model_dump(exclude_none=True), overrides))
+
+
+def _create(name: str, out: Path | None) -> Path:
+    """A new directory for a sweep."""
+    if out is not None and (out / MANIFEST).exists():
+        raise RunError(
+            f"{out} holds a sweep, and a sweep never overwrites: give another --out, or resume it "
+            f"with `nufed sweep --resume {out}`"
+        )
+    return RunDirectory.create(f"{name}-sweep", out).path
+
+
+@contextmanager
+def _resumable(path: Path) -> Iterator[None]:
+    """Errors say how to resume the sweep, instead of one of its runs."""
+    try:
+        yield
+    except RunError as error:
+        how = f"`nufed sweep --resume {path}`"
+        raise RunError(str(error).replace("`nufed run --resume`", how)) from error

@@ -1,0 +1,159 @@
+"""What a target of ``nufed export`` is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nufed.errors import InputError
+from nufed.evaluate import summarise
+from nufed.lab.config import Config
+from nufed.lab.experiment import Event, Observer
+from nufed.lab.runs import Run
+from nufed.settings import settings_of, text_of
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What of a run is exported: None means all methods, or the first seed."""
+
+    method: str | None = None
+    seed: int | None = None
+    trust: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """A format or tool that runs are exported to.
+
+    Args:
+        write: writes a run to a path and returns what was written, one line each, as printed.
+        default: the path to write to where none is given, from the run.
+        chooses: whether ``method`` and ``seed`` may be chosen; else they are refused.
+    """
+
+    write: Callable[[Run, Path, Chosen], list[str]]
+    default: Callable[[Run], Path]
+    chooses: bool = False
+
+
+@contextmanager
+def needed(what: str, extra: str) -> Iterator[None]:
+    """Import the packages of an extra inside this context.
+
+    >>> with needed("writing sounds", "sounds"):
+    ...     import no_such_package
+    Traceback (most recent call last):
+    nufed.errors.InputError: writing sounds needs a package that is not installed (No module \
+named 'no_such_package'): pip install "nufed[sounds]"
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise InputError(
+            f'{what} needs a package that is not installed ({error}): pip install "nufed[{extra}]"'
+        ) from error
+
+
+def check_new(out: Path, suffix: str) -> None:
+    """Refuse a file that exists, or whose name has another ending."""
+    if out.suffix != suffix:
+        raise InputError(f"--out {out}: its name must end in {suffix}")
+    if out.exists():
+        raise InputError(f"{out} exists, and is not overwritten: give another --out, or remove it")
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: there is no directory {out.parent}")
+
+
+def settings_of_method(config: Config, method: str) -> dict[str, str]:
+    """The configuration by dotted key, and the method's own settings under ``method.``.
+
+    >>> from nufed.lab.config import load_config
+    >>> found = settings_of_method(load_config({"methods": {"fedavg": {}}}), "fedavg")
+    >>> found["method"], found["rounds"], found["data.source"], found["method.local_steps"]
+    ('fedavg', '100', 'digits', '4')
+    """
+    algorithm = config.algorithms()[method]
+    own = {
+        f"method.{field.name}": text_of(field, getattr(algorithm, field.name))
+        for field in settings_of(type(algorithm))
+    }
+    shared = _flat(config.model_dump(exclude={"method", "methods", "workers"}, exclude_none=True))
+    return {"method": method, "method.algorithm": type(algorithm).__name__, **dict(shared), **own}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, str(value)
+
+
+def round_scalars(event: Event) -> dict[str, float]:
+    """What is tracked after every round."""
+    return _known(
+        {
+            "training/update_norm": event.update_norm,
+            "cost/gradients": event.gradients,
+            "cost/hvps": event.hvps,
+        }
+    )
+
+
+def evaluation_scalars(event: Event) -> dict[str, float]:
+    """What is tracked after every evaluation."""
+    return _known(
+        {
+            "seen/personal": event.score,
+            "seen/global": event.global_score,
+            "unseen/personal": event.unseen_score,
+            "unseen/global": event.unseen_global_score,
+            "training/loss": event.training_loss,
+            "cost/evaluation_gradients": event.evaluation_gradients,
+            "cost/evaluation_hvps": event.evaluation_hvps,
+        }
+    )
+
+
+def trained_parts(run: Run | None) -> Iterator[tuple[str, int]]:
+    """Every method and seed of a finished run that was trained; none of one that was stopped."""
+    for method, part in run.methods.items() if run else ():
+        yield from ((method, seed) for seed in part)
+
+
+def final_scalars(run: Run, method: str, seed: int) -> dict[str, float]:
+    """The final scores that results show, with chosen step sizes where there are any."""
+    found: dict[str, float | None] = {}
+    for group in run.groups:
+        own = [s for s in run.methods[method][seed].final if s.seen == (group == "seen")]
+        if own:
+            means = summarise(own, run.config.steps_of(method)[0], run.measure)
+            found[f"final/{group}/personal"] = means.mean
+            if own[0].global_score is not None:
+                found[f"final/{group}/global"] = means.global_mean
+    return _known(found)
+
+
+def replay(run: Run, observer: Observer) -> None:
+    """Tell an observer about a finished run what it would have been told while it trained."""
+    observer.start(run.config, run.path)
+    for method, part in run.methods.items():
+        for seed, trained in part.items():
+            event = Event(seed, method, 0)
+            observer.part(replace(event, starts=True))
+            for line in trained.metrics:
+                event = event.after(line, run.config.steps_of(method)[0])
+                event = replace(event, last=line is trained.metrics[-1])
+                if event.round:
+                    observer.round(event)
+                if event.evaluated:
+                    observer.evaluation(event)
+    observer.end(run)
+
+
+def _known(values: dict[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None}

@@ -1,0 +1,1 @@
+"""Data as people have it: files of tables, arrays and images, and data sets by name."""

@@ -1,0 +1,381 @@
+"""Storage of data sets that are too large to ship, and their verification before use.
+
+The data directory is ``NUFED_DATA``, else in the user's cache directory. Files with a known SHA-256
+are verified each time they are read.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from nufed.data.digits import digits
+from nufed.data.samples import Samples
+from nufed.data.sinusoid import sinusoid
+from nufed.errors import InputError, require
+from nufed.lab.readers.files import own_file, read_npz
+from nufed.seeding import stream
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A data set that is stored as files.
+
+    Args:
+        name: its name in a configuration.
+        files: paths under the data directory, with their SHA-256 ("" if unknown).
+        url: the official archive that holds them or, with a "/" at its end, the official address
+            under which they are single files; "" if there is none.
+        size: of the download in bytes, approximate for an archive.
+    """
+
+    name: str
+    files: Mapping[str, str] = field(repr=False)
+    url: str = ""
+    size: int = 0
+
+    @property
+    def single_files(self) -> bool:
+        """Whether the official source has single files, not an archive."""
+        return self.url.endswith("/")
+
+    def missing(self) -> list[str]:
+        """The missing files."""
+        return [file for file in self.files if not (data_directory() / file).is_file()]
+
+    def complete(self) -> bool:
+        """Whether all files are there and valid."""
+        try:
+            for file in self.files:
+                self.read(file)
+        except InputError:
+            return False
+        return True
+
+    def read(self, file: str) -> bytes:
+        """The verified bytes of one of its files."""
+        path = data_directory() / file
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise InputError(
+                f"the data set {self.name} is not here ({path} is missing): run `nufed data get "
+                f"{self.name}`, or set NUFED_DATA to the directory that holds {file}"
+            ) from None
+        except OSError as error:
+            raise InputError(f"{path} can't be read ({error.strerror})") from error
+        if not is_valid(content, self.files[file]):
+            raise InputError(
+                f"{path} is not the official file (its SHA-256 differs): remove it and run "
+                f"`nufed data get {self.name}`"
+            )
+        return content
+
+
+def is_valid(content: bytes, sha256: str) -> bool:
+    """Whether bytes have this SHA-256; without one all are valid."""
+    return not sha256 or hashlib.sha256(content).hexdigest() == sha256
+
+
+def data_directory() -> Path:
+    """``NUFED_DATA``, or ``nufed`` in the user's cache directory."""
+    given = os.environ.get("NUFED_DATA")
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nufed"
+
+
+CIFAR10 = Stored(
+    "cifar10",
+    {
+        "cifar-10-batches-bin/data_batch_1.bin": (
+            "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"
+        ),
+        "cifar-10-batches-bin/data_batch_2.bin": (
+            "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"
+        ),
+        "cifar-10-batches-bin/data_batch_3.bin": (
+            "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"
+        ),
+        "cifar-10-batches-bin/data_batch_4.bin": (
+            "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"
+        ),
+        "cifar-10-batches-bin/data_batch_5.bin": (
+            "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"
+        ),
+    },
+    "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    170_000_000,
+)
+CIFAR100 = Stored(
+    "cifar100",
+    {
+        "cifar-100-binary/train.bin": (
+            "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29"
+        ),
+    },
+    "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+    169_000_000,
+)
+# SHA-256 and sizes: tensorflow/datasets, url_checksums/fashion_mnist.txt, which names the same
+# addresses as the README of zalandoresearch/fashion-mnist
+FASHION_MNIST = Stored(
+    "fashion-mnist",
+    {
+        "fashion-mnist/train-images-idx3-ubyte.gz": (
+            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"
+        ),
+        "fashion-mnist/train-labels-idx1-ubyte.gz": (
+            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"
+        ),
+        "fashion-mnist/t10k-images-idx3-ubyte.gz": (
+            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"
+        ),
+        "fashion-mnist/t10k-labels-idx1-ubyte.gz": (
+            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"
+        ),
+    },
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    26_421_880 + 29_515 + 4_422_102 + 5_148,
+)
+MNIST_WRITERS = Stored("mnist-writers", {"mnist_by_writer.npz": ""})
+OMNIGLOT = Stored("omniglot", {"omniglot_8_alphabets.npz": ""})
+
+STORED = {each.name: each for each in (CIFAR10, CIFAR100, FASHION_MNIST, MNIST_WRITERS, OMNIGLOT)}
+
+
+Pixels: TypeAlias = Literal["unit", "symmetric", "standardised"]
+# scale and shift of bytes; the last gives CIFAR mean about 0 and standard deviation about 1
+PIXELS: dict[Pixels, tuple[float, float]] = {
+    "unit": (1 / 255, 0.0),
+    "symmetric": (2 / 255, -1.0),
+    "standardised": (1 / (255 * 0.25), -0.475 / 0.25),
+}
+SIDE = 32  # pixels of a CIFAR image
+
+
+def cifar10(pixels: Pixels = "unit") -> Samples:
+    """The 50,000 training images of CIFAR-10: 3×32×32 pixels, 10 classes.
+
+    ``pixels``: inputs in 0 … 1 (``unit``), in −1 … 1 (``symmetric``), or ``standardised``.
+    """
+    return _cifar(CIFAR10, 1, _lines("cifar10"), pixels)
+
+
+def cifar100(pixels: Pixels = "unit") -> Samples:
+    """The 50,000 training images of CIFAR-100: 3×32×32 pixels, 100 classes.
+
+    ``pixels``: inputs in 0 … 1 (``unit``), in −1 … 1 (``symmetric``), or ``standardised``.
+    """
+    return _cifar(CIFAR100, 2, _lines("cifar100"), pixels)
+
+
+def fashion_mnist(
+    part: Literal["train", "test", "all"] = "train", pixels: Pixels = "unit"
+) -> Samples:
+    """Fashion-MNIST (Xiao et al. 2017): 28×28 pixels, 10 classes of clothing.
+
+    ``part``: the 60,000 training images, the 10,000 test images, or all. ``pixels`` as for
+    :func:`cifar10`; ``standardised`` uses the mean and standard deviation of CIFAR.
+    """
+    require(part in ("train", "test", "all"), "part", part, "must be train, test or all")
+    require(pixels in PIXELS, "pixels", pixels, f"must be one of {', '.join(PIXELS)}")
+    files = list(FASHION_MNIST.files)  # images and labels for training, then for test
+    chosen = {"train": files[:2], "test": files[2:], "all": files}[part]
+    arrays = [_idx(FASHION_MNIST.read(file), file) for file in chosen]
+    scale, shift = PIXELS[pixels]
+    return Samples(
+        inputs=torch.from_numpy(np.concatenate(arrays[::2])),
+        targets=torch.from_numpy(np.concatenate(arrays[1::2])).long(),
+        classes=_lines("fashion-mnist"),
+        scale=scale,
+        shift=shift,
+    )
+
+
+def mnist_writers(part: Literal["train", "test", "all"] = "train") -> Samples:
+    """MNIST with the person who wrote each digit: 28×28 pixels, one agent per writer.
+
+    ``part``: the 539 writers of MNIST's training images, the 297 of its test images, or all.
+    """
+    require(part in ("train", "test", "all"), "part", part, "must be train, test or all")
+    parts = ("train", "test") if part == "all" else (part,)
+    (file,) = MNIST_WRITERS.files
+    content, path = MNIST_WRITERS.read(file), data_directory() / file
+    read = [_writers(content, name, path) for name in parts]
+    images, labels, owners = (np.concatenate(column) for column in zip(*read, strict=True))
+    return Samples(
+        inputs=torch.from_numpy(images),
+        targets=torch.from_numpy(labels).long(),
+        classes=tuple(str(digit) for digit in range(10)),
+        owners=owners,
+        scale=1 / 255,
+    )
+
+
+def check_writers(content: bytes, path: Path) -> None:
+    """Refuse the bytes of the file ``path`` unless they are MNIST by writer."""
+    for part in ("train", "test"):
+        _writers(content, part, path)
+
+
+def _cifar(stored: Stored, labels: int, classes: tuple[str, ...], pixels: Pixels) -> Samples:
+    """Records of ``labels`` label bytes, the last of them the class, and a channel-major image."""
+    require(pixels in PIXELS, "pixels", pixels, f"must be one of {', '.join(PIXELS)}")
+    width = labels + 3 * SIDE * SIDE
+    records = [np.frombuffer(stored.read(f), np.uint8).reshape(-1, width) for f in stored.files]
+    images = np.empty((sum(map(len, records)), 3, SIDE, SIDE), np.uint8)
+    np.concatenate([r[:, labels:] for r in records], out=images.reshape(len(images), -1))
+    scale, shift = PIXELS[pixels]
+    return Samples(
+        inputs=torch.from_numpy(images),
+        targets=torch.from_numpy(np.concatenate([r[:, labels - 1] for r in records])).long(),
+        classes=classes,
+        scale=scale,
+        shift=shift,
+    )
+
+
+def _lines(name: str) -> tuple[str, ...]:
+    """The class names of a data set, in the order of their numbers."""
+    return tuple((files("nufed.data") / f"{name}.txt").read_text("utf-8").splitlines())
+
+
+def _idx(content: bytes, file: str) -> np.ndarray[Any, Any]:
+    """The bytes of a verified idx.gz file: two zeros, type 8, dimensions, their sizes, the data."""
+    unpacked = gzip.decompress(content)
+    if unpacked[:3] != b"\0\0\x08":
+        raise InputError(f"{file} is not an idx file of bytes: get the data set again")
+    shape = np.frombuffer(unpacked, ">i4", count=unpacked[3], offset=4)
+    return np.frombuffer(unpacked, np.uint8, offset=4 + 4 * len(shape)).reshape(shape)
+
+
+def _writers(content: bytes, part: str, path: Path) -> tuple[np.ndarray[Any, Any], ...]:
+    """Images, labels and writers of one part of MNIST; writers are called train-0, test-326."""
+    try:
+        names = [f"{key}_{part}" for key in ("x", "y", "writer")]
+        arrays = read_npz(content, names)
+        if missing := [name for name in names if name not in arrays]:
+            raise ValueError(f"{missing[0]} is not in it")
+        images, labels, writers = (arrays[name] for name in names)
+        if images.dtype != np.uint8 or images.shape != (len(images), 28, 28):
+            raise ValueError(f"x_{part} is {images.dtype} of shape {images.shape}")
+        for key, column in (("y", labels), ("writer", writers)):
+            if column.dtype.kind not in "iu" or column.shape != (len(images),):
+                raise ValueError(f"{key}_{part} must hold one whole number per image")
+        if not 0 <= labels.min() <= labels.max() <= 9:
+            raise ValueError(f"y_{part} must hold digits")
+    except Exception as error:  # zipfile and numpy may raise anything on an invalid file
+        raise InputError(
+            f"{path} does not have the layout of MNIST by writer ({error}): docs/data.md says how "
+            "to make it"
+        ) from error
+    return images, labels, np.array([f"{part}-{writer}" for writer in writers])
+
+
+DRAWN, DRAWING_SIDE = 105, 28  # pixels per side: of a drawing, and of an image
+ARRAYS = ("ink", "alphabet", "character", "drawer", "alphabets")
+
+
+def omniglot(ways: int = 5, seed: int = 0) -> Samples:
+    """Omniglot (Lake et al. 2015): 5-way tasks, each agent with 5 characters of one alphabet.
+
+    The characters of every alphabet are shuffled and dealt out, ``ways`` to an agent, without
+    overlap; those left over are not used. Labels are 0 … ways − 1, so that the same label is
+    another character at every agent: no global model fits all agents without fine-tuning. An agent
+    has all drawings of its characters and is called like its alphabet, for example Greek-0.
+
+    Drawings of 105×105 bits become 28×28 bytes, 255 for ink: every pixel is the mean over a window
+    of 4 or 5 pixels per side (adaptive average pooling), rounded.
+
+    Args:
+        ways: classes per agent.
+        seed: of the dealing, independent of the run's seeds.
+    """
+    whole = isinstance(ways, int) and not isinstance(ways, bool)
+    require(whole and ways >= 2, "ways", ways, "must be a whole number, at least 2")
+    (file,) = OMNIGLOT.files
+    arrays = _read(OMNIGLOT.read(file), data_directory() / file)
+    characters = arrays["character"]
+    rows, labels, owners = [], [], []
+    for number, name in enumerate(arrays["alphabets"]):
+        own = np.unique(characters[arrays["alphabet"] == number])
+        dealt = stream(seed, "omniglot", agent=number).permutation(own)
+        for agent in range(len(dealt) // ways):
+            for label, character in enumerate(dealt[agent * ways : (agent + 1) * ways]):
+                found = (arrays["alphabet"] == number) & (characters == character)
+                rows.append(np.flatnonzero(found))
+                labels += [label] * len(rows[-1])
+                owners += [f"{name}-{agent}"] * len(rows[-1])
+    require(bool(rows), "ways", ways, "must be at most the number of characters of an alphabet")
+    return Samples(
+        inputs=torch.from_numpy(_images(arrays["ink"][np.concatenate(rows)])),
+        targets=torch.tensor(labels),
+        classes=tuple(map(str, range(ways))),
+        owners=np.array(owners),
+        scale=1 / 255,
+    )
+
+
+def check_omniglot(content: bytes, path: Path) -> None:
+    """Refuse the bytes of the file ``path`` unless they have the layout of docs/data.md."""
+    _read(content, path)
+
+
+def _read(content: bytes, path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    try:
+        arrays = read_npz(content, ARRAYS)
+        if missing := [name for name in ARRAYS if name not in arrays]:
+            raise ValueError(f"{missing[0]} is not in it")
+        ink, names = arrays["ink"], arrays["alphabets"]
+        width = -(-DRAWN * DRAWN // 8)
+        if ink.dtype != np.uint8 or ink.shape != (len(ink), width) or not len(ink):
+            raise ValueError(f"ink is {ink.dtype} of shape {ink.shape}, not bytes in {width}")
+        for key in ("alphabet", "character", "drawer"):
+            if arrays[key].dtype.kind not in "iu" or arrays[key].shape != (len(ink),):
+                raise ValueError(f"{key} must hold one whole number per drawing")
+        if names.dtype.kind != "U" or names.ndim != 1 or len(set(names)) < len(names):
+            raise ValueError("alphabets must hold different names")
+        if not 0 <= arrays["alphabet"].min() <= arrays["alphabet"].max() < len(names):
+            raise ValueError("alphabet must hold places in alphabets")
+    except Exception as error:  # zipfile and numpy may raise anything on an invalid file
+        raise InputError(
+            f"{path} does not have the layout of Omniglot ({error}): docs/data.md says how to "
+            "make it"
+        ) from error
+    return arrays
+
+
+def _images(ink: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Packed drawings as small images; in whole numbers, so that all machines agree."""
+    drawings = np.unpackbits(ink, axis=1, count=DRAWN * DRAWN).reshape(-1, DRAWN, DRAWN)
+    places = np.arange(DRAWING_SIDE)
+    starts, ends = places * DRAWN // DRAWING_SIDE, -(-(places + 1) * DRAWN // DRAWING_SIDE)
+    images = np.empty((len(drawings), DRAWING_SIDE, DRAWING_SIDE), np.uint8)
+    for y, (top, bottom) in enumerate(zip(starts, ends, strict=True)):
+        band = drawings[:, top:bottom].sum(axis=1, dtype=np.int64)
+        for x, (left, right) in enumerate(zip(starts, ends, strict=True)):
+            area = (bottom - top) * (right - left)
+            images[:, y, x] = (255 * band[:, left:right].sum(axis=1) + area // 2) // area
+    return images
+
+
+SOURCES: dict[str, Callable[..., Samples]] = {
+    "digits": digits,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+    "fashion-mnist": fashion_mnist,
+    "mnist-writers": mnist_writers,
+    "omniglot": omniglot,
+    "sinusoid": sinusoid,
+    "file": own_file,
+}

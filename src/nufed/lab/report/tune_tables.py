@@ -1,0 +1,176 @@
+"""The tables of ``nufed tune`` as text, shared by the terminal and the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from nufed.lab.analysis.tuning_findings import Lost, repeated, sensitivities
+from nufed.lab.report.tables import Table, settings_text
+from nufed.lab.runs.tuning_record import TuningRecord
+
+
+def score_format(record: TuningRecord) -> Callable[[float | None], str]:
+    """Formats accuracies as percentages, other scores as numbers."""
+    percent = record.search.measure == "accuracy"
+
+    def text(value: float | None) -> str:
+        if value is None or not math.isfinite(value):
+            return "failed"
+        return f"{100 * value:.1f} %" if percent else f"{value:.3g}"
+
+    return text
+
+
+def tune_headline(record: TuningRecord) -> str:
+    """One sentence: which method is best on validation samples after tuning."""
+    search, score = record.search, score_format(record)
+    rows = [row for row in repeated(record) if row.chosen]
+    if not rows:
+        return "No trial could be trained."
+    names = [row.trial.method for row in rows]
+    first = rows[0]
+    best = f"{score(first.mean)} with other seeds" if first.mean is not None else score(first.found)
+    words = f"{names[0]} is best after tuning: validation {search.measure} {best}"
+    others = f", ahead of {', '.join(names[1:])}" if names[1:] else ""
+    return (
+        f"{words} on {search.agents} agents{others}; every method had the same budget, "
+        f"{search.budget_text}."
+    )
+
+
+def choices_table(record: TuningRecord) -> Table:
+    """The chosen settings of each method, best method first."""
+    score = score_format(record)
+    headings = ["", "settings", "score", "other seeds", "trials", "spent", "of budget"]
+    rows = []
+    for row in (each for each in repeated(record) if each.chosen):
+        method = row.trial.method
+        spent = record.spent(method)
+        rows.append(
+            [
+                method,
+                settings_text(row.trial.settings),
+                score(row.found),
+                score(row.mean) if row.scores else "–",
+                str(len(record.of(method))),
+                f"{spent:,}",
+                f"{record.used(method):.0%}",
+            ]
+        )
+    for method in record.search.methods:
+        if method not in record.chosen:
+            spent = record.spent(method)
+            share = f"{record.used(method):.0%}"
+            cells = ["every trial failed", "–", "–", str(len(record.of(method)))]
+            rows.append([method, *cells, f"{spent:,}", share])
+    return Table(headings, rows, [False] * len(rows))
+
+
+def sensitivity_table(record: TuningRecord) -> Table:
+    """The score lost by a factor of 3 in each setting."""
+    headings = ["", "setting", "chosen", "÷ 3 loses", "× 3 loses"]
+    score = score_format(record)
+
+    def cell(lost: Lost | None) -> str:
+        if lost is None:
+            return "not tried"
+        if lost.score is None:
+            return "failed"
+        after = f" after {lost.rounds} rounds" if lost.rounds != record.search.rungs[-1] else ""
+        return f"{score(lost.score)}{after}"
+
+    rows = [
+        [
+            own.method,
+            own.setting,
+            settings_text({own.setting: own.value}).partition(" = ")[2],
+            cell(own.smaller),
+            cell(own.larger),
+        ]
+        for own in sensitivities(record)
+    ]
+    return Table(headings, rows, [False] * len(rows))
+
+
+def certainty_table(record: TuningRecord) -> Table:
+    """The finalists: their score in the search and with other seeds."""
+    score, seeds = score_format(record), record.search.repeat_seeds
+    headings = ["", "trial", "settings", "in the search", "mean of others"]
+    rows, quiet = [], []
+    for row in repeated(record):
+        cells = [score(each) for each in row.scores] or ["–"] * len(seeds)
+        mean = score(row.mean) if row.scores else "–"
+        settings = settings_text(row.trial.settings)
+        own = [row.trial.method, str(row.trial.number), settings, score(row.found), mean]
+        rows.append([*own, *cells])
+        quiet.append(not row.chosen)
+    return Table([*headings, *(f"seed {seed}" for seed in seeds)], rows, quiet)
+
+
+def work_table(record: TuningRecord) -> Table:
+    """The work of the search, its evaluations and the repeats, in gradients."""
+    headings = ["", "one full training", "search", "evaluation", "repeats", "failed trials"]
+    rows = []
+    for method, own in record.search.methods.items():
+        trials = record.of(method)
+        again = [trial for trial in record.repeats if trial.method == method]
+        evaluated = sum(rung.evaluation_work for trial in trials for rung in trial.rungs)
+        rows.append(
+            [
+                method,
+                f"{own.work:,.0f}",
+                f"{record.spent(method):,}",
+                f"{evaluated:,}",
+                f"{sum(trial.last.work for trial in again):,}",
+                str(sum(trial.failure is not None for trial in trials)),
+            ]
+        )
+    return Table(headings, rows, [False] * len(rows))
+
+
+def trials_table(record: TuningRecord) -> Table:
+    """Every trial: its settings and its score after each rung, or why it failed."""
+    score, rungs = score_format(record), record.search.rungs
+    headings = ["", "method", "settings", *(f"after {rounds}" for rounds in rungs), "cause"]
+    chosen = set(record.chosen.values())
+    rows = []
+    for trial in record.trials:
+        by_rung = {rung.rounds: rung for rung in trial.rungs}
+        cells = [score(by_rung[k].score) if k in by_rung else "" for k in rungs]
+        mark = "chosen" if trial.number in chosen else trial.failure or ""
+        settings = settings_text(trial.settings)
+        rows.append([str(trial.number), trial.method, settings, *cells, mark])
+    return Table(headings, rows, [trial.number not in chosen for trial in record.trials])
+
+
+def search_table(record: TuningRecord) -> Table:
+    """What was searched, and how."""
+    search = record.search
+    rows = {
+        "command": search.command,
+        "budget of each method": search.budget_text
+        if search.per == "trial"
+        else f"{search.budget_text} of training; a Hessian-vector product counts two; the unit is "
+        "a full training by the cheapest method",
+        "sampler": f"{search.sampler}, seed {search.seed}; the settings as configured are tried "
+        "first",
+        "halving": f"batches of trials are compared after {_listed(search.rungs)} rounds; the best "
+        "third is trained further"
+        + (", scored before the last with the α of training" if search.format > 1 else ""),
+        "scored on": f"validation samples of {search.agents} agents; test samples are never read",
+    }
+    for method, own in search.methods.items():
+        words = [
+            f"{r.setting} {r}{' (log)' * r.log}, {r.origin}"
+            + ("" if r == first else f" {first}, and grown while the best was at its end")
+            for r, first in zip(record.ranges(method), own.ranges, strict=True)
+        ]
+        rows[f"ranges of {method}"] = "; ".join([*words, *own.notes]) or "nothing is searched"
+    rows["software"] = ", ".join(f"{name} {version}" for name, version in search.software.items())
+    return Table(["", ""], [[k, v] for k, v in rows.items()], [False] * len(rows))
+
+
+def _listed(numbers: list[int]) -> str:
+    *before, last = map(str, numbers)
+    return f"{', '.join(before)} and {last}" if before else last

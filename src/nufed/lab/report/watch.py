@@ -1,0 +1,232 @@
+"""The page of a run that is still training: its curves so far, and the results of what is done."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import threading
+from collections.abc import Iterator
+from html import escape
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from math import nan
+from pathlib import Path
+from socketserver import ThreadingTCPServer
+from typing import cast
+
+from nufed.errors import InputError, RunError, visible
+from nufed.lab.report.charts import rounds_chart
+from nufed.lab.report.figures import draw, spec_of
+from nufed.lab.report.page import page_of, template
+from nufed.lab.report.tables import Table, number_format, results_table
+from nufed.lab.runs.frames import signals
+from nufed.lab.runs.read_run import PartState, TrainingState, training_state, version_of
+
+
+def watched_page(state: TrainingState) -> bytes:
+    """The report of a run if it is finished, else what exists so far, as a page in UTF-8."""
+    if state.finished:
+        return page_of([state.run])[0]
+    run, so_far = state.run, state.with_rounds_so_far()
+    groups = _groups(state)
+    specs = {f"rounds-{g}": spec_of(rounds_chart([so_far], g)) for g in groups}
+    results = run.groups if run.methods and run.rows() else []
+    page = template("training.html.j2").render(
+        title=run.path.name,
+        summary=_summary(state),
+        tables=[
+            ("Progress", progress_table(state)),
+            *((f"Done, agents {g} in training", results_table([run], g)) for g in results),
+        ],
+        charts=[
+            (
+                f"rounds-{g}",
+                f"{run.config.eval_on.capitalize()} {run.measure.name} of personal models by "
+                f"round, agents {g} in training, with the step size of fine-tuning as trained. "
+                "Lines: mean over agents and the seeds that have reached the round; bands: range "
+                "over seeds; dotted: the method's global model; dashed: null baselines.",
+            )
+            for g in groups
+        ],
+        failures=run.failures,
+        specs=specs,
+        drawn=draw({}, javascript=True),
+    )
+    return page.encode("utf-8", "backslashreplace")
+
+
+def progress_table(state: TrainingState) -> Table:
+    """Every method and seed: its state, round, latest scores and signals."""
+    rounds, show = state.run.config.rounds, number_format(state.run)
+    last = [_last_signals(part) for part in state.parts]
+    scalars = dict.fromkeys(name for found in last for name in found)
+    rows = []
+    for part, found in zip(state.parts, last, strict=True):
+        at = f"{part.metrics[-1].round} of {rounds}" if part.metrics else "–"
+        scores = [show(score) if score == score else "–" for score in _last_scores(state, part)]
+        more = [f"{found[name]:.4g}" if name in found else "–" for name in scalars]
+        rows.append([part.method, str(part.seed), part.state, at, *scores, *more])
+    titles = ["", "seed", "state", "round", "global", "personal"]
+    names = [name.replace("_", " ") for name in scalars]
+    return Table([*titles, *names], rows, [part.state == "waiting" for part in state.parts])
+
+
+def _last_signals(part: PartState) -> dict[str, float]:
+    """The latest value of each signal of training, such as the update norm."""
+    return {
+        name: value
+        for line in part.metrics
+        for name, value in signals(line).items()
+        if isinstance(value, float) and value == value
+    }
+
+
+def _last_scores(state: TrainingState, part: PartState) -> Iterator[float]:
+    """The scores of the global and personal model on seen agents when last evaluated."""
+    found = [m.evaluation["seen"] for m in part.metrics if "seen" in m.evaluation]
+    shared = found[-1].global_score if found else nan
+    yield nan if shared is None else shared
+    personal = found[-1].score[state.run.config.steps_of(part.method)[0]] if found else nan
+    yield nan if personal is None else personal
+
+
+def _groups(state: TrainingState) -> list[str]:
+    """The groups of agents that any part has evaluated."""
+    evaluated = {str(g) for part in state.parts for m in part.metrics for g in m.evaluation}
+    return [group for group in state.run.groups if group in evaluated]
+
+
+def _summary(state: TrainingState) -> str:
+    count = dict.fromkeys(("done", "failed", "training", "waiting"), 0)
+    for part in state.parts:
+        count[part.state] += 1
+    parts = ", ".join(f"{number} {name}" for name, number in count.items() if number)
+    missing = state.missing_baselines()
+    nulls = f" Null baselines not done yet: {', '.join(missing)}." if missing else ""
+    return (
+        f"Not finished: of {len(state.parts)} methods and seeds {parts}.{nulls} Scores are those "
+        "so far; this page is redrawn as the run proceeds, and becomes its report at the end."
+    )
+
+
+ADDRESS = "127.0.0.1"
+POLL_SECONDS = 3
+RELOAD = """<script>
+setInterval(async () => {
+  const found = await fetch(location.href, {method: "HEAD", cache: "no-store"}).catch(() => null);
+  if (found && found.headers.get("ETag") !== %s) location.reload();
+}, %d);
+</script></body>"""
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "script-src 'unsafe-inline' 'unsafe-eval'; connect-src 'self'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def loopback_hosts(port: int) -> list[str]:
+    """What requests to a port of this machine may name as their host: no name of a foreign site."""
+    return [f"{name}:{port}" for name in (ADDRESS, "localhost")]
+
+
+class WatchedPage:
+    """The page of a run, drawn again when its files have changed."""
+
+    def __init__(self, run: Path, trust: bool) -> None:
+        self._run, self._trust = run, trust
+        self._lock = threading.Lock()
+        self._drawn: tuple[str, bytes] | None = None
+
+    def version(self) -> str:
+        """Changes when the run makes progress."""
+        return f'"{version_of(self._run)}"'
+
+    def draw(self) -> tuple[str, bytes]:
+        """The version and the page; raises RunError or OSError if the run can't be read."""
+        with self._lock:
+            version = self.version()
+            if self._drawn is None or self._drawn[0] != version:
+                page = watched_page(training_state(self._run, trust=self._trust))
+                reload = RELOAD % (json.dumps(version), 1000 * POLL_SECONDS)
+                before, _, after = page.rpartition(b"</body>")
+                self._drawn = version, before + reload.encode() + after
+            return self._drawn
+
+
+class WatchServer(ThreadingTCPServer):
+    """A server of one page on the loopback interface.
+
+    Args:
+        page: what to serve.
+        port: 0 for a free one.
+    """
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, page: WatchedPage, port: int = 0) -> None:
+        self.page, self.path = page, f"/{secrets.token_urlsafe(16)}/"
+        try:
+            super().__init__((ADDRESS, port), WatchHandler)
+        except OSError as error:
+            raise InputError(
+                f"--port {port} can't be used ({error.strerror}): choose another, or 0 for any"
+            ) from error
+        self.hosts = loopback_hosts(self.server_address[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.hosts[0]}{self.path}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print unexpected errors; a closed connection is none."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
+class WatchHandler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD of the page; refuses all else."""
+
+    server_version, sys_version = "nufed", ""
+    timeout = 10  # seconds for a request
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, with_body: bool) -> None:
+        server = cast(WatchServer, self.server)
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or hosts[0] not in server.hosts:
+            self.send_error(HTTPStatus.FORBIDDEN)
+        elif not secrets.compare_digest(self.path.encode(), server.path.encode()):
+            self.send_error(HTTPStatus.NOT_FOUND)
+        elif not with_body:
+            self._send(HTTPStatus.OK, server.page.version(), b"")
+        else:
+            try:
+                self._send(HTTPStatus.OK, *server.page.draw())
+            except (RunError, OSError) as error:  # for example a file that was replaced meanwhile
+                self._send(HTTPStatus.SERVICE_UNAVAILABLE, '""', _retry(str(error)))
+
+    def _send(self, status: HTTPStatus, version: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, "ETag": version}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Requests are not logged."""
+
+
+def _retry(reason: str) -> bytes:
+    page = f"<p>This run can't be read just now: {escape(visible(reason))}</p>"
+    refresh = f'<meta http-equiv="refresh" content="{POLL_SECONDS}">'
+    return f'<!doctype html><meta charset="utf-8">{refresh}{page}'.encode("utf-8", "replace")

@@ -1,0 +1,358 @@
+"""A finished run, read back: its settings, results, costs, warnings and failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nufed.algorithms.gmeta import local_sgd
+from nufed.algorithms.protocol import Algorithm
+from nufed.errors import RunError, visible
+from nufed.evaluate import Measure
+from nufed.files import read_sealed
+from nufed.lab.config.problem import Recorded, resolved_partition
+from nufed.lab.config.schema import Config
+from nufed.lab.runs import frames
+from nufed.lab.runs.bounds_record import BoundsRecord
+from nufed.lab.runs.directory import BOUNDS, PRIVACY
+from nufed.lab.runs.federation_records import PrivacyRecord, TrafficLine, read_traffic
+from nufed.lab.runs.json_files import finite
+from nufed.lab.runs.records import Inputs, SplitRecord, TimingLine, checked
+from nufed.lab.runs.results import Line, Paired, Row, Trained, paired_differences, results_table
+from nufed.lab.runs.warnings import below_start, instability
+
+if TYPE_CHECKING:
+    import pandas as pd  # type: ignore[import-untyped]
+
+GROUPS = ("seen", "unseen")
+BASELINES = {
+    "majority": "always the agent's most frequent class",
+    "local": "trained on the agent's data alone, τ·K updates with the first method's settings, "
+    "and not fine-tuned",
+    "untrained": "the initial model after the first method's fine-tuning",
+}
+
+
+@dataclass(frozen=True)
+class RunWarning:
+    """A warning about the results: its message, number of occurrences and first round.
+
+    ``about`` is "data" (inputs on an unusual scale; of no single method and seed), "numbers"
+    (numerically unreliable results), "training" (it did not do what it is for) or "updates" (some
+    were left out). ``first_round`` is None where no round is named, of data, and of
+    left-out updates in a private run.
+    """
+
+    method: str | None
+    seed: int | None
+    about: str
+    message: str
+    count: int
+    first_round: int | None
+
+    def __str__(self) -> str:
+        when = "" if self.first_round is None else f", round {self.first_round}"
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        if self.method is None:
+            return self.message
+        return f"{self.method}, seed {self.seed}{when}: {self.message}{times}"
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """The contents of a run directory, as :func:`nufed.load_run` returns them."""
+
+    path: Path
+    config: Config
+    measure: Measure
+    software: dict[str, str]
+    splits: dict[int, SplitRecord]
+    methods: dict[str, dict[int, Trained]]
+    baselines: dict[str, dict[int, Trained]]
+    timing: list[TimingLine]
+    failures: list[str]
+    engines: dict[str, str]
+    data_sha256: str
+    inputs: Inputs | None  # None: not one array
+    data_warnings: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()  # methods and seeds that are left out, as text
+
+    def __repr__(self) -> str:
+        names, rounds = ", ".join([*self.methods, *self.baselines]), self.config.rounds
+        return visible(f"<Run {self.path}: {names}; {rounds} rounds, seeds {self.config.seeds}>")
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups of agents: seen, and unseen if any were held out."""
+        return list(GROUPS) if self.config.data.unseen_agents else ["seen"]
+
+    @property
+    def agents(self) -> int:
+        return next(iter(self.splits.values())).number
+
+    @property
+    def partition(self) -> str:
+        """The partition that was used: "auto" as resolved from the data, where that is known."""
+        data = self.config.data
+        if data.split_file is not None:
+            return f"of {data.split_file}"
+        owners = next(iter(self.splits.values())).owners
+        return data.partition if owners is None else resolved_partition(data, owners)
+
+    @property
+    def recorded(self) -> Recorded:
+        """What the directory records of the problem, to rebuild it."""
+        splits = {seed: split.sha256 for seed, split in self.splits.items()}
+        return Recorded(self.path, self.config, self.data_sha256, splits)
+
+    @property
+    def federated(self) -> bool:
+        """Whether it was trained at sites, which keep their data and states."""
+        return "flower" in self.engines.values()
+
+    def who(self, seed: int, agent: int) -> str:
+        """An agent as text: a site by its name, with its number where others have that name too."""
+        names = [listed.name for listed in self.splits[seed].agents] if seed in self.splits else []
+        if not self.federated or not 0 <= agent < len(names):
+            return f"agent {agent}"
+        name = names[agent]
+        return f"site {name}" + (f" (number {agent})" if names.count(name) > 1 else "")
+
+    def traffic(self) -> list[TrafficLine]:
+        """The requests to the sites of a federation, with their times and sizes; none of a private
+        run, whose cohorts are secret."""
+        return [] if self.config.privacy.clip is not None else read_traffic(self.path)
+
+    def lines(self) -> list[Line]:
+        """Lines of the results: each method by number of fine-tuning steps, then null baselines."""
+        return list(self._lines)
+
+    @cached_property  # a report asks for lines and rows many times
+    def _lines(self) -> list[Line]:
+        found = []
+        usual = self.config.steps_shown
+        for name, part in self.methods.items():
+            shown = self.config.steps_of(name)
+            for steps in shown:
+                words = f" after {steps} step{'s' * (steps != 1)}"
+                label = name if shown == [usual] else name + words
+                found.append(Line(label, name, "method", steps, part))
+        for name, part in self.baselines.items():  # a locally trained model is not fine-tuned
+            steps = 0 if name == "local" else usual
+            found.append(Line(name, name, "baseline", steps, part))
+        return found
+
+    def rows(self) -> list[Row]:
+        """The results table, best method of each group first, then the null baselines.
+
+        A line without scores from any agent has no row.
+        """
+        return list(self._rows)
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        algorithms = self.config.algorithms()
+        return results_table(
+            self._lines, self.groups, self.measure, lambda line: _adapt_lr(line, algorithms)
+        )
+
+    def paired(self) -> list[Paired]:
+        """Each method minus the null baselines and the best method, on the same agents."""
+        return list(self._paired)
+
+    @cached_property
+    def _paired(self) -> list[Paired]:
+        return paired_differences(self._lines, self._rows, self.measure)
+
+    def frame(self) -> pd.DataFrame:
+        """Every score of the final models as a pandas data frame, one row per method (or null
+        baseline), seed, agent, model, number of fine-tuning steps and step size.
+
+        The columns are those of :class:`nufed.lab.runs.frames.ScoreRow`.
+        """
+        return frames.frame(self)
+
+    def history(self) -> pd.DataFrame:
+        """The curves by round as a pandas data frame, one row per method, seed, round, group of
+        agents and step size of fine-tuning ("as_trained", for every round, or "chosen").
+
+        ``global`` and ``personal`` are mean scores, the latter after the steps that results show;
+        ``personal_0``, ``personal_1``, … after so many. They are missing in rounds that were not
+        evaluated. The costs and other numbers of the round are the same in all rows of a round.
+        """
+        return frames.history(self)
+
+    def costs(self, name: str) -> dict[str, float]:
+        """The cost of training a method, per seed: gradients, HVPs, traffic and seconds; and that
+        of its evaluations."""
+        part = self.methods[name]
+        work = ("gradients", "hvps", "evaluation_gradients", "evaluation_hvps")
+        keys = (*work, "bytes_up", "bytes_down")
+        total = {k: sum(getattr(m, k) for t in part.values() for m in t.metrics) for k in keys}
+        seconds = sum(t.seconds for t in self.timing if t.method == name)
+        return {k: v / len(part) for k, v in {**total, "seconds": seconds}.items()}
+
+    @property
+    def step_sizes_chosen(self) -> bool:
+        """Whether step sizes of fine-tuning were chosen at evaluation."""
+        return any(t.chosen for part in self.methods.values() for t in part.values())
+
+    def step_size_notes(self) -> list[str]:
+        """Caveats about the step sizes of fine-tuning."""
+        if not self.step_sizes_chosen:
+            why = (
+                "eval_lr is as_trained"
+                if self.config.eval_lr == "as_trained"
+                else "agents have no validation samples to choose another one on (data.validation)"
+            )
+            return [
+                f"Every method is fine-tuned with the step size (α) of its settings: {why}. "
+                "FedAvg's training does not depend on α, so its α here is arbitrary: differences "
+                "between methods may be due to α."
+            ]
+        return [
+            f"{line.label}, seed {seed}: {note}"
+            for line in self.lines()
+            for seed, trained in line.seeds.items()
+            if trained.step_sizes
+            for note in trained.step_sizes.notes(line.steps)
+        ]
+
+    @property
+    def shown_round(self) -> str:
+        """The round of the models that results show, as text."""
+        parts = self.methods.values()  # of a run that still trains, some have no rounds yet
+        trained = [each for part in parts for each in part.values() if each.metrics]
+        stopped = any(each.metrics[-1].round < self.config.rounds for each in trained)
+        shown = sorted({each.round for each in trained}) or [self.config.rounds]
+        rounds = f"{shown[0]}" if len(shown) == 1 else f"{shown[0]} to {shown[-1]}"
+        which = "best round on validation samples" if self.config.keep == "best" else "last round"
+        return f"{which} ({rounds}{', training stopped early' * stopped})"
+
+    def model_notes(self) -> list[str]:
+        """With early stopping or ``keep = "best"``: each method's rounds, and the round shown."""
+        if self.config.stop_when is None and self.config.keep == "last":
+            return []
+        of = f"of {self.config.rounds}"
+        return [
+            f"{name}, seed {seed}: trained for {trained.metrics[-1].round} {of} rounds; results "
+            f"show the model of round {trained.round}, the "
+            + ("best on validation samples" if self.config.keep == "best" else "last")
+            for name, part in self.methods.items()
+            for seed, trained in part.items()
+            if trained.metrics
+        ]
+
+    def rejected(self) -> list[str]:
+        """Every update that was left out, as text; in a private run without agent and round."""
+        private = self.config.privacy.clip is not None
+        found = [
+            f"{name}, seed {seed}"
+            + ("" if private else f", {self.who(seed, r.agent)}, round {line.round}")
+            + f": {r.reason}"
+            for name, part in self.methods.items()
+            for seed, trained in part.items()
+            for line in trained.metrics
+            for r in line.rejected
+        ]
+        return sorted(found) if private else found
+
+    def warnings(self) -> list[RunWarning]:
+        """Unusual data, numerical problems, each message once, trainings that became unstable or
+        ended below their start, and the number of updates that were left out."""
+        private = self.config.privacy.clip is not None
+        found = [RunWarning(None, None, "data", text, 1, None) for text in self.data_warnings]
+        found += [
+            RunWarning(line.name, seed, "training", message, 1, None)
+            for line in self.lines()
+            if line.kind == "method"
+            for seed, trained in line.seeds.items()
+            if (message := below_start(line, trained, self.measure))
+        ]
+        algorithms = self.config.algorithms()
+        for name, part in self.methods.items():
+            caveat = algorithms[name].caveat(self.config.rounds)
+            for seed, trained in part.items():
+                if caveat:
+                    found.append(RunWarning(name, seed, "training", caveat, 1, None))
+                if jump := instability(trained):
+                    first, count, message = jump
+                    found.append(RunWarning(name, seed, "training", message, count, first))
+                counts = Counter(w.message for w in trained.warnings)
+                for message, count in counts.items():
+                    first = min(w.round for w in trained.warnings if w.message == message)
+                    found.append(RunWarning(name, seed, "numbers", message, count, first))
+                lost = [(m.round, r) for m in trained.metrics for r in m.rejected]
+                if lost:
+                    first, update = lost[0]
+                    message = f"updates left out, the first because {update.reason}"
+                    when = None if private else first
+                    found.append(RunWarning(name, seed, "updates", message, len(lost), when))
+        return found
+
+    def unscored(self) -> list[str]:
+        """The agents without valid scores of the final model, and why, as text."""
+        return [
+            f"{name}, seed {seed}, {self.who(seed, each.agent)}: {each.reason}"
+            for name, part in self.methods.items()
+            for seed, trained in part.items()
+            for each in (trained.metrics[-1].unscored if trained.metrics else ())
+            if each.agent not in {s.agent for s in trained.scores}  # a retry may have succeeded
+        ]
+
+    def unanswered(self) -> list[str]:
+        """The number of unanswered requests by method, as text."""
+        found = []
+        for name, part in self.methods.items():
+            lines = [line for trained in part.values() for line in trained.metrics]
+            lost = sum(len(line.dropped) for line in lines)
+            asked = sum(len(line.cohort) for line in lines)
+            if lost:
+                found.append(f"{name}: {lost:,} of {asked:,} requests ({lost / asked:.0%})")
+        return found
+
+    def privacy(self) -> PrivacyRecord | None:
+        """The privacy spent, of a federation with noisy updates; else None."""
+        path = self.path / PRIVACY
+        if not path.exists():
+            return None
+        return checked(PrivacyRecord, read_sealed(path).about, path)
+
+    def bounds(self) -> BoundsRecord | None:
+        """The results of ``nufed bounds`` for this run; None if it was not run."""
+        path = self.path / BOUNDS
+        if not path.exists():
+            return None
+        try:
+            return checked(BoundsRecord, read_sealed(path).about, path)
+        except RunError as error:
+            raise RunError(f"{error}; remove it, or run `nufed bounds` again") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """The results as plain data; reproducible from the configuration."""
+        return {
+            "measure": self.measure.name,
+            "higher_is_better": self.measure.higher_is_better,
+            "rounds": self.config.rounds,
+            "scored_on": self.config.eval_on,
+            "fine_tuning_steps": self.config.steps_shown,
+            "eval_lr": "chosen" if self.step_sizes_chosen else "as_trained",
+            "notes": [*self.step_size_notes(), *self.model_notes()],
+            "seeds": self.config.seeds,
+            **({"tuned": self.config.tuned.model_dump()} if self.config.tuned else {}),
+            "rows": [finite(row.record()) for row in self.rows()],
+            "paired": [finite(asdict(each)) for each in self.paired()],
+            "warnings": [asdict(warned) for warned in self.warnings()],
+        }
+
+
+def _adapt_lr(line: Line, algorithms: Mapping[str, Algorithm]) -> float | None:
+    """The step size that a line's scales multiply; None if it is not a single number."""
+    if line.kind == "method":
+        return algorithms[line.name].fixed_rate
+    first = next(iter(algorithms.values()))
+    return local_sgd(first).meta_lr if line.name == "local" else first.initial_rate

@@ -1,0 +1,603 @@
+"""Validation scores by round: when training stops early, and which round's model is kept.
+
+Scores are means over agents seen in training on their validation samples, of the personal model
+after the number of fine-tuning steps that results show. Test samples decide nothing. The decisions
+are functions of the recorded scores, so that a resumed training takes the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Self
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from nufed.algorithms.protocol import Algorithm, State
+from nufed.errors import NumericalWarning, RunError
+from nufed.evaluate import Evaluation
+from nufed.files import (
+    Pieces,
+    cannot_write,
+    read_sealed,
+    remove_temporary,
+    sha256,
+    sha256_of,
+    tensor_pieces,
+    write_durably,
+    write_sealed,
+)
+from nufed.lab.config import Config
+from nufed.lab.runs.agent_states import Inventory, StoredStates, kept_rounds, no_best
+from nufed.lab.runs.directory import RunDirectory
+from nufed.lab.runs.json_files import finite
+from nufed.lab.runs.records import Done, Manifest, MetricsLine, checked, round_line
+from nufed.objective import Objective
+from nufed.server import Progress, to_send
+
+
+@dataclass
+class ValidationScores:
+    """The scores of the evaluated rounds so far, ascending.
+
+    Args:
+        higher_is_better: of the run's measure.
+        patience: evaluations without a better score after which training stops; None: never.
+        keeps_best: whether the model of the best round is kept; else the last one.
+
+    >>> scores = ValidationScores(True, patience=2)
+    >>> for round, score in [(0, 0.1), (10, 0.7), (20, 0.6), (30, 0.7)]:
+    ...     scores.add(round, score)
+    >>> scores.best(), scores.best(5), scores.stops_at(20), scores.stops_at(30)
+    (10, 0, False, True)
+    """
+
+    higher_is_better: bool
+    patience: int | None = None
+    keeps_best: bool = False
+    scores: list[tuple[int, float]] = field(default_factory=list)
+
+    def restore(self, lines: Iterable[MetricsLine]) -> None:
+        """Take the scores of the metrics that a training resumes from."""
+        found = ((line.round, line.validation_score) for line in lines)
+        self.scores = [(round, score) for round, score in found if score is not None]
+
+    def add(self, round: int, score: float) -> None:
+        """Add the score of a round, unless training resumed after it and has it already."""
+        if not self.scores or self.scores[-1][0] < round:
+            self.scores.append((round, score))
+
+    def best(self, until: int | None = None) -> int | None:
+        """The first round with the best score, among those until a round; None without scores.
+
+        A score that is not finite is worse than all others.
+        """
+        found = [(k, score) for k, score in self.scores if until is None or k <= until]
+        return max(found, key=lambda each: self._rank(each[1]))[0] if found else None
+
+    def stops_at(self, round: int) -> bool:
+        """Whether training stops after this round."""
+        if self.patience is None or not self.scores or self.scores[-1][0] != round:
+            return False
+        best = self.best()
+        return sum(k > best for k, _ in self.scores if best is not None) >= self.patience
+
+    def keeps(self, round: int) -> int | None:
+        """The round whose checkpoint is kept for one of ``round``: the best until then, or None."""
+        return self.best(round) if self.keeps_best else None
+
+    def _rank(self, score: float) -> float:
+        if not math.isfinite(score):
+            return -math.inf
+        return score if self.higher_is_better else -score
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The server's state after ``round`` rounds.
+
+    ``metrics_bytes`` is the length of the metrics file then, ``metrics_sha256`` its SHA-256;
+    ``notes`` is what else the engine needs to resume, as plain JSON; ``states`` is an inventory
+    of the agents' states, which are in files of their own.
+    """
+
+    round: int
+    server: State
+    metrics_bytes: int
+    metrics_sha256: str
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    states: Inventory = field(default_factory=Inventory)
+
+    def check_fits(self, server: State, folder: Path) -> None:
+        """Refuse vectors whose names, shapes or dtypes differ from those of ``server``."""
+        kinds = [{n: (v.shape, v.dtype) for n, v in s.items()} for s in (self.server, server)]
+        if kinds[0] != kinds[1]:
+            path = _path(folder, self.round)
+            raise RunError(f"{path} is invalid: its vectors are not those of this method")
+
+
+def save_checkpoint(
+    folder: Path,
+    checkpoint: Checkpoint,
+    belongs_to: Mapping[str, str],
+    best: Callable[[int], int | None] = no_best,
+) -> None:
+    """Write a checkpoint into a part's directory and remove all but those that are kept."""
+    manifest = {
+        "round": checkpoint.round,
+        "states": astuple(checkpoint.states),
+        "metrics_bytes": checkpoint.metrics_bytes,
+        "metrics_sha256": checkpoint.metrics_sha256,
+        "belongs_to": dict(belongs_to),
+        **({"notes": dict(checkpoint.notes)} if checkpoint.notes else {}),
+    }
+    write_sealed(_path(folder, checkpoint.round), manifest, checkpoint.server)
+    tidy(folder, checkpoint.round, best)
+
+
+def load_checkpoint(
+    folder: Path, belongs_to: Mapping[str, str]
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint, and why newer ones are not.
+
+    A checkpoint of another configuration, data or split is not valid.
+    """
+    problems: list[str] = []
+    for round in reversed(saved_rounds(folder)):
+        try:
+            return read_checkpoint(folder, round, belongs_to), problems
+        except (OSError, RunError) as error:
+            name = _path(folder, round).name
+            problems.append(
+                f"the checkpoint of round {round} ({name}) in {folder} can't be used: {error}"
+            )
+    return None, problems
+
+
+def tidy(folder: Path, newest: int, best: Callable[[int], int | None] = no_best) -> list[int]:
+    """Remove temporary files, checkpoints newer than ``newest``, and all but the last two others.
+
+    ``best`` of a round that is kept is kept, too. Returns the rounds of those that are kept.
+    """
+    remove_temporary(folder)
+    rounds = saved_rounds(folder)
+    kept = kept_rounds([round for round in rounds if round <= newest], best)
+    for round in rounds:
+        if round not in kept:
+            remove_checkpoint(folder, round)
+    return kept
+
+
+def remove_checkpoint(folder: Path, round: int) -> None:
+    path = _path(folder, round)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def saved_rounds(folder: Path) -> list[int]:
+    """The rounds of which there is a checkpoint, valid or not, ascending."""
+    stems = (path.stem for path in folder.glob("checkpoint-*.safetensors"))
+    numbers = [stem.removeprefix("checkpoint-") for stem in stems]
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def read_checkpoint(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint:
+    """The checkpoint of a round; raises if it is damaged or of another run."""
+    path = _path(folder, round)
+    found = read_sealed(path)
+    manifest = checked(Manifest, found.about, path)
+    if manifest.round != round:
+        raise RunError(f"it is of round {manifest.round}")
+    for what, value in belongs_to.items():
+        if manifest.belongs_to.get(what) != value:
+            raise RunError(f"it belongs to another {what}")
+    length, digest = manifest.metrics_bytes, manifest.metrics_sha256
+    metrics = (folder / "metrics.jsonl").read_bytes()[:length]
+    if len(metrics) != length or sha256(metrics) != digest:
+        raise RunError("metrics.jsonl is damaged: its SHA-256 differs")
+    states = Inventory(*manifest.states)
+    return Checkpoint(round, found.tensors, length, digest, manifest.notes, states)
+
+
+def _path(folder: Path, round: int) -> Path:
+    return folder / f"checkpoint-{round:06d}.safetensors"
+
+
+DONE, FAILURE = "done.json", "failure.json"
+FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # of a method
+BASELINE_FILES = ("agents.jsonl",)
+CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"  # where step sizes were chosen
+WARNINGS = "warnings.jsonl"  # where there were any
+FITS = "fits.jsonl"  # where models are curves
+LAST = "model-last.safetensors"  # where results show the model of an earlier round
+RESAMPLED = "resampled.jsonl"  # where agents are few: of the scores that results show
+OPTIONAL = (CHOSEN, STEP_SIZES, WARNINGS, FITS, LAST, RESAMPLED)
+
+
+class PartFiles:
+    """The directory of a method and seed.
+
+    Args:
+        folder: its path.
+        belongs_to: digests of the configuration, data and split, which a checkpoint must match.
+        validation: scores for early stopping and for keeping the best round; None: neither.
+
+    ``warnings`` are the numerical problems found, each with its round; checkpoints include them.
+    ``states`` are the agents' states.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        belongs_to: Mapping[str, str],
+        validation: ValidationScores | None = None,
+    ) -> None:
+        self.folder, self.belongs_to, self.validation = folder, belongs_to, validation
+        self._best = validation.keeps if validation else no_best
+        self.warnings: list[dict[str, Any]] = []
+        self.states = StoredStates(folder, belongs_to)
+        self._metrics: IO[bytes] | None = None
+        self._hash, self._length = hashlib.sha256(), 0
+
+    def is_done(self, rounds: int) -> bool:
+        """Whether it was trained for so many rounds; raises if its files have changed since."""
+        if not (self.folder / DONE).exists():
+            return False
+        about = check_done(self.folder)
+        if about.rounds > rounds:
+            raise RunError(
+                f"rounds = {rounds}, but {about.rounds} are done in {self.folder}: set rounds to "
+                "that or more, or start a new run"
+            )
+        return about.rounds == rounds and about.belongs_to == dict(self.belongs_to)
+
+    def check_rounds(self, rounds: int) -> None:
+        """Refuse to resume to fewer rounds than are done."""
+        checkpoint, _ = load_checkpoint(self.folder, self.belongs_to)
+        if checkpoint and checkpoint.round > rounds:
+            raise RunError(
+                f"rounds = {rounds}, but {checkpoint.round} are done in {self.folder}: set rounds "
+                "to that or more, or start a new run"
+            )
+
+    def newest(self) -> Checkpoint | None:
+        """The last checkpoint; refused if it is damaged, whatever earlier ones are."""
+        saved = saved_rounds(self.folder)
+        checkpoint, problems = load_checkpoint(self.folder, self.belongs_to)
+        if saved and (checkpoint is None or saved[-1] != checkpoint.round):
+            raise RunError(
+                f"{problems[0]}, and an earlier one does not record all privacy spent: restore "
+                "its files from a backup, or start a new run"
+            )
+        return checkpoint
+
+    def begin(self, rounds: int, eval_every: int) -> Checkpoint | None:
+        """Truncate the metrics to the newest valid checkpoint, open them, and return it.
+
+        If ``rounds`` has grown, the former last round may have an evaluation that ``eval_every``
+        does not schedule: training then resumes from an earlier checkpoint.
+        """
+        checkpoint, problems = load_checkpoint(self.folder, self.belongs_to)
+        for problem in problems:
+            warnings.warn(f"{problem}; an earlier one is used", NumericalWarning, stacklevel=2)
+        path, length = self.folder / "metrics.jsonl", checkpoint.metrics_bytes if checkpoint else 0
+        before = path.read_bytes()[:length] if path.exists() else b""
+        self._hash, self._length = hashlib.sha256(before), len(before)
+        if self.validation:
+            self.validation.restore(self.lines())
+        kept = tidy(self.folder, checkpoint.round if checkpoint else -1, self._best)
+        if checkpoint and checkpoint.round < rounds and checkpoint.round % eval_every:
+            *_, last = before.splitlines() or [b""]
+            if checked(MetricsLine, last, path).evaluation:
+                remove_checkpoint(self.folder, checkpoint.round)
+                return self.begin(rounds, eval_every)
+        self.warnings = list(checkpoint.notes.get("warnings", ())) if checkpoint else []
+        self.states = StoredStates(self.folder, self.belongs_to, kept, best=self._best)
+        self.states.begin(checkpoint.states if checkpoint else Inventory())
+        try:
+            (self.folder / DONE).unlink(missing_ok=True)
+            (self.folder / FAILURE).unlink(missing_ok=True)
+            self._metrics = path.open("r+b" if path.exists() else "wb")
+            self._metrics.truncate(length)  # later rounds are trained again
+            self._metrics.seek(length)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        return checkpoint
+
+    def lines(self) -> list[MetricsLine]:
+        """The metrics of the rounds before the one that training starts or resumes with."""
+        return self._lines(self._length)
+
+    def all_lines(self) -> list[MetricsLine]:
+        """The metrics of all rounds up to the newest valid checkpoint."""
+        checkpoint, _ = load_checkpoint(self.folder, self.belongs_to)
+        return self._lines(checkpoint.metrics_bytes if checkpoint else 0)
+
+    def _lines(self, length: int) -> list[MetricsLine]:
+        path = self.folder / "metrics.jsonl"
+        text = path.read_bytes()[:length] if length else b""
+        return [checked(MetricsLine, line, path) for line in text.splitlines()]
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Write one line of metrics."""
+        assert self._metrics is not None
+        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
+        try:
+            self._metrics.write(line)
+            self._metrics.flush()  # for `nufed watch`
+        except OSError as error:
+            raise cannot_write(self.folder / "metrics.jsonl", error) from error
+        self._hash.update(line)
+        self._length += len(line)
+
+    def checkpoint(self, round: int, server: State, notes: Mapping[str, Any] | None = None) -> None:
+        """Save a checkpoint."""
+        self._sync()
+        states = self.states.flush(round)
+        notes = {**(notes or {}), **({"warnings": self.warnings} if self.warnings else {})}
+        save_checkpoint(
+            self.folder,
+            Checkpoint(round, server, self._length, self._hash.hexdigest(), notes, states),
+            self.belongs_to,
+            self._best,
+        )
+
+    def saved(self, round: int) -> tuple[State, StoredStates]:
+        """The server's and the agents' states of a round whose checkpoint is kept."""
+        try:
+            server = read_checkpoint(self.folder, round, self.belongs_to).server
+        except (OSError, RunError) as error:
+            raise RunError(
+                f"the checkpoint of round {round} in {self.folder}, the best one, can't be used "
+                f"({error}): remove that directory and continue with `nufed run --resume`"
+            ) from error
+        return server, StoredStates(self.folder, self.belongs_to, [round])
+
+    def finish(self, rounds: int, evaluation: Evaluation, last: Progress, shown: Progress) -> None:
+        """Write the final scores and states, then mark the part as done.
+
+        Args:
+            rounds: those of the configuration; ``last`` is after fewer if training stopped early.
+            evaluation: the final scores, of the model that results show.
+            last: the training state at the end.
+            shown: that of the model that results show.
+        """
+        self._sync()
+        self.states.prune()
+        files: dict[str, bytes | Pieces] = {
+            **_score_files(evaluation),
+            "model.safetensors": tensor_pieces(shown.server),
+        }
+        if shown.round != last.round:
+            files[LAST] = tensor_pieces(last.server)
+        if self.warnings:
+            files[WARNINGS] = _lines(self.warnings)
+        about = {"trained": last.round} if last.round != rounds else {}
+        if self.validation and self.validation.keeps_best:
+            about["shown"] = shown.round
+        self._write_done(rounds, files, {"metrics.jsonl": self._hash.hexdigest()}, about)
+
+    def finish_baseline(self, rounds: int, evaluation: Evaluation) -> None:
+        """Write the scores of a null baseline, then mark it as done."""
+        self._write_done(rounds, _score_files(evaluation), {})
+
+    def _write_done(
+        self,
+        rounds: int,
+        files: Mapping[str, bytes | Pieces],
+        others: Mapping[str, str],
+        further: Mapping[str, int] | None = None,
+    ) -> None:
+        for name, content in files.items():
+            write_durably(self.folder / name, content)
+        hashes = {name: sha256(content) for name, content in files.items()}
+        about = {
+            "rounds": rounds,
+            **(further or {}),
+            "belongs_to": dict(self.belongs_to),
+            "files": {**hashes, **others},
+        }
+        write_sealed(self.folder / DONE, about)
+
+    def close(self) -> None:
+        """Close the metrics; lines since the last sync may be lost."""
+        if self._metrics is not None:
+            with suppress(OSError):  # a full disk, which the last sync would have reported
+                self._metrics.close()
+            self._metrics = None
+
+    def _sync(self) -> None:
+        assert self._metrics is not None
+        try:
+            self._metrics.flush()
+            os.fsync(self._metrics.fileno())
+        except OSError as error:
+            raise cannot_write(self.folder / "metrics.jsonl", error) from error
+
+
+def _score_files(evaluation: Evaluation) -> dict[str, bytes]:
+    files = {"agents.jsonl": _lines(agent.record() for agent in evaluation.as_trained)}
+    if evaluation.chosen is not None:
+        files[CHOSEN] = _lines(agent.record() for agent in evaluation.chosen)
+    if evaluation.step_sizes is not None:
+        text = json.dumps(finite(evaluation.step_sizes.record()), indent=1, allow_nan=False)
+        files[STEP_SIZES] = f"{text}\n".encode()
+    shown = evaluation.chosen or evaluation.as_trained
+    if any(agent.resampled for agent in shown):
+        own = ({"agent": agent.agent, "scores": agent.resampled} for agent in shown)
+        files[RESAMPLED] = _lines(own)
+    if evaluation.fits:
+        files[FITS] = _lines(fit.record() for fit in evaluation.fits)
+    return files
+
+
+def _lines(records: Iterable[Mapping[str, Any]]) -> bytes:
+    lines = (json.dumps(finite(record), allow_nan=False) for record in records)
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def read_received(path: Path, algorithm: Algorithm, objective: Objective) -> State:
+    """The broadcast vectors of a saved server state, checked against the algorithm."""
+    try:
+        state = load(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} can't be read as a model: {error}") from error
+    for name, vector in algorithm.initial_server(objective, objective.initial()).items():
+        found = state.get(name)
+        if found is None or found.shape != vector.shape or found.dtype != vector.dtype:
+            raise RunError(
+                f"{path} is invalid: it must hold a vector {name!r} of {vector.numel()} numbers, "
+                f"{vector.dtype}"
+            )
+    return to_send(algorithm, state)
+
+
+def check_done(folder: Path) -> Done:
+    """The content of ``done.json``; raises if a file that it lists has changed since."""
+    try:
+        about = checked(Done, read_sealed(folder / DONE).about, folder / DONE)
+        for name, digest in about.files.items():
+            if name not in (*FILES, *OPTIONAL):
+                raise RunError(f"{DONE} lists {name!r}, which is not a file of a part")
+            if sha256_of(folder / name) != digest:
+                raise RunError(f"{name}: its SHA-256 differs from that in {DONE}")
+    except (OSError, RunError) as error:
+        raise RunError(
+            f"{folder} is damaged ({error}): remove that directory and continue with `nufed run "
+            "--resume`, which trains it again"
+        ) from error
+    return about
+
+
+class Recorder:
+    """Resumes one method and seed, records its rounds, and finishes it.
+
+    Args:
+        directory: the run directory.
+        files: those of the method and seed.
+        config: the number of rounds, and which are evaluated and have their models saved.
+        method: the name of the method.
+        algorithm: what the method runs.
+        seed: of the training.
+
+    A context manager that closes the files. ``notes`` are the engine's, from the checkpoint that
+    training resumes from; None for a new training.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        files: PartFiles,
+        config: Config,
+        method: str,
+        algorithm: Algorithm,
+        seed: int,
+    ) -> None:
+        self.files = files
+        self.notes: Mapping[str, Any] | None = None
+        self._directory, self._config = directory, config
+        self._method, self._algorithm, self._seed = method, algorithm, seed
+        self._resumed: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()
+
+    def resume(self, like: Callable[[], State], eval_every: int | None = None) -> Progress | None:
+        """The training state of the newest valid checkpoint; None for a new training.
+
+        Args:
+            like: makes a server state, whose shapes and dtypes the checkpoint must match.
+            eval_every: overrides the configuration's, for :meth:`PartFiles.begin`.
+        """
+        saved = self.files.begin(self._config.rounds, eval_every or self._config.eval_every)
+        if saved is None:
+            return None
+        saved.check_fits(like(), self.files.folder)
+        self.notes, self._resumed = saved.notes, saved.round
+        medians = next((line.median_norms for line in reversed(self.files.lines())), {})
+        return Progress(saved.round, saved.server, self.files.states, medians=medians)
+
+    def is_done(self, progress: Progress) -> bool:
+        """Whether a round is complete because training resumed from it.
+
+        Not for the last round: the run may have been killed before it was finished.
+        """
+        return progress.round == self._resumed and not self.is_last(progress)
+
+    def is_last(self, progress: Progress) -> bool:
+        """Whether training ends after this round; known once its validation score is added."""
+        scores = self.files.validation
+        stops = scores is not None and scores.stops_at(progress.round)
+        return progress.round == self._config.rounds or stops
+
+    def shown(self, last: Progress) -> Progress:
+        """The training state whose model results show, when ``last`` is the last."""
+        scores = self.files.validation
+        best = scores.keeps(last.round) if scores else None
+        if best is None or best == last.round:
+            return last
+        return Progress(best, *self.files.saved(best))
+
+    def is_kept(self, progress: Progress) -> bool:
+        """Whether this is the best round so far, whose model is kept."""
+        scores = self.files.validation
+        return scores is not None and scores.keeps(progress.round) == progress.round
+
+    def is_evaluated(self, progress: Progress) -> bool:
+        """Whether the model after this round is evaluated."""
+        return progress.round % self._config.eval_every == 0 or (
+            progress.round == self._config.rounds
+        )
+
+    def record(
+        self,
+        progress: Progress,
+        line: Mapping[str, Any],
+        *,
+        checkpoint: bool,
+        notes: Mapping[str, Any] | None = None,
+    ) -> MetricsLine | None:
+        """Write a round's metrics, its model if due, and a checkpoint.
+
+        Returns the line of metrics; None if training resumed after this round, which has one.
+
+        Args:
+            progress: the training state after the round.
+            line: further entries of the line of metrics, such as scores.
+            checkpoint: whether to write one.
+            notes: what the engine needs to resume, as JSON.
+        """
+        if progress.round == self._resumed:
+            return None
+        whole = finite({**round_line(self._algorithm, progress), **line})
+        self.files.add(whole)
+        if is_due(self._config.save_every, progress.round):
+            self._directory.write_model(self._method, self._seed, progress.server, progress.round)
+        if checkpoint:
+            self.files.checkpoint(progress.round, progress.server, notes)
+        return checked(MetricsLine, whole, self.files.folder / "metrics.jsonl")
+
+    def finish(self, evaluation: Evaluation, last: Progress, shown: Progress | None = None) -> None:
+        """Write the final scores and states, then mark the part as done.
+
+        ``shown`` is the training state whose model was evaluated, by default the ``last`` one.
+        """
+        self.files.finish(self._config.rounds, evaluation, last, shown or last)
+
+
+def is_due(every: int, round: int) -> bool:
+    """Whether something scheduled every so many rounds (0: never) is due after this one."""
+    return every > 0 and round > 0 and round % every == 0

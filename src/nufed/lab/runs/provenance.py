@@ -1,0 +1,302 @@
+"""Provenance of a run: ``config.toml``, which may be read and edited, and the sealed ``run.json``.
+
+Both hold the configuration and must agree. A resumed run may have more rounds and other software
+versions, which are recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from nufed.data import Samples, Split
+from nufed.data.samples import InputRange, input_ranges, scale_warnings
+from nufed.errors import InputError, NumericalWarning, RunError, shown
+from nufed.evaluate import Measure
+from nufed.files import write_durably, write_sealed
+from nufed.lab.config.describe import sentence
+from nufed.lab.config.load import known_fields, read_config
+from nufed.lab.config.problem import Recorded
+from nufed.lab.config.schema import Config
+from nufed.lab.config.trust import methods_are_imported, require_trust
+from nufed.lab.runs.directory import RunDirectory
+from nufed.lab.runs.json_files import read_about
+from nufed.lab.runs.records import RunAbout, checked
+from nufed.simulation.engine import EngineName
+
+FORMAT = 4
+
+
+class Provenance:
+    """``config.toml`` and ``run.json`` of a run directory."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory, self.path = directory, directory.path
+
+    def write(
+        self,
+        config: Config,
+        measure: Measure,
+        engines: Mapping[str, str],
+        samples: Samples,
+        data_sha256: str,
+    ) -> None:
+        """Record the start of a run, whose splits have been written.
+
+        ``samples`` give the format of one sample; ``data_sha256`` is the digest of all data, empty
+        if these are at the sites of a federation. Warns of inputs whose scale is far from 1.
+        """
+        ranges = input_ranges(samples) if data_sha256 else {}
+        told = scale_warnings(samples, ranges)
+        for text in told:
+            warnings.warn(text, NumericalWarning, stacklevel=2)
+        self._write_config(config)
+        about = {
+            "format": FORMAT,
+            "measure": {"name": measure.name, "higher_is_better": measure.higher_is_better},
+            "engines": dict(engines),
+            "config": plain_settings(config),
+            "data_sha256": data_sha256,
+            "inputs": _describe(samples, ranges),
+            **({"data_warnings": told} if told else {}),
+            "software": {
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                "threads": config.threads,
+                **_versions(),
+            },
+        }
+        write_sealed(self.path / "run.json", about)
+
+    def about(self) -> RunAbout:
+        """The content of run.json."""
+        path = self.path / "run.json"
+        unsealed = _format_without_seal(path)
+        content = read_about(path) if unsealed is None else {"format": unsealed}
+        written = content.get("format", FORMAT)
+        if written != FORMAT:
+            raise RunError(
+                f"{path} has format {shown(written)}, and this nufed reads {FORMAT}: use the "
+                "version that wrote it"
+            )
+        return checked(RunAbout, content, path)
+
+    def engines(self) -> dict[str, EngineName]:
+        """The engine of each method of a simulation, chosen when it started."""
+        engines = self.about().engines
+        found = {name: engine for name, engine in engines.items() if engine != "flower"}
+        if len(found) < len(engines):
+            raise RunError(
+                f"{self.path} is the run of a federation: resume it with `nufed federate run`"
+            )
+        return found
+
+    def software(self) -> dict[str, str]:
+        """The software that the run was started with, and the versions it was resumed with."""
+        about = self.about()
+        return {
+            name: ", then ".join(
+                dict.fromkeys([str(value), *(v[name] for v in about.resumed if name in v)])
+            )
+            for name, value in about.software.items()
+        }
+
+    def read(self, trust: bool = False) -> Config:
+        """The run's configuration, which must equal the one in run.json except for ``workers``.
+
+        ``trust`` allows importing the algorithms that it names, if it names any.
+        """
+        config, changed = self._read_both()
+        if changed:
+            longer = changed.keys() == {"rounds"} and changed["rounds"][1] > changed["rounds"][0]
+            raise self._was_changed(
+                changed, f"or train longer with `nufed run --resume {self.path}`" if longer else ""
+            )
+        if not methods_are_imported(config):
+            require_trust(self.path, config, trust)
+        config.algorithms()  # refuses unknown settings
+        return config
+
+    def read_to_resume(self, overrides: Sequence[str] = ()) -> Config:
+        """The same with overrides; only ``rounds`` may be larger, and ``workers`` differ.
+
+        A kill in :meth:`write_resumed` can leave the larger ``rounds`` in config.toml alone.
+        """
+        config, changed = self._read_both()
+        then, now = changed.pop("rounds", (0, 0))
+        if changed or now < then:
+            raise self._was_changed(changed or {"rounds": (then, now)})
+        longer = read_config(self.path / "config.toml", overrides)
+        different = flat_differences(plain_settings(config), plain_settings(longer))
+        if different.keys() - {"rounds"} or longer.rounds < config.rounds:
+            raise InputError(
+                f"{' '.join(overrides)}: a resumed run keeps its settings; only rounds may be "
+                f"increased, from {config.rounds}"
+            )
+        return longer
+
+    def _read_both(self) -> tuple[Config, dict[str, tuple[Any, Any]]]:
+        """The configuration in config.toml, and how it differs from the one in run.json."""
+        self.about()  # first: a config.toml of another format may have other keys
+        path = self.path / "config.toml"
+        try:
+            config = read_config(path)
+        except InputError as error:
+            raise RunError(f"{path} can't be used: {error}") from error
+        return config, self._changes(config)
+
+    def _changes(self, config: Config) -> dict[str, tuple[Any, Any]]:
+        """The keys whose values differ from run.json, with the old and the new value."""
+        about, path = self.about(), self.path / "run.json"
+        try:
+            original = Config.model_validate(about.config)
+        except ValidationError as error:
+            reason = sentence(error, (), dict(known_fields()))
+            raise RunError(f"{path} is invalid: in its config, {reason}") from None
+        changed = flat_differences(plain_settings(original), plain_settings(config))
+        orders = list(original.methods), list(config.methods)  # baselines use the first's settings
+        return changed or ({} if orders[0] == orders[1] else {"the order of methods": orders})
+
+    def _was_changed(self, changed: Mapping[str, tuple[Any, Any]], more: str = "") -> RunError:
+        return RunError(
+            f"{self.path / 'config.toml'} was changed ({_in_words(changed)}): a run keeps the "
+            "settings that it started with, recorded in run.json; change it back, "
+            f"{more or 'or start a new run'}"
+        )
+
+    def write_resumed(self, config: Config) -> None:
+        """Record the rounds and software versions of a resumed run.
+
+        config.toml is written first: after a kill between the two files its rounds are used.
+        """
+        path = self.path / "run.json"
+        about, content, versions = self.about(), read_about(path), _versions()
+        began = {package: str(about.software.get(package)) for package in versions}
+        if began != versions:
+            words = (f"{p} {began[p]}, now {v}" for p, v in versions.items() if v != began[p])
+            warnings.warn(
+                f"{self.path} was started with other software ({'; '.join(words)}): it may not "
+                "end bit-identical; the report shows both versions",
+                NumericalWarning,
+                stacklevel=2,
+            )
+        self._write_config(config)
+        updated = content | {"config": plain_settings(config)}
+        if versions != (about.resumed or [began])[-1]:
+            updated["resumed"] = [*about.resumed, versions]
+        if updated != content:
+            write_sealed(path, updated)
+
+    def recorded(self, config: Config) -> Recorded:
+        """What the directory records of the problem that ``config`` describes."""
+        splits = {seed: self._directory.read_split(seed).sha256 for seed in config.seeds}
+        return Recorded(self.path, config, self.about().data_sha256, splits)
+
+    def check_config(self, config: Config) -> None:
+        """Refuse to resume with another configuration; only ``rounds`` may differ."""
+        changed = self._changes(config)
+        changed.pop("rounds", None)
+        if changed:
+            raise self._was_changed(changed)
+
+    def check_same(self, config: Config, data_sha256: str, splits: Mapping[int, str]) -> None:
+        """Refuse a directory that holds another run than the one that is given.
+
+        Args:
+            config: the configuration; only ``workers`` may differ.
+            data_sha256: of the samples.
+            splits: the SHA-256 of every seed's split.
+        """
+        changed = self._changes(config)
+        if not changed and self.about().data_sha256 != data_sha256:
+            changed = {"the data's SHA-256": (self.about().data_sha256, data_sha256)}
+        for seed, digest in splits.items() if not changed else ():
+            recorded = self._directory.read_split(seed).sha256
+            if recorded != digest:
+                changed[f"the SHA-256 of the split of seed {seed}"] = recorded, digest
+        if changed:
+            raise RunError(
+                f"{self.path} holds another run ({_in_words(changed)}): give the same settings and "
+                "data, or another --out"
+            )
+
+    def check_split_files(self, splits: Mapping[int, Split]) -> None:
+        """Refuse to resume if a split's file differs from the split; write it if missing."""
+        for seed, split in splits.items():
+            path = self.path / "splits" / f"seed-{seed}.safetensors"
+            if not path.exists():
+                write_durably(path, split.to_bytes())
+            elif path.read_bytes() != split.to_bytes():
+                raise RunError(
+                    f"{path} is damaged: remove it and continue with `nufed run --resume`, which "
+                    "writes it again"
+                )
+
+    def _write_config(self, config: Config) -> None:
+        write_durably(self.path / "config.toml", config.to_toml().encode())
+
+
+def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return "; ".join(f"{k} was {shown(a)} and is {shown(b)}" for k, (a, b) in changed.items())
+
+
+def _format_without_seal(path: Path) -> Any:
+    """The format in a run.json of formats 1 to 3, which were not sealed files; None in others."""
+    try:
+        found = json.loads(path.read_bytes())
+        written = None if "about" in found else found.get("content", found).get("format")
+        return None if written == FORMAT else written
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return None  # read_about says what is wrong with it
+
+
+def _versions() -> dict[str, str]:
+    """The versions of the packages that determine bits."""
+    return {package: version(package) for package in ("nufed", "torch", "numpy")}
+
+
+def plain_settings(config: Config) -> dict[str, Any]:
+    """A configuration as plain data, without ``workers``, which changes no bits."""
+    settings: dict[str, Any] = json.loads(config.model_dump_json(exclude={"workers"}))
+    return settings
+
+
+def _describe(samples: Samples, ranges: Mapping[str, InputRange]) -> dict[str, Any]:
+    """The format of one input and target, so that models can be used without the data."""
+    if not isinstance(samples.inputs, torch.Tensor):
+        return {}
+    kind = samples.targets.dtype
+    tokens = not samples.classes and not kind.is_floating_point
+    return {
+        "shape": list(samples.input_shape),
+        "dtype": str(samples.inputs.dtype).removeprefix("torch."),
+        "scale": samples.scale,
+        "shift": samples.shift,
+        "classes": list(samples.classes),
+        "outputs": samples.outputs,
+        **({"targets": str(kind).removeprefix("torch.")} if tokens else {}),
+        **({"range": asdict(ranges["input"])} if "input" in ranges else {}),
+    }
+
+
+def flat_differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys whose values differ, with both values."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in {**then, **now}:
+        a, b = then.get(key), now.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found |= flat_differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found[prefix + key] = a, b
+    return found

@@ -1,0 +1,255 @@
+"""The search: batches of trials for every method, each halved over rounds, within one budget.
+
+Trials are asked in batches of a fixed size, for all methods at once, and told in their order. Each
+trial of a batch is trained to the first rung; the best third is trained further, to twice as many
+rounds, and so on (synchronous successive halving: Jamieson and Talwalkar 2016). Every method may
+spend the same work, or the same number of trials. Only real training is counted: a promoted trial
+resumes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from nufed.errors import InputError
+from nufed.lab.config.schema import BudgetUnit
+from nufed.lab.runs.tuning_record import (
+    FACTOR,
+    AskedTrial,
+    MethodSearch,
+    Range,
+    RungScore,
+    SearchRecord,
+    Trial,
+    best_trial,
+)
+from nufed.lab.tuning.sampling import propose
+
+KEEP = 3  # one in so many trials is promoted
+LONGER = 2  # factor between the rounds of rungs
+LEAST_ROUNDS = 5  # of a rung: after fewer, scores hardly depend on training
+BATCH = 9  # trials of a method asked together, whatever the number of workers
+
+Predict: TypeAlias = Callable[[str, Mapping[str, Any]], float]
+"""The predicted work of a round, of a method with some settings."""
+Train: TypeAlias = Callable[[Sequence[AskedTrial], int], Sequence[RungScore]]
+"""Trains trials further, to so many rounds, and scores them."""
+
+
+def rungs_of(rounds: int, halvings: int) -> list[int]:
+    """The numbers of rounds after which trials are compared; the last is all of them.
+
+    >>> rungs_of(100, 2), rungs_of(12, 2), rungs_of(2, 2)
+    ([25, 50, 100], [6, 12], [2])
+    """
+    shorter = {math.ceil(rounds / LONGER**k) for k in range(1, halvings + 1)}
+    return [*sorted(rung for rung in shorter if LEAST_ROUNDS <= rung < rounds), rounds]
+
+
+def check_budget(budget: float, work: Mapping[str, float], per: BudgetUnit = "gradient") -> float:
+    """The work of a full training by the cheapest method, which is the unit of the budget.
+
+    Refuses a budget below one trial, or below one full training of every method.
+    """
+    if per == "trial":
+        if budget != int(budget):
+            raise InputError(f"tune.budget = {budget:g}: trials are counted, give a whole number")
+        return min(work.values()) or 1.0
+    for method, own in work.items():
+        if not own:
+            raise InputError(
+                f"{method} reports no gradients, so that no budget can be counted: its "
+                "agent_update must return its cost"
+            )
+    cheapest, dearest = min(work, key=lambda m: work[m]), max(work, key=lambda m: work[m])
+    unit = work[cheapest]
+    if budget * unit < work[dearest]:
+        least = math.ceil(work[dearest] / unit)
+        raise InputError(
+            f"tune.budget = {budget:g}: must be {least} or more, one full training of every method:"
+            f" {dearest} takes {work[dearest]:,.0f} gradients, and the unit of the budget is "
+            f"{unit:,.0f}, a full training of {cheapest}"
+        )
+    return unit
+
+
+@dataclass
+class _Account:
+    """One method's side of the search."""
+
+    name: str
+    search: MethodSearch
+    allowed: float
+    predict: Predict
+    rungs: Sequence[int]
+    trials_allowed: int | None = None  # if trials are counted
+    trials: list[Trial] = field(default_factory=list)
+    spent: int = 0
+    ratio: float = 1.0  # of real to predicted work, so far
+
+    @property
+    def most_trials(self) -> int:
+        """What the budget pays for at the first rung: trials that fail at once cost nothing."""
+        if self.trials_allowed is not None:
+            return self.trials_allowed
+        return math.ceil(self.allowed / (self.rungs[0] * self.predict(self.name, {})))
+
+    def cost(self, asked: AskedTrial, rounds: int) -> float:
+        """The predicted work of training a trial for so many rounds."""
+        return self.ratio * rounds * self.predict(self.name, asked.settings)
+
+    def affordable(self, asked: Sequence[AskedTrial]) -> int:
+        """How many of these trials the rest of the budget pays for, with their promotions."""
+        for number in range(len(asked), 0, -1):
+            some, before, total = list(asked[:number]), 0, 0.0
+            for rounds in self.rungs:
+                total += sum(self.cost(each, rounds - before) for each in some)
+                some.sort(key=lambda each: -self.cost(each, 1))  # the dearest may be the best
+                some, before = some[: promoted_of(len(some))], rounds
+            if self.spent + total <= self.allowed * (1 + 1e-9):
+                return number
+        return 0
+
+
+def promoted_of(trials: int) -> int:
+    """How many of so many trials are trained further."""
+    return max(1, trials // KEEP)
+
+
+def search(
+    plan: SearchRecord,
+    predict: Predict,
+    train: Train,
+    discard: Callable[[AskedTrial], None],
+    on_told: Callable[[Sequence[Trial]], None] = lambda trials: None,
+) -> list[Trial]:
+    """All trials of a search, in the order in which they were asked.
+
+    Args:
+        plan: what is searched.
+        predict: the work of a round.
+        train: trains trials to a rung; a trial that was there before resumes.
+        discard: called for every trial that is over.
+        on_told: called with all trials after each batch.
+    """
+    number = int(plan.budget) if plan.per == "trial" else None
+    accounts = {
+        name: _Account(name, own, plan.allowed, predict, plan.rungs, number)
+        for name, own in plan.methods.items()
+    }
+    trials: list[Trial] = []
+    for batch in itertools.count():
+        asked: list[AskedTrial] = []
+        for account in accounts.values():
+            asked += _ask(plan, account, batch, first=len(trials) + len(asked))
+        if not asked:
+            return trials
+        scores = _halve(plan, accounts, asked, train, discard)
+        told = [Trial(**each.model_dump(), rungs=scores[each.number]) for each in asked]
+        for trial in told:
+            accounts[trial.method].trials.append(trial)
+        trials += told
+        on_told(trials)
+    raise AssertionError("a search ends when its budget is spent")
+
+
+def _ask(plan: SearchRecord, account: _Account, batch: int, first: int) -> list[AskedTrial]:
+    """A method's trials of a batch, as many as its budget pays for."""
+    number = min(BATCH, account.most_trials - len(account.trials))
+    if number <= 0:
+        return []
+    ranges = plan.ranges(account.name, account.trials)
+    proposed = propose(
+        plan.sampler,
+        ranges,
+        account.search.configured,
+        account.trials,
+        number,
+        seed=plan.seed,
+        batch=batch,
+        higher_is_better=plan.higher_is_better,
+        first=_beyond(plan, account, ranges),
+    )
+    seed = plan.config["seeds"][0]
+    asked = [
+        AskedTrial(number=first + k, method=account.name, batch=batch, seed=seed, settings=settings)
+        for k, settings in enumerate(proposed)
+    ]
+    return asked[: account.affordable(asked)]
+
+
+def _beyond(plan: SearchRecord, account: _Account, ranges: Sequence[Range]) -> list[dict[str, Any]]:
+    """The best settings, each moved by a factor of 3 into what its range has just grown by."""
+    best = best_trial(account.trials, plan.higher_is_better)
+    if best is None:
+        return []
+    last = max(trial.batch for trial in account.trials)
+    earlier = [trial for trial in account.trials if trial.batch < last]
+    found = []
+    for own, before in zip(ranges, plan.ranges(account.name, earlier), strict=True):
+        if own != before:
+            factor = FACTOR if own.high > before.high else 1 / FACTOR
+            value = own.at(own.position(best.settings[own.setting] * factor))
+            found.append({**best.settings, own.setting: value})
+    return found
+
+
+def _halve(
+    plan: SearchRecord,
+    accounts: Mapping[str, _Account],
+    asked: Sequence[AskedTrial],
+    train: Train,
+    discard: Callable[[AskedTrial], None],
+) -> dict[int, list[RungScore]]:
+    """The scores of a batch by trial: of all at the first rung, of the promoted at the others."""
+    scores: dict[int, list[RungScore]] = {each.number: [] for each in asked}
+    live = list(asked)
+    for rounds in plan.rungs:
+        for each, score in zip(live, train(live, rounds), strict=True):
+            account, own = accounts[each.method], scores[each.number]
+            account.spent += score.work - (own[-1].work if own else 0)
+            own.append(score)
+        promoted: list[AskedTrial] = []
+        if rounds != plan.rungs[-1]:
+            for account in accounts.values():
+                rivals = [each for each in live if each.method == account.name]
+                promoted += _promoted(plan, account, rivals, scores, rounds)
+        for each in live:
+            if each not in promoted:
+                discard(each)
+        live = promoted
+    return scores
+
+
+def _promoted(
+    plan: SearchRecord,
+    account: _Account,
+    live: Sequence[AskedTrial],
+    scores: Mapping[int, list[RungScore]],
+    rounds: int,
+) -> list[AskedTrial]:
+    """The best third of a method's trials, as far as the rest of the budget pays for them.
+
+    The best one is promoted while any budget is left, or as long as no trial of the method was
+    trained to the end: where predictions were too low, a method may exceed its budget for it.
+    """
+    done = [each for each in live if scores[each.number][-1].failure is None]
+    predicted = sum(rounds * account.predict(account.name, each.settings) for each in done)
+    if predicted:
+        account.ratio = sum(scores[each.number][-1].work for each in done) / predicted
+    best = sorted(
+        done, key=lambda each: scores[each.number][-1].rank(plan.higher_is_better), reverse=True
+    )
+    further = plan.rungs[plan.rungs.index(rounds) + 1] - rounds
+    found: list[AskedTrial] = []
+    left = account.allowed * (1 + 1e-9) - account.spent
+    needed = left > 0 or not any(trial.after(plan.rungs[-1]) for trial in account.trials)
+    for each in best[: promoted_of(len(live))]:
+        left -= account.cost(each, further)
+        if left >= 0 or (each is best[0] and needed):
+            found.append(each)
+    return sorted(found, key=lambda each: each.number)
