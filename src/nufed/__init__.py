@@ -91,6 +91,8 @@ if not TYPE_CHECKING:  # or mypy accepts every name
             value = getattr(import_module(_MODULES[name]), name)
         elif find_spec(f"{__name__}.{name}"):
             value = import_module(f"{__name__}.{name}")
+        elif not name.startswith("_") and find_spec(f"{__name__}.lab.{name}"):
+            value = import_module(f"{__name__}.lab.{name}")  # nufed.export, as in lab
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value

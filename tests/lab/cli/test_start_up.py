@@ -71,7 +71,7 @@ def test_help_list_and_completion_import_nothing_heavy(tmp_path):
 
 
 def test_modules_are_attributes_without_an_import_of_their_own():
-    use = "import nufed; print(nufed.data.Samples is nufed.Samples, nufed.lab.config.load_config)"
+    use = "import nufed; print(nufed.data.Samples is nufed.Samples, nufed.config.load_config)"
     found = subprocess.run([sys.executable, "-c", use], capture_output=True, text=True)
     assert found.stdout.startswith("True <function load_config"), found.stderr
 

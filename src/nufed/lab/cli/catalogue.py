@@ -79,7 +79,7 @@ RUN_FILE = "run.json"
 
 def complete_source(incomplete: str) -> list[str]:
     """Presets, and configuration files."""
-    folder = files("nufed") / "config" / "presets"  # its package imports torch
+    folder = files("nufed") / "lab" / "config" / "presets"  # its package imports torch
     presets = sorted(preset.name.removesuffix(".toml") for preset in folder.iterdir())
     return [*_starting(presets, incomplete), *_paths(incomplete, "*.toml")]
 

@@ -1,4 +1,4 @@
-"""What :mod:`nufed.lab.cli.catalogue` holds, from the registries, schema and algorithms themselves."""
+"""What the catalogue holds, from the registries, schema and algorithms themselves."""
 
 from __future__ import annotations
 
