@@ -161,6 +161,25 @@ def test_the_picture_is_drawn_from_the_code():
     assert all(f">{room}</text>" in drawn for room in ROOMS)
 
 
+def test_the_house_does_not_grow_unnoticed(capsys, monkeypatch):
+    """Upper bounds near today's figures: whoever raises one says what it bought."""
+    house = runpy.run_path(str(ROOT / "tools/house.py"))
+    found = house["modules"]()
+    core = [module for module in found if module.floor == "core"]
+    assert len(found) <= 245 and len(core) <= 100
+    assert sum(module.lines for module in core) <= 11_000
+    monkeypatch.setattr(sys, "argv", ["house.py", "--list"])
+    house["main"]()
+    assert f"all         {len(found)} files" in capsys.readouterr().out
+
+
+def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings():
+    house = runpy.run_path(str(ROOT / "tools/house.py"))
+    text = '"""A.\n\nB."""\n\n# c\ndef f(a, b=1):\n    """D."""\n    return a  # e\n'
+    assert house["code_lines"](text, ast.parse(text)) == 2
+    assert house["parameters"](ast.parse("def f(self, a, *, b): ...").body[0]) == 2
+
+
 @pytest.fixture(scope="module")
 def imports():
     return grimp.build_graph("nufed", include_external_packages=True, cache_dir=None)

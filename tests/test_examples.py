@@ -51,6 +51,23 @@ def test_my_digits_are_those_of_an_agent_that_the_quickstart_never_trains_on():
         assert [[int(x) for x in line] for line in lines] == wanted
 
 
+def test_the_core_needs_neither_lab_nor_flower(tmp_path):
+    code = f"""
+import runpy, sys
+runpy.run_path({str(EXAMPLES / "core.py")!r})
+print(sorted(name for name in sys.modules if name.startswith(("nufed.lab", "nufed.flower"))))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    fedavg, gmeta, imported = done.stdout.splitlines()
+    assert imported == "[]" and not list(tmp_path.iterdir())
+    for line in (fedavg, gmeta):
+        shared, personal = (float(share) for share in re.findall(r"([\d.]+)%", line))
+        assert 70 < shared < personal
+
+
 def test_own_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = runpy.run_path(str(EXAMPLES / "own_model.py"))["run"]

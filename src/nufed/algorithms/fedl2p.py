@@ -1,7 +1,7 @@
 """FedL2P: meta-nets learn a fine-tuning strategy for each agent (Lee et al., 2023).
 
 In the first ``pretrain_rounds`` rounds the global model w is trained as by FedAvg. Then w is fixed,
-and meta-nets with parameters λ are learned (:mod:`nufed.algorithms.fedl2p`). From statistics
+and meta-nets with parameters λ are learned. From statistics
 of the inputs of every layer under w they give an agent a step size η for each parameter tensor and,
 where batch-norm layers have tracked statistics s, a weight β of its own statistics s_i:
 
@@ -34,6 +34,21 @@ direct term for η, which gives −vᵀH⁻¹H·∂θ/∂η = +v⊙g where −v�
 where longer steps lower L_V. It leaves out the factor ψ of H⁻¹ ≈ ψΣ(I − ψH)^q; with its ψ = 0.1 the
 implicit term of dL_V/dβ is ten times too large relative to the direct one. Another published
 adaptation trains w along with λ, differentiates one step from w, and takes β from a fixed rule.
+
+The meta-nets of FedL2P: their inputs, outputs and derivatives.
+
+Both are perceptrons with two hidden layers of ReLUs (Lee et al., 2023). Under the global model w,
+
+    LRNet: (E x_1, SD x_1, …, E x_L, SD x_L) ↦ η = η̃⊙clamp(·, 0, η_max)      one per tensor of w
+    BNNet: (ξ_1, …, ξ_B) ↦ β = clamp(·, 0, 1)                     one per batch-norm layer
+
+with x_l the inputs of layer l on the agent's data, η̃ learned multipliers, and ξ_b the symmetric
+Kullback-Leibler divergence between the layer's statistics s = (μ, σ²) in w and those of its inputs,
+s_i, as diagonal normal distributions, averaged over channels. The derivative of a clamp is taken as
+1 (straight-through). The agent normalises by (1 − β)s + β·s_i.
+
+λ, one flat vector, holds LRNet, η̃ and BNNet. BNNet exists if the model has batch-norm layers with
+scale, shift and tracked statistics (``running_stats="tracked"``).
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ are multiples of u already, so the mean is exact, but for its last rounding to t
 precision, where all agents' |y| are that large. Elsewhere its error is at most u/2. So it exceeds
 1e-7 (float32) or 1e-13 (float64) of a coordinate's movement only where some |y| is smaller than
 that and the movement is below 4.6e-6·s (float32) or 1.1e-9·s (float64).
+
+The uniform mean of vectors that arrive one by one, in any order and memory of constant size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,22 @@
-"""Arguments and results of an algorithm's functions: contexts, batches, updates, costs.
+"""What a federated algorithm is: a frozen dataclass of pure functions.
 
-Import them from :mod:`nufed.algorithms.protocol`, which documents their use.
+Engines (the simulation, Flower) run any :class:`Algorithm` the same way::
+
+    server = algorithm.server_init(objective, w)
+    for every round:
+        for every agent of the cohort:                              # at the agent
+            result = algorithm.agent_update(context, received, state)
+        server = algorithm.server_update(context, server, updates)  # at the server
+    for every agent that is evaluated:                              # at the agent
+        personal = algorithm.personal_model(context, received, state)
+        models = algorithm.fine_tune(context, received, personal, steps)
+
+A state, at the server and at an agent, is a mapping from names to tensors and holds only what the
+next round needs, so that it can be checked, hashed, stored and sent without knowing the algorithm.
+``received`` holds the server's vectors named by ``Algorithm.receives``, and nothing else. The types
+of arguments and results come first.
+
+Updates of which the server has only the uniform means.
 """
 
 from __future__ import annotations

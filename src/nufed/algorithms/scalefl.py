@@ -15,7 +15,7 @@ coordinate over those agents of the cohort that hold it:
 
 The server holds w and, for each coordinate, the first level that holds it; agents keep nothing. w
 and y are exchanged; coordinates that an agent does not hold are returned as received and ignored.
-The level of an agent is a fixed function of its number (:mod:`nufed.algorithms.scalefl`), known to
+The level of an agent is a fixed function of its number (:class:`CapacityLevels`), known to
 both sides. The personal model is the agent's sub-network of w with its last exit, fine-tuned on I_l
 with f; newcomers have a level, too. The optimiser drives the local steps. A server optimiser with
 momentum also moves coordinates that nobody holds.

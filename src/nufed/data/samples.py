@@ -1,4 +1,9 @@
-"""Labels that are text: names of classes, and their numbers."""
+"""Samples in memory: one array for all agents, from which agents take rows by index.
+
+Labels that are text: names of classes, and their numbers.
+
+The range of inputs: a warning where their scale is far from 1, or far from that of training.
+"""
 
 from __future__ import annotations
 

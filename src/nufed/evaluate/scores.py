@@ -1,7 +1,15 @@
-"""Outputs of an agent's models: the global one, and the personal one after every number of steps.
+"""Scores of agents' global and personal models, and of the majority-class baseline.
+
+Every agent fine-tunes on its training part and is scored on its test part (or, for choices, on its
+validation part). Algorithms never see test data: they get batches of the training part and return
+models, and only the functions here read the targets.
+
+Outputs of an agent's models: the global one, and the personal one after every number of steps.
 
 Algorithms make models here from training batches. Models are applied to the samples that are
 scored, but no algorithm that trains is handed these samples.
+
+The training loss of a round: how well the model fits the samples that it was just trained on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Downloads a file, resuming an interrupted download.
+"""Fetches a data set: from its official archive, a mirror, or a local file.
+
+Files get their final names only after all files of the data set have been verified.
+
+Downloads a file, resuming an interrupted download.
 
 Beside ``NAME.part`` lies ``NAME.part.version``, the ETag or date that the server gives this version
 of the file. It is sent as ``If-Range`` on resume, so that two versions are never mixed.

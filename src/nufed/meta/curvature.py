@@ -1,4 +1,6 @@
-"""Hessian-vector products by finite differences of gradients: the step, and a check of it.
+"""Curvature: the three ways in which a Hessian-vector product enters the meta-gradient.
+
+Hessian-vector products by finite differences of gradients: the step, and a check of it.
 
 The step δ of (∇f(w+δv) − ∇f(w−δv)) / 2δ trades two errors off. A large step crosses kinks of ReLU
 units, and the difference then measures jumps instead of curvature; a small one is dominated by

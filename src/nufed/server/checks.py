@@ -1,4 +1,7 @@
-"""The bound ``max_update_norm`` on the norms of changes, relative to medians over agents."""
+"""Validates a single update before aggregation.
+
+The bound ``max_update_norm`` on the norms of changes, relative to medians over agents.
+"""
 
 from __future__ import annotations
 

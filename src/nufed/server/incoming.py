@@ -1,4 +1,7 @@
-"""Updates that wait in a temporary file, so that they take no memory."""
+"""The updates of a round as they arrive: checked one by one, and added to a sum where possible.
+
+Updates that wait in a temporary file, so that they take no memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The memory that a round's updates take at the server, stated before a run."""
+"""The server's half of a round, the same for every engine: cohort, update checks, quorum.
+
+The memory that a round's updates take at the server, stated before a run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The engines by name: what they are, what they need of a module, and how they are made."""
+"""Chooses the engine of a method: the requested one, or the fastest that gives the same model.
+
+The choice depends on the configuration and on shapes alone, never on the machine, so that one
+configuration gives the same bits on every machine. A trial in float64 shows whether an engine can
+run a module at all.
+
+The engines by name: what they are, what they need of a module, and how they are made.
+"""
 
 from __future__ import annotations
 

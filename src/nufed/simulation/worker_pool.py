@@ -1,4 +1,13 @@
-"""Memory shared by worker processes."""
+"""A pool of worker processes: forked on Linux, spawned elsewhere.
+
+A forked child has everything the parent has: the data without a copy, and modules, losses and
+metrics that can't be serialised. It must not use more than one thread of torch, whose pools do not
+survive a fork. A spawned child is a new interpreter that gets ``work`` serialised; samples and
+buffers are in shared memory, everything else is rebuilt. Tasks and results are small; vectors go
+through shared memory. ``multiprocessing.set_start_method("spawn")`` spawns on Linux, too.
+
+Memory shared by worker processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lemmas 1 and 3-6: smoothness, the errors of the three updates, dissimilarity of agents.
+"""Lemmas 1 to 6: smoothness, iterates, the errors of the three updates, dissimilarity of agents.
 
 ``variant="tight"`` (the default) is the tightest bound that docs/theory.md proves;
 ``variant="paper"`` is the bound as the paper prints it. Throughout c = 1 + αL, which bounds

@@ -1,4 +1,11 @@
-"""Imports the federation of an app directory."""
+"""Tries an app on one site's data, without a server: what would fail in a run fails here.
+
+Imports the federation of an app directory.
+
+Runs a federation's apps in Flower's Ray-based simulation on this machine.
+
+nufed's simulator is much faster and bit-identical; this is for testing an app as Flower runs it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The privacy loss of rounds with secret cohorts of a fixed size: proofs in docs/accounting.md.
+"""Epsilon, by dp-accounting: the privacy loss of rounds with noisy updates, per site.
+
+Two federations are neighbours if one site's data is replaced by any other. Its change, of norm at
+most C, then moves by up to 2C; the noise on every update has standard deviation z·C.
+
+The privacy loss of rounds with secret cohorts of a fixed size: proofs in docs/accounting.md.
 
 A round releases x + N(0, 1) with a sensitivity of μ, for a cohort of m of n sites. Whichever data
 one site's are replaced by, in either direction, its hockey-stick divergence of order e^ℓ is at most

@@ -2,6 +2,8 @@
 
 The file is written as soon as an agent is excluded, not with the next checkpoint: a run that is
 killed or fails in the same round does not send it another request when it is resumed.
+
+Sites that can't take part because of their own data or settings, which no retry changes.
 """
 
 from __future__ import annotations

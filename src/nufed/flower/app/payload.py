@@ -1,8 +1,16 @@
-"""Which versions of nufed work together in a federation.
+"""Message payloads: vectors as arrays, and plain numbers, all validated before use.
+
+An array is read only if its dtype, shape and header bytes are exactly those of numpy's file format
+for the expected array, so that nothing untrusted is parsed or unpickled.
+:mod:`nufed.flower.app.bounded_pull` has limited the size of the whole message before.
+
+Which versions of nufed work together in a federation.
 
 Releases of one minor series (0.1.0, 0.1.3) exchange the same messages, and read each other's run
 directories and sites' folders. Other versions (development versions, release candidates) work only
 with themselves.
+
+Payloads of evaluation: sites' scores, and which part and step sizes to score, all validated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,21 @@
-"""Which noisy updates can't be a clipped change plus noise, so that a private run rejects them.
+"""Client-level (ε, δ)-differential privacy of what a site sends.
+
+A site clips its change to norm C, adds Gaussian noise of standard deviation z·C per coordinate, and
+sends that; the server takes the uniform mean. With any one site's data replaced by other data, no
+observation becomes more than e^ε times as likely, except with probability δ. Two values of ε are
+tracked, for two adversaries:
+
+* ``released``: sees the models of all rounds, of a trusted server. The sum of ``a`` updates has
+  noise √a·z·C, and cohorts are secret. Assumes that all ``a`` sites add their noise, and that
+  cohorts are not drawn from a public seed.
+* ``server``: the server, or whoever reads its traffic, sees every update and its sender. Each of a
+  site's n updates has noise z·C, without amplification by sampling. With secure aggregation it sees
+  sums of at least ``summed`` updates, with noise √summed·z·C, if no other site colludes with it.
+
+Both cover vectors alone, and hold if dropping out does not depend on data. ``released`` does not
+hold for weights by samples, other aggregations, or updates rejected for their norm.
+
+Which noisy updates can't be a clipped change plus noise, so that a private run rejects them.
 
 A site's change over all its vectors has norm ≤ C and gets noise zC·g, g standard normal in d
 dimensions. For any t > 0 (Gaussian concentration: the norm is 1-Lipschitz, and

@@ -1,4 +1,11 @@
-"""The server's registry of sites: number, name and public keys of each, in one TOML file.
+"""Every reply of a registered site is signed with its key; the server verifies it.
+
+A site signs the id of the message that it replies to and the digest of its reply. That id is the
+digest of the server's message with its run, its receiver and its time: a signature is valid for one
+reply to one request. So nobody else's reply is taken for a site's: not that of another registered
+site, nor that of another user of the site's machine, who could reach a SuperNode.
+
+The server's registry of sites: number, name and public keys of each, in one TOML file.
 
 ::
 
@@ -10,6 +17,8 @@
     keys = ["ecdsa-sha2-nistp384 AAAA..."]      # while a key is rotated two, the newest last
 
 ``nufed federate register``, ``rotate`` and ``revoke`` write it. A running server applies changes.
+
+The public keys of all sites, as sites know them: from the configuration, not from the server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The result of an evaluation at the sites."""
+"""The server's requests for scores: of the model, of null baselines, and for personal models.
+
+The result of an evaluation at the sites.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A site's persistent record between rounds, in one sealed file.
+"""One site: its node's configuration and its own data.
+
+A site's persistent record between rounds, in one sealed file.
 
 A site can't know whether the server accepted its last update: it may have been late, rejected, or
 from a round that was retried or redone after a crash. So it stores two states: before and after its
@@ -7,6 +9,8 @@ continues from the state of that round.
 
 A site with noisy updates stores the last one before sending it: a repeated request gets identical
 bytes, which reveal nothing new. It also counts them.
+
+What the server asks a site to do, and the state that the site does it from.
 """
 
 from __future__ import annotations

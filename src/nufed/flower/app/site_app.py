@@ -1,7 +1,11 @@
-"""A site's own account of its work: log lines, and counts in a file of its folder.
+"""The site's half: trains and evaluates on its own data, sends vectors and numbers.
+
+A site's own account of its work: log lines, and counts in a file of its folder.
 
 Its administrator reads them, and ``nufed federate site --metrics-port`` serves them. Nothing of it
 is sent.
+
+A site's training in a round: its update, plain, noisy or masked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""Checks at start: private keys that others can read are refused, expiring certificates named."""
+"""TLS certificates of the server and key pairs of the sites.
+
+::
+
+    ca.crt       given to every site: authenticates the server
+    ca.key       signs certificates; the server does not need it, keep it elsewhere
+    server.crt   the server's certificate, with its names and addresses
+    server.key   its private key
+
+Checks at start: private keys that others can read are refused, expiring certificates named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Registering sites' keys at a SuperLink, through its Control API.
+"""The connection to a SuperLink, and calls of its API.
+
+Registering sites' keys at a SuperLink, through its Control API.
 
 In this process: a ``flwr supernode register`` per key would start a process of seconds for each.
 """

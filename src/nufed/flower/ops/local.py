@@ -1,4 +1,7 @@
-"""Creates a new app directory from the template."""
+"""Runs a server and all sites on this machine, with one command.
+
+Creates a new app directory from the template.
+"""
 
 from __future__ import annotations
 

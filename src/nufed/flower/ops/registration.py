@@ -1,4 +1,9 @@
-"""Keeps the keys that a SuperLink admits equal to those of the registry of sites."""
+"""Edits the registry of sites: a running server applies each change within seconds.
+
+Every change is also written to the audit log beside it.
+
+Keeps the keys that a SuperLink admits equal to those of the registry of sites.
+"""
 
 from __future__ import annotations
 

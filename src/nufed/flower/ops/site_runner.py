@@ -1,7 +1,14 @@
-"""Whether a site is connected: a file in its folder that is touched as long as it is.
+"""Runs a site in the foreground.
+
+Whether a site is connected: a file in its folder that is touched as long as it is.
 
 A container's health check reads the file's age, without starting Python, and so does the metric
 ``nufed_site_connected``.
+
+Logs why a server refuses a site: once per reason, however often the site tries.
+
+Flower logs such errors and exits. If the server does not know the site's key, or its clock differs,
+Flower interrupts its own process instead.
 """
 
 from __future__ import annotations

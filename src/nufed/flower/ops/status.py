@@ -1,4 +1,8 @@
-"""The registered sites of a server, and which of them are connected: with or without a run."""
+"""The status of a federation's run, from the file that its server writes, and of a server's sites,
+as text.
+
+The registered sites of a server, and which of them are connected: with or without a run.
+"""
 
 from __future__ import annotations
 

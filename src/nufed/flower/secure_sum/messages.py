@@ -1,4 +1,7 @@
-"""What server and sites send to each other beside terms, adverts and shares that are returned."""
+"""The payloads of secure aggregation: validated JSON, and masked updates as bytes.
+
+What server and sites send to each other beside terms, adverts and shares that are returned.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The server's half of a secure sum: relays keys and shares, adds what arrives, removes masks."""
+"""The server's side of a round with secure aggregation: five messages to every site.
+
+The server's half of a secure sum: relays keys and shares, adds what arrives, removes masks.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,14 @@
-"""Records of what ``nufed advise`` finds; ``advice.json`` is written from them.
+"""Recommends method, number and size of fine-tuning steps, and the samples they need.
+
+Choices are made on unseen agents, if some were held out from training, and on their training and
+validation parts alone: nothing here reads test data. An agent adapts on a part of its samples and
+is scored on the rest.
+
+Records of what ``nufed advise`` finds; ``advice.json`` is written from them.
 
 Scores are accuracies, or for regression negative losses: higher is better.
+
+The rules that choose advice from measured scores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The bounds for the settings of a method."""
+"""Bounds for a finished run: constants estimated on its data, predictions beside measurements.
+
+The bounds for the settings of a method.
+
+Bounds from given numbers: ``nufed bounds FILE.toml``.
+"""
 
 from __future__ import annotations
 

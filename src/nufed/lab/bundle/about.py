@@ -1,4 +1,7 @@
-"""A bundle's metadata: how to build its model, preprocess inputs, and fine-tune it."""
+"""A bundle's metadata: how to build its model, preprocess inputs, and fine-tune it.
+
+The model card of a bundle.
+"""
 
 from __future__ import annotations
 

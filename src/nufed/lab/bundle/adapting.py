@@ -2,6 +2,8 @@
 
 Both use cross-validation: each fold is scored by a model that was fine-tuned on the others, so that
 every sample is scored once by a model that never saw it.
+
+An adapted model: the result of adapting a bundle, saved as one self-contained file.
 """
 
 from __future__ import annotations

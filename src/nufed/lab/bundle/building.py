@@ -1,4 +1,7 @@
-"""Builds a module from metadata and weights; imports nothing untrusted."""
+"""Builds a module from metadata and weights; imports nothing untrusted.
+
+Personal models that are more than a module: further tensors, and an algorithm that predicts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Makes bundles from the models of a run."""
+"""Makes bundles from the models of a run.
+
+The personal model of one agent of a run, as a file that ``nufed predict`` takes.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Text is never interpreted as rich markup or an emoji code, and non-printable characters are escaped
 (:func:`nufed.errors.visible`). All output of commands except JSON goes through this module.
+
+Standard streams of the command line: any encoding, broken pipes, full devices.
 """
 
 from __future__ import annotations

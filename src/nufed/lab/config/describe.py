@@ -1,4 +1,7 @@
-"""Names shared by the rooms above and below the configuration."""
+"""Descriptions of settings, from the fields of algorithms: for messages, ``nufed list``, docs.
+
+One-sentence error messages for invalid settings.
+"""
 
 from __future__ import annotations
 

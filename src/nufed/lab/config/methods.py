@@ -1,4 +1,21 @@
-"""Placeholder for an algorithm that was given in Python, when a run is only read."""
+"""``[method]`` and ``[methods.NAME]``: which algorithms are run, with which settings.
+
+Their keys are ``algorithm``, ``eval_steps`` and the settings of the algorithm, which only its class
+defines (:mod:`nufed.settings`). A setting that holds an object (an aggregation rule, a curvature)
+is written as the name of its class, and the settings of that class are further keys::
+
+    [method]                     # what all methods share
+    meta_lr = 0.1
+
+    [methods.robust]
+    algorithm = "gmeta"
+    aggregation = "trimmed"
+    trim = 0.1
+
+    [methods.ditto]              # named after its algorithm
+
+Placeholder for an algorithm that was given in Python, when a run is only read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""``[compression]``: the codec of what agents send."""
+"""The schema of a run's configuration: its tables, their keys and defaults.
+
+``[method]`` holds settings that all methods share; ``[methods.NAME]`` adds a method with settings
+of its own (:mod:`nufed.config.methods`). :mod:`nufed.config.load` reads files and overrides.
+
+``[compression]``: the codec of what agents send.
+
+``[tune]``: what ``nufed tune`` searches; ``[tuned]``: what a search chose, for reports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Several processes train the parts of one run, as a job array does on a shared file system.
+"""Submits the parts of a run as a job array of Slurm, or as processes here, through submitit.
+
+A job runs one command, `nufed run CONFIG --out DIR --part K/N`, so that what submitit stores and
+reads back is a list of words. Before its time limit, or when it is preempted, Slurm sends it a
+signal: the command then saves a checkpoint, and the job is queued again and resumes.
+
+Several processes train the parts of one run, as a job array does on a shared file system.
 
 Process k of n trains every n-th part, longest first. The directory's lock is held only while a
 process starts; each part has a lock of its own while it is trained. `nufed run --resume` collects:

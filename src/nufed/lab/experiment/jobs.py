@@ -1,4 +1,11 @@
-"""Runs the parts of one or several runs, spread over worker processes together."""
+"""Runs the parts of one or several runs, spread over worker processes together.
+
+Runs jobs on the nodes of a cluster, which need not share a file system with this machine.
+
+A job starts on a node from the files that this machine has of it. Whenever it has saved a
+checkpoint, and at its end, the files that it changed are sent and written here. So a job whose node
+is lost resumes elsewhere from that checkpoint, and so does a run whose driver was killed.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ An observer is an object with some of the methods of :class:`Observer`, passed a
 ``nufed.run(..., observers=[...])``. It runs in the parent process, also if methods train in worker
 processes, gets numbers and never models, and can't change a run's bits. If it raises, a warning
 names it and the exception, once, and the run continues.
+
+The progress bar of a run in a notebook.
 """
 
 from __future__ import annotations

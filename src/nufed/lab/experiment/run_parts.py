@@ -1,4 +1,9 @@
-"""The evaluation of one method and seed on an engine."""
+"""The independent parts of a run: each method, and the null baselines, for each seed.
+
+The evaluation of one method and seed on an engine.
+
+The null baselines: the majority class, the untrained model, and local training.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Everything that training needs, validated before anything is written."""
+"""Everything that training needs, validated before anything is written.
+
+Starts the directory of a new run, and rebuilds the setup of an existing one.
+"""
 
 from __future__ import annotations
 

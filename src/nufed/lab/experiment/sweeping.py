@@ -1,4 +1,7 @@
-"""The runs of a sweep before they are trained: setups that share data, checks, and their parts."""
+"""Runs the grid of a sweep, the parts of all runs spread over workers together; resumes it.
+
+The runs of a sweep before they are trained: setups that share data, checks, and their parts.
+"""
 
 from __future__ import annotations
 

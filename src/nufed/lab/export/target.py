@@ -1,4 +1,9 @@
-"""What a target of ``nufed export`` is."""
+"""What a target of ``nufed export`` is.
+
+The settings of a run and one of its methods as text, for tools that list parameters.
+
+The numbers that are tracked, by name, and the replay of a finished run for an observer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Reads users' data files, up to a size limit that is checked before unpacking."""
+"""The data source ``file``: a user's own table, arrays or images to train on.
+
+Reads users' data files, up to a size limit that is checked before unpacking.
+
+What readers of users' files share: the samples, and the columns of a table.
+
+Reads CSV files with a header: separated by commas, semicolons or tabs.
+
+Reads Parquet files of numeric columns, a label's and an owner's (extra ``frames``).
+
+Reads a folder of images, with a folder for every class (extra ``images``).
+
+Reads a user's data: CSV, Parquet, NPZ or NPY files, and folders of images.
+"""
 
 from __future__ import annotations
 

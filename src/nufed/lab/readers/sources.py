@@ -1,7 +1,11 @@
-"""Storage of data sets that are too large to ship, and their verification before use.
+"""The data sets that nufed can load by name.
+
+Storage of data sets that are too large to ship, and their verification before use.
 
 The data directory is ``NUFED_DATA``, else in the user's cache directory. Files with a known SHA-256
 are verified each time they are read.
+
+Omniglot as a natural federation: every agent classifies characters of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The results of ``nufed advise`` as sentences and tables."""
+"""The chart of ``nufed advise``: accuracy by number of fine-tuning steps, with its spread.
+
+The results of ``nufed advise`` as sentences and tables.
+"""
 
 from __future__ import annotations
 

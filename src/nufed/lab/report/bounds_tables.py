@@ -1,4 +1,7 @@
-"""The tables and notes of ``nufed bounds``."""
+"""The charts of ``nufed bounds``.
+
+The tables and notes of ``nufed bounds``.
+"""
 
 from __future__ import annotations
 

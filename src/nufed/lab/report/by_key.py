@@ -1,4 +1,7 @@
-"""The configuration key by which runs differ, if it is one, and their scores by it."""
+"""Charts of scores by one configuration key, or by two, of several runs.
+
+The configuration key by which runs differ, if it is one, and their scores by it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""The chart of fitted curves: some agents' models before and after fine-tuning."""
+"""All charts of a report, and the learning curves: interactive on the page, and as SVG and PNG.
+
+The chart of fitted curves: some agents' models before and after fine-tuning.
+
+The chart of the results table: each method's personal models and its global model.
+
+Charts of training itself: its loss and the norm of the server's update, by round.
+
+Charts of individual agents: their scores, and their samples.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What all charts share: colours and symbols of methods, sizes, axes and the two themes."""
+"""What all charts share: colours and symbols of methods, sizes, axes and the two themes.
+
+What the charts of scores on one page have in common.
+"""
 
 from __future__ import annotations
 

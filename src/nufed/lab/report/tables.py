@@ -1,4 +1,13 @@
-"""What a report says about a search that chose the settings of a run's methods."""
+"""The result tables of runs as text, shared by the terminal and the page.
+
+What a report says about a search that chose the settings of a run's methods.
+
+The tables of settings and costs of runs.
+
+Time and bytes of a federation's sites, as tables.
+
+The results of runs as CSV.
+"""
 
 from __future__ import annotations
 

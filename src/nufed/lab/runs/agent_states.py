@@ -8,6 +8,8 @@ A state is written when it is evicted from the cache, or before the checkpoint t
 which commits it: on resume, files newer than the checkpoint are removed. An agent has at most three
 files: the newest that each of the two kept checkpoints needs, and a newer one; with
 ``keep = "best"`` also those that the checkpoints of the best rounds need.
+
+Agents' personal models as files: in the run directory of a simulation, else at the site.
 """
 
 from __future__ import annotations

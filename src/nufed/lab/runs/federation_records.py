@@ -1,4 +1,16 @@
-"""The schema of the JSON files that only the run of a federation has."""
+"""The schema of the JSON files that only the run of a federation has.
+
+What a federation's server writes about itself while it trains, for operators.
+
+::
+
+    status.json    the current state, replaced atomically every few seconds
+    traffic.jsonl  one line for each answered or unanswered request: its site, seconds and bytes
+
+Both are wall-clock records: nothing that is reproducible depends on them.
+
+What a site records about its own work, for its administrator and its metrics.
+"""
 
 from __future__ import annotations
 

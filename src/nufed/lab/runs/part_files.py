@@ -1,8 +1,20 @@
-"""Validation scores by round: when training stops early, and which round's model is kept.
+"""The files of one method and seed: metrics, checkpoints and final results.
+
+``done.json`` marks a part as done and holds the SHA-256 of its other files.
+
+Validation scores by round: when training stops early, and which round's model is kept.
 
 Scores are means over agents seen in training on their validation samples, of the personal model
 after the number of fine-tuning steps that results show. Test samples decide nothing. The decisions
 are functions of the recorded scores, so that a resumed training takes the same ones.
+
+Checkpoints of one part of a run, from which it resumes to the same bits.
+
+A checkpoint is one sealed file: the server's state, the SHA-256 of the metrics written so far, an
+inventory of the agents' states, and digests of configuration, data and split. The last two are
+kept; with ``keep = "best"`` also that of the best round.
+
+Records the rounds of one method and seed in its run directory, the same for every engine.
 """
 
 from __future__ import annotations

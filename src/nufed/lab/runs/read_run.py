@@ -1,4 +1,7 @@
-"""Reads a run directory: checks every file's schema and digest, and that the files agree."""
+"""Reads a run directory: checks every file's schema and digest, and that the files agree.
+
+How far a run is: which methods and seeds are done, and the rounds of the others so far.
+"""
 
 from __future__ import annotations
 

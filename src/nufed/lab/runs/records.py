@@ -2,6 +2,8 @@
 
 Everything read from a run directory is validated by one of these; invalid content is refused in one
 sentence that names the file (:func:`checked`).
+
+The metrics that every engine records, one line per round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""The results table: methods and null baselines, each on a group of agents."""
+"""The results table: methods and null baselines, each on a group of agents.
+
+Paired differences between methods, which in one run have the same agents, splits and batches.
+
+What makes an agent easy or hard is the same for all methods, so that it cancels in the difference
+of their scores on that agent: its interval is often much narrower than those of the scores.
+
+Paired comparison of two methods on the same agents, over seeds and over agents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Finds trainings that end below their own start, and says the likely cause."""
+"""Finds rounds in which a training became unstable: its update norm or training loss jumped.
+
+Finds trainings that end below their own start, and says the likely cause.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What is searched of each method: the settings that ``[tune]`` names, or those that declare it."""
+"""What is searched of each method: the settings that ``[tune]`` names, or those that declare it.
+
+The work of training, predicted from a few measured agent updates and counted in gradients.
+
+A Hessian-vector product counts as two gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Trains one trial to its next rung and scores it on validation samples, never on test samples."""
+"""Trains the trials of a search over one pool of workers, and keeps their records on disk.
+
+Trains one trial to its next rung and scores it on validation samples, never on test samples.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The plan of a search: what is searched with which budget, from a configuration or a record."""
+"""``nufed tune``: searches the settings of every method with the same budget.
+
+The plan of a search: what is searched with which budget, from a configuration or a record.
+
+The configuration with the settings that a search chose, ready for ``nufed run``.
+"""
 
 from __future__ import annotations
 
