@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 from nufed.errors import InputError, in_short, shown
 
+SIMILAR = 0.8  # the least similarity of a misspelt name, in 0 … 1
 MAX_MISSPELT = 100  # letters of a name that is compared with known ones
 T = TypeVar("T")
 
@@ -148,39 +150,24 @@ def suggest(given: str, known: Iterable[str]) -> str:
 def closest(given: str, known: Iterable[str]) -> str | None:
     """The known name that a misspelt one most likely means; None if none is close.
 
-    Close are names within 1 typing error, of at least 8 letters within 2, of at least 12 within 3;
-    names that begin with the given one, and those that it continues with another word. Case and
-    hyphens do not count.
+    Close are similar names (:mod:`difflib`), names that begin with the given one, and those that it
+    continues with another word. Case and hyphens do not count.
 
     >>> closest("adapt_setps", ["adapt_steps", "trim"]), closest("optimizer", ["trim"])
     ('adapt_steps', None)
     """
-    wanted, found = _folded(given), []
-    for name in known:
-        own = _folded(name)
-        length = max(len(wanted), len(own))
-        allowed = 0 if length < 3 else 1 if length < 8 else 2 if length < 12 else 3
-        errors = _typing_errors(wanted, own) if len(wanted) <= MAX_MISSPELT else length
-        begins = len(wanted) > 3 and own.startswith(wanted)
-        continued = len(own) > 3 and wanted.startswith(f"{own}_")
-        if errors <= allowed or begins or continued:
-            found.append((errors, name))
-    return min(found)[1] if found else None
+    wanted, names = _folded(given), {_folded(name): name for name in known}
+    related = [
+        own
+        for own in names
+        if (len(wanted) > 3 and own.startswith(wanted))
+        or (len(own) > 3 and wanted.startswith(f"{own}_"))
+    ]
+    near = (
+        get_close_matches(wanted, names, n=1, cutoff=SIMILAR) if len(wanted) < MAX_MISSPELT else []
+    )
+    return names[(near or sorted(related))[0]] if near or related else None
 
 
 def _folded(name: str) -> str:
     return name.lower().replace("-", "_")
-
-
-def _typing_errors(a: str, b: str) -> int:
-    """Letters inserted, left out, replaced, or swapped with their neighbour."""
-    before, row = [0] * (len(b) + 1), list(range(len(b) + 1))
-    for i in range(1, len(a) + 1):
-        above, row, earlier = row, [i], before
-        for j in range(1, len(b) + 1):
-            least = min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (a[i - 1] != b[j - 1]))
-            if i > 1 and j > 1 and a[i - 2 : i] == b[j - 1] + b[j - 2]:
-                least = min(least, earlier[j - 2] + 1)
-            row.append(least)
-        before = above
-    return row[-1]
