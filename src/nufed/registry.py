@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from nufed.errors import InputError, in_short, shown
 
-SIMILAR = 0.8  # the least similarity of a misspelt name, in 0 … 1
+SIMILAR = 0.75  # the least similarity of a misspelt name, in 0 … 1
 MAX_MISSPELT = 100  # letters of a name that is compared with known ones
 T = TypeVar("T")
 
