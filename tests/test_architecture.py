@@ -166,7 +166,7 @@ def test_the_house_does_not_grow_unnoticed(capsys, monkeypatch):
     house = runpy.run_path(str(ROOT / "tools/house.py"))
     found = house["modules"]()
     core = [module for module in found if module.floor == "core"]
-    assert len(found) <= 245 and len(core) <= 100
+    assert len(found) <= 250 and len(core) <= 100
     assert sum(module.lines for module in core) <= 11_000
     monkeypatch.setattr(sys, "argv", ["house.py", "--list"])
     house["main"]()

@@ -1,4 +1,7 @@
-"""The results of a sweep as one table: ``results.csv`` and ``results.parquet``."""
+"""The results of a sweep as text: a table of runs by methods, a headline and notes.
+
+The results of a sweep as one table: ``results.csv`` and ``results.parquet``.
+"""
 
 from __future__ import annotations
 

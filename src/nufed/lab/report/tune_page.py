@@ -1,4 +1,7 @@
-"""The charts of ``nufed tune``: best score by work, and scores by the value of each setting."""
+"""The page of ``nufed tune``: one HTML file that opens offline, in the style of reports.
+
+The charts of ``nufed tune``: best score by work, and scores by the value of each setting.
+"""
 
 from __future__ import annotations
 
