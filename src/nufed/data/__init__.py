@@ -1,7 +1,14 @@
 """Data: sources of samples, their split over agents and parts, and batches."""
 
 from nufed.data.digits import digits
-from nufed.data.federation import AgentBatches, Federation, Picked, ScoredOn, SmallAgents
+from nufed.data.federation import (
+    AgentBatches,
+    Federation,
+    Picked,
+    ScoredOn,
+    SmallAgents,
+    check_single_sample,
+)
 from nufed.data.partition import (
     PARTITIONS,
     DirichletReusing,
@@ -40,6 +47,7 @@ __all__ = [
     "as_samples",
     "check_arguments",
     "check_dealt",
+    "check_single_sample",
     "choose_unseen",
     "digits",
     "dirichlet",

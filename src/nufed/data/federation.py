@@ -10,11 +10,12 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from nufed.algorithms.protocol import Algorithm
 from nufed.data.partition import Rows
 from nufed.data.samples import Samples
 from nufed.data.split import Split
-from nufed.errors import InputError
-from nufed.objective import Batch, Inputs
+from nufed.errors import InputError, in_short
+from nufed.objective import Batch, Inputs, Objective
 from nufed.seeding import stream, torch_seed
 
 SmallAgents: TypeAlias = Literal["refuse", "use_all"]
@@ -72,6 +73,43 @@ class Federation:
                 'data.small_agents = "use_all" to let such agents use all their samples as a batch'
             )
         return rows, min(size, len(rows))
+
+
+def check_single_sample(
+    federation: Federation, agent: int, name: str, algorithm: Algorithm, objective: Objective
+) -> bool:
+    """Refuse a batch of one sample, which epochs may end with, if the model can't train on one.
+
+    BatchNorm can't, where a sample gives one value per channel; this is tried on the model. Returns
+    whether it was tried and works; False if the agent has no such batch.
+    """
+    rows = federation.split.train[agent]
+    if algorithm.smallest_batch(len(rows)) > 1:
+        return False
+    error = _single_sample_error(objective, federation.samples, rows[0])
+    if error is None:
+        return True
+    raise InputError(
+        f"agent {federation.split.names[agent]} has {len(rows)} training samples and the "
+        f"batch_size of {name} is {algorithm.batch_size}: its last batch has one sample, on which "
+        f"this model can't be trained ({error}); choose another batch_size, local_steps instead of "
+        'local_epochs, model.running_stats = "frozen", or GroupNorm'
+    )
+
+
+def _single_sample_error(objective: Objective, samples: Samples, row: int) -> str | None:
+    """Why the model can be trained on two samples but not on one; None if it can, or on neither."""
+    w, error = objective.initial(), None
+    for rows in ([row], [row, row]):
+        try:
+            objective.grad(w, Batch(*samples.take(np.array(rows)), seed=0))
+        except Exception as caught:  # the user's model or loss may raise anything
+            if error is not None:
+                return None
+            error = in_short(caught.__cause__ or caught)
+        else:
+            return error
+    return None
 
 
 class Picked(NamedTuple):

@@ -4,6 +4,7 @@ from nufed.evaluate.fits import Fit, can_be_drawn, fits
 from nufed.evaluate.metrics import METRICS, Metric, accuracy, auc, balanced_accuracy, f1
 from nufed.evaluate.scores import (
     GROUPS,
+    RESAMPLES,
     AgentScores,
     Measure,
     Summary,
@@ -29,6 +30,7 @@ from nufed.evaluate.step_size import (
 __all__ = [
     "GROUPS",
     "METRICS",
+    "RESAMPLES",
     "AgentScores",
     "ByScale",
     "EvalLr",

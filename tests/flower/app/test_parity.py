@@ -44,7 +44,7 @@ def simulated(plan, data):
             to_send(plan.algorithm, rounds[-1].server),
             {agent: states[agent] for agent in agents},
             steps=plan.eval_steps,
-            measure=plan.measure,
+            measure=plan.scored_by(part),
             scales=scales,
             part=part,
         )

@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import pytest
 from flwr.app import Context, Error, Message, RecordDict
+from torch import nn
 
 from flower.app.in_memory import MemoryGrid, agents_data, federate, plan_of
 from flower.app.test_apps import AGENTS, TEXT, app_of, start, trains
 from flower.app.test_faults import FEDAVG
+from nufed import InputError, Objective, fedavg
 from nufed.errors import TrainingError
 from nufed.flower.app.exclusions import Refusal
 from nufed.flower.app.messaging import _failure
+from nufed.flower.app.site import Site
 from nufed.server import Rules
 
 WRONG = TEXT.replace("input_shape = [5]", "input_shape = [6]")
@@ -74,3 +77,20 @@ def test_only_errors_of_input_are_final():
     assert isinstance(_failure("<class 'nufed.errors.InputError'>:<'no'>"), Refusal)
     for text in ("<class 'nufed.errors.TrainingError'>:<'no'>", "nufed.errors.InputError", ""):
         assert not isinstance(_failure(text), Refusal)
+
+
+def test_a_batch_of_one_sample_is_refused_by_its_site_with_the_remedy(tmp_path):
+    """Of 17 training samples in batches of 4 an epoch leaves one, which BatchNorm can't take."""
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+    algorithm = fedavg(meta_lr=0.1, batch_size=4, local_epochs=1)
+    tracked = Objective(net, running_stats="tracked")
+    plan = replace(plan_of(algorithm, agents=2), objective=tracked, test=0.5)
+    ((inputs, targets),) = agents_data(1, samples=34)
+
+    def site_with(number):
+        config = {"partition-id": 0, "folder": str(tmp_path)}
+        return Site(plan, config, lambda _: (inputs[:number], targets[:number]))
+
+    with pytest.raises(InputError, match=r"its last batch has one sample.*choose another batch"):
+        _ = site_with(34).federation
+    assert len(site_with(32).federation.split.train[0]) == 16

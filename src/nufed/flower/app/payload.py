@@ -39,7 +39,7 @@ from nufed.algorithms.compression import (
 from nufed.algorithms.protocol import AgentUpdate, Cost, State
 from nufed.data import ScoredOn
 from nufed.errors import InputError, shown
-from nufed.evaluate import GROUPS, AgentScores
+from nufed.evaluate import GROUPS, RESAMPLES, AgentScores
 from nufed.server.checks import MOST_SAMPLES, Unreadable
 
 VERSION = version("nufed")
@@ -275,6 +275,9 @@ def get_record(records: Mapping[str, object], key: str, kind: type[Any]) -> Any:
 BY_CLASS = ("balanced", "minority", "majority")
 GLOBAL = "global"  # loss and score of the global model, if there is one
 GROUP_LOSS = "group_loss"  # of groups of validation samples, if the site sends it
+RESAMPLED = "resampled"  # deviations of scores on resamples, if sites are few
+MAJORITY_RESAMPLED = "majority_resampled"  # the same of the majority class
+OPTIONAL = {GROUP_LOSS, RESAMPLED, MAJORITY_RESAMPLED}
 MAX_SCALES = 64  # step sizes per request
 
 
@@ -298,6 +301,10 @@ def scores_content(
     )
     names = ("loss", "score", *(("balanced", "minority") if scores.balanced else ()))
     lists = {name: [x for own in by_scale for x in getattr(own, name)] for name in names}
+    if scores.resampled:
+        lists[RESAMPLED] = [x for own in by_scale for values in own.resampled for x in values]
+    if majority is not None and majority.resampled:
+        lists[MAJORITY_RESAMPLED] = list(majority.resampled[0])
     if scores.group_loss:
         lists[GROUP_LOSS] = [x for own in by_scale for losses in own.group_loss for x in losses]
     if scores.global_score is not None and scores.global_loss is not None:
@@ -346,7 +353,7 @@ def read_scores(
         raise PayloadError(f"newcomer is {shown(newcomer)}, not true or false")
     lists = get_record(records, SCORES, MetricRecord)
     keys = {"loss", "score", *(BY_CLASS if by_class else ()), *([GLOBAL] if has_global else ())}
-    if lists.keys() - {GROUP_LOSS} != keys:
+    if lists.keys() - OPTIONAL != keys:
         raise PayloadError(f"its scores have keys {shown(sorted(lists))} instead of {sorted(keys)}")
     test_samples = read_int(test, "test_samples", MOST_SAMPLES, least=1)
     most = test_samples if by_class else 0
@@ -364,11 +371,15 @@ def read_scores(
         "balanced": read("balanced", share=True) if by_class else [()] * scales,
         "minority": read("minority", share=True, none=none) if by_class else [()] * scales,
     }
-    groups = min(test_samples, GROUPS)
-    losses: tuple[float, ...] = ()
-    if GROUP_LOSS in lists:
-        losses = _numbers(lists[GROUP_LOSS], GROUP_LOSS, length * groups, diverged=diverged)
-    by_group = [losses[at : at + groups] for at in range(0, len(losses), groups)]
+
+    def rows(key: str, width: int, number: int = length) -> list[tuple[float, ...]]:
+        """``number`` rows of numbers, if the site sends them."""
+        if key not in lists:
+            return []
+        numbers = _numbers(lists[key], key, number * width, diverged=True)
+        return [numbers[at : at + width] for at in range(0, len(numbers), width)]
+
+    by_group, resampled = rows(GROUP_LOSS, min(test_samples, GROUPS)), rows(RESAMPLED, RESAMPLES)
     train_samples = read_int(train, "train_samples", MOST_SAMPLES, least=1)
     shared: list[float | None] = [None, None]
     if has_global:
@@ -395,6 +406,7 @@ def read_scores(
             personal_hvps=read_int(hvps, "personal_hvps", 10**9),
             newcomer=newcomer,
             group_loss=tuple(by_group[at : at + steps + 1]),
+            resampled=tuple(resampled[at : at + steps + 1]),
         )
         for at, loss, score, balanced, on_minority in zip(
             range(0, length, steps + 1), *by_steps.values(), strict=True
@@ -421,6 +433,7 @@ def read_scores(
         "personal_hvps": 0,
         "newcomer": False,
         "group_loss": (),
+        "resampled": tuple(rows(MAJORITY_RESAMPLED, RESAMPLES, 1)) * (steps + 1),
     }
     return scores, replace(scores[0], **cast(Any, constant))
 

@@ -13,7 +13,7 @@ from nufed.algorithms.compression import initial_residuals, update_bytes
 from nufed.algorithms.protocol import Algorithm, Context, State
 from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
 from nufed.errors import InputError, require
-from nufed.evaluate import EvalLr, Measure, accuracy
+from nufed.evaluate import GROUPS, RESAMPLES, EvalLr, Measure, accuracy
 from nufed.flower.app.bounded_pull import ReplyLimit
 from nufed.flower.app.payload import MAX_SCALES
 from nufed.flower.app.privacy import Privacy
@@ -205,10 +205,15 @@ class Plan:
         sent = [start[name] for name in self.algorithm.sends if name in start]
         size = 8 if self.site_keys is None else 16
         arrays = sum(size * vector.numel() + 2**10 for vector in sent)
-        # of a score: loss, score and two accuracies, with room for their encoding
-        scores = MAX_SCALES * (self.eval_steps + 1) * 64
+        # of a score: loss, score, two accuracies, those on groups and resamples of samples, with
+        # room for their encoding
+        scores = MAX_SCALES * (self.eval_steps + 1) * 16 * (4 + GROUPS + RESAMPLES)
         shares = 0 if self.site_keys is None else 512 * self.cohort
         return ReplyLimit(arrays, 2**20 + scores + shares + arrays // 2**10)
+
+    def scored_by(self, part: ScoredOn) -> Measure:
+        """The measure on a part: with resamples on that of results, if sites are few."""
+        return self.measure.resampled(self.agents) if part == self.scored_on else self.measure
 
     def check_data(self, samples: Samples) -> None:
         """Refuse a site's data that does not match the federation's."""

@@ -28,7 +28,7 @@ from safetensors.torch import save
 
 from nufed.algorithms.compression import without_residuals
 from nufed.algorithms.protocol import Cost, State
-from nufed.data import Federation, Samples, as_samples, site_split
+from nufed.data import Federation, Samples, as_samples, check_single_sample, site_split
 from nufed.data.samples import input_ranges, scale_warnings
 from nufed.errors import InputError, RunError, TrainingError, require, shown
 from nufed.files import make_private, read_sealed, sha256, write_sealed
@@ -219,7 +219,10 @@ class Site:
         self.notes["samples"] = sizes
         listed = ", ".join(f"{size} {part}" for part, size in sizes.items() if size)
         event("data loaded: %d samples (%s)", len(samples), listed, event="data loaded", **sizes)
-        return Federation(samples, split, plan.small_agents, plan.scored_on)
+        federation = Federation(samples, split, plan.small_agents, plan.scored_on)
+        method = plan.method or type(plan.algorithm).__name__
+        check_single_sample(federation, self.agent, method, plan.algorithm, plan.objective)
+        return federation
 
     @cached_property
     def samples(self) -> Samples:

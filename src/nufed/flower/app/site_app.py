@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -23,8 +23,9 @@ from flwr.clientapp import ClientApp
 
 from nufed.algorithms.compression import compress, without_residuals
 from nufed.algorithms.protocol import AgentContext, AgentResult
+from nufed.data import Federation
 from nufed.errors import InputError, RunError, TrainingError, in_short, visible
-from nufed.evaluate import evaluate_agent, majority_class
+from nufed.evaluate import AgentScores, Measure, evaluate_agent, majority_class
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.monitor import size_of
 from nufed.flower.app.payload import (
@@ -292,7 +293,8 @@ def _evaluate(site: Site, request: RecordDict) -> RecordDict:
     plan, task = site.plan, read_task(site, request, "scales", "part")
     if not plan.sends_scores:
         raise TrainingError("this site sends no scores: privacy.scores is false")
-    federation = site.federation.scoring(read_part(task.more["part"]))
+    part = read_part(task.more["part"])
+    federation, measure = site.federation.scoring(part), plan.scored_by(part)
     scores = evaluate_agent(
         plan.algorithm,
         plan.objective,
@@ -302,16 +304,14 @@ def _evaluate(site: Site, request: RecordDict) -> RecordDict:
         task.kept,
         seed=plan.seed,
         steps=plan.eval_steps,
-        measure=plan.measure,
+        measure=measure,
         scales=read_scales(task.more["scales"]),
         context=plan.context(0),
     )
-    if task.more["part"] == plan.scored_on:
+    if part == plan.scored_on:
         score = scores[0].score[plan.personal_steps]
         site.notes.update(score=score, measure=plan.measure.name)
-    # where scores are per class
-    majority = majority_class(federation, site.agent, 0) if scores[0].balanced else None
-    return scores_content(scores, majority, task.round)
+    return scores_content(scores, _majority(site, federation, scores, measure), task.round)
 
 
 def _baseline(site: Site, request: RecordDict) -> RecordDict:
@@ -320,9 +320,17 @@ def _baseline(site: Site, request: RecordDict) -> RecordDict:
         raise TrainingError("this site sends no scores: privacy.scores is false")
     part, scales = read_part(task.more["part"]), read_scales(task.more["scales"])
     scores = baseline_scores(site, task.more["baseline"], scales, part)
-    federation = site.federation.scoring(part)
-    majority = majority_class(federation, site.agent, 0) if scores[0].balanced else None
-    return scores_content(scores, majority, task.round)
+    federation, measure = site.federation.scoring(part), site.plan.scored_by(part)
+    return scores_content(scores, _majority(site, federation, scores, measure), task.round)
+
+
+def _majority(
+    site: Site, federation: Federation, scores: Sequence[AgentScores], measure: Measure
+) -> AgentScores | None:
+    """The scores of the majority class, where scores are per class."""
+    if not scores[0].balanced:
+        return None
+    return majority_class(federation, site.agent, 0, measure.resamples)
 
 
 def _keep_personal_model(site: Site, request: RecordDict) -> RecordDict:

@@ -86,7 +86,7 @@ def baseline_scores(
             state,
             seed=plan.seed,
             steps=plan.eval_steps,
-            measure=plan.measure,
+            measure=plan.scored_by(part),
             scales=own,
             context=plan.context(0),
         )

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from nufed.algorithms.protocol import Algorithm, Context
-from nufed.data import Federation, Samples, Split
+from nufed.data import Federation, Samples, Split, check_single_sample
 from nufed.errors import InputError, in_short, shown
 from nufed.evaluate import Measure
 from nufed.lab.config import Config
@@ -23,7 +23,7 @@ from nufed.lab.config.problem import Given, Problem
 from nufed.lab.config.schema import DataConfig
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.provenance import Provenance
-from nufed.objective import Batch, Objective
+from nufed.objective import Objective
 from nufed.objective.threads import torch_threads
 from nufed.seeding import stream
 from nufed.server import Rules, cohort_size, to_send
@@ -227,42 +227,13 @@ def _loss_error(
 
 
 def _check_single_samples(setup: Setup) -> None:
-    """Refuse batches of one sample, which epochs may end with, if the model can't train on one.
-
-    BatchNorm can't, where a sample gives one value per channel; this is tried on the model.
-    """
+    """Refuse batches of one sample, which epochs may end with, if the model can't train on one."""
     for seed, federation in setup.federations.items():
         objective, split = setup.objectives[seed], federation.split
         for name, algorithm in setup.algorithms.items():
             for agent in [0] if split.recipe else split.agents:
-                rows = split.train[agent]
-                if algorithm.smallest_batch(len(rows)) > 1:
-                    continue
-                error = _single_sample_error(objective, federation.samples, rows[0])
-                if error is None:
-                    return
-                raise InputError(
-                    f"agent {split.names[agent]} has {len(rows)} training samples and the "
-                    f"batch_size of {name} is {algorithm.batch_size}: its last batch has one "
-                    f"sample, on which this model can't be trained ({error}); choose another "
-                    "batch_size, local_steps instead of local_epochs, model.running_stats = "
-                    '"frozen", or GroupNorm'
-                )
-
-
-def _single_sample_error(objective: Objective, samples: Samples, row: int) -> str | None:
-    """Why the model can be trained on two samples but not on one; None if it can, or on neither."""
-    w, error = objective.initial(), None
-    for rows in ([row], [row, row]):
-        try:
-            objective.grad(w, Batch(*samples.take(np.array(rows)), seed=0))
-        except Exception as caught:  # the user's model or loss may raise anything
-            if error is not None:
-                return None
-            error = in_short(caught.__cause__ or caught)
-        else:
-            return error
-    return None
+                if check_single_sample(federation, agent, name, algorithm, objective):
+                    return  # the same for all
 
 
 def _try_model(setup: Setup) -> None:
