@@ -10,14 +10,17 @@ from pathlib import Path
 import grimp
 
 PICTURE = Path(__file__).with_name("rooms.svg")
+SOURCE = Path(__file__).parent.parent / "src" / "nufed"
 WIDTH, FLOOR, BOX, HEIGHT, GAP = 360, 62, 78, 28, 6  # pixels: a phone's width, or more if needed
 BEND = 10  # width of an arrow where it passes a floor
 SWEEPS, PULL = 40, 4  # iterations of the layout; weight of neighbours relative to the centre
 STYLE = """
-  .ground { fill: #ffffff } .room { fill: #e8f1fa; stroke: #2f6ea5 } .arrow { stroke: #8a8f98 }
+  .ground { fill: #ffffff } .core { fill: #e8f1fa; stroke: #2f6ea5 } .arrow { stroke: #8a8f98 }
+  .lab { fill: #edf7ec; stroke: #3c7d3a } .flower { fill: #fdf1e3; stroke: #a9681b }
   .tip { fill: #8a8f98 } text { fill: #14202b; font: 12px system-ui, sans-serif }
   @media (prefers-color-scheme: dark) {
-    .ground { fill: #0d1117 } .room { fill: #16283a; stroke: #6cb0ea } .arrow { stroke: #9198a1 }
+    .ground { fill: #0d1117 } .core { fill: #16283a; stroke: #6cb0ea } .arrow { stroke: #9198a1 }
+    .lab { fill: #16301a; stroke: #76c274 } .flower { fill: #35240f; stroke: #e2a75a }
     .tip { fill: #9198a1 } text { fill: #e6edf3 }
   }
 """
@@ -38,6 +41,17 @@ def imports():
 def room_of(module):
     """The package of a module, directly in nufed or in nufed.lab."""
     return module.removeprefix("nufed.").removeprefix("lab.").split(".")[0]
+
+
+def floor_of(room):
+    """Core, lab or flower."""
+    return (
+        "flower"
+        if room == "flower"
+        else "lab"
+        if any((SOURCE / "lab").glob(f"{room}*"))
+        else "core"
+    )
 
 
 def below(room, used):
@@ -150,7 +164,7 @@ def draw(used):
     for room in used:
         x, middle = at[room], y(room)
         lines.append(
-            f'<rect class="room" x="{x - BOX / 2:.0f}" y="{middle - HEIGHT / 2:.0f}" '
+            f'<rect class="{floor_of(room)}" x="{x - BOX / 2:.0f}" y="{middle - HEIGHT / 2:.0f}" '
             f'width="{BOX}" height="{HEIGHT}" rx="5"/>'
             f'<text x="{x:.0f}" y="{middle + 4:.0f}" text-anchor="middle">{room}</text>'
         )
