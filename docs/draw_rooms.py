@@ -45,13 +45,8 @@ def room_of(module):
 
 def floor_of(room):
     """Core, lab or flower."""
-    return (
-        "flower"
-        if room == "flower"
-        else "lab"
-        if any((SOURCE / "lab").glob(f"{room}*"))
-        else "core"
-    )
+    in_lab = any((SOURCE / "lab").glob(f"{room}*"))
+    return "flower" if room == "flower" else "lab" if in_lab else "core"
 
 
 def below(room, used):
