@@ -18,7 +18,7 @@ from nufed.algorithms import AgentUpdate, ScaleFL
 from nufed.algorithms.aggregation import Mean, Median
 from nufed.algorithms.local_optimizer import SGD
 from nufed.algorithms.scalefl import CapacityLevels, ExitsLoss
-from nufed.evaluate import Measure
+from nufed.evaluate import RESAMPLES, Measure
 from nufed.models import MultiExit, multi_exit
 from nufed.server import to_send
 from nufed.simulation import DirectEngine, WorkerEngine, train
@@ -591,7 +591,9 @@ def test_a_wrong_copy_is_rejected(mutant, proof):
 
 def evaluate(algorithm, engine, progress):
     received, states = to_send(algorithm, progress.server), states_of(engine, progress)
-    return engine.evaluate(algorithm, received, states, steps=2, measure=Measure("accuracy"))
+    return engine.evaluate(
+        algorithm, received, states, steps=2, measure=Measure("accuracy", resamples=RESAMPLES)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

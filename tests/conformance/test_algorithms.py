@@ -12,7 +12,7 @@ from conformance.cases import CASES, THOROUGH
 from flower.app.in_memory import RUN, agents_data, federation_of, plan_of, site_state, sites_of
 from nufed import Objective
 from nufed.algorithms import AgentUpdate
-from nufed.evaluate import Measure
+from nufed.evaluate import RESAMPLES, Measure
 from nufed.files import sha256
 from nufed.flower.app.server_app import Server
 from nufed.lab.runs.agent_states import StoredStates
@@ -95,7 +95,7 @@ def killed_and_resumed(algorithm, engine, folder):
 
 def evaluate(algorithm, engine, progress):
     received = to_send(algorithm, progress.server)
-    states, measure = states_of(engine, progress), Measure("accuracy")
+    states, measure = states_of(engine, progress), Measure("accuracy", resamples=RESAMPLES)
     return engine.evaluate(algorithm, received, states, steps=2, measure=measure)
 
 
