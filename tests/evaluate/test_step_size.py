@@ -132,6 +132,13 @@ def test_a_scale_with_a_diverging_agent_ranks_last():
     assert choices(measured(loss), [3]).chosen[0].scale == 1.0
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("prefer", ["trained", "smallest", "best"])
+def test_a_model_that_diverged_at_every_scale_has_a_choice(prefer, value):
+    diverged = measured(lambda scale, step, agent: value)
+    assert choices(diverged, [1, 2], prefer).scale(2) in (0.0, 3.0**-6)
+
+
 def test_the_loss_decides_and_the_score_breaks_ties():
     higher = measured(valley(lambda step: -1), lambda scale, step: scale / 100)
     assert choices(higher).chosen[0].scale == 3.0**-1

@@ -53,7 +53,7 @@ def chooses(eval_lr: EvalLr, last: bool) -> bool:
 class ScaleChoice:
     """The scale that was chosen for one number of fine-tuning steps; 0: no step.
 
-    ``score`` and ``loss`` are means over seen agents on validation samples; ``at_edge``: the best
+    ``score`` and ``loss`` are means over seen agents on validation samples; ``at_edge``: that
     scale is at the edge of the grid, so that a better one may lie beyond it. ``gain`` is the
     decrease of the loss by steps of the best scale, ``noise`` its standard error (None: unknown).
     """
@@ -101,16 +101,16 @@ class StepSizes:
             return
         if choice.at_edge:
             yield (
-                "the best step size is at the edge of the search range (scale "
+                "the chosen step size is at the edge of the search range (scale "
                 f"{choice.scale:.3g}); a better one may lie outside."
             )
         if choice.undecided:
             noise = "" if choice.noise is None else f" ± {choice.noise:.2g}"
-            used = {0.0: "no step is taken", 1.0: "the one of training is used"}
+            used = "the one of training is used" if choice.scale else "no step is taken"
             yield (
                 f"the validation part is too small to choose a step size: on {self.samples} "
                 f"samples of {self.agents} agents the best one lowers the loss by "
-                f"{choice.gain:.2g}{noise}; {used.get(choice.scale, 'the smallest is used')}."
+                f"{choice.gain:.2g}{noise}; {used}."
             )
         elif choice.scale == 0:
             yield "no step size clearly lowers the loss on validation samples: no step is taken."
@@ -250,14 +250,16 @@ def _choose(
     entries = {0.0: (grid[1.0], 0), **{scale: (grid[scale], steps) for scale in sorted(grid)}}
     losses = {scale: _losses(*entry) for scale, entry in entries.items()}
     means = {scale: _or_inf(_means(*entry)[1]) for scale, entry in entries.items()}
-    gain, noise = means[0.0] - means[best], _standard_error(losses[0.0] - losses[best])
+    gain, noise = means[0.0] - means[best], _standard_error(losses[0.0], losses[best])
     leader = best if gain > 0 else 0.0
-    equal = [
-        scale
-        for scale in entries
-        if (scale == 0 or means[scale] < means[0.0])
-        and means[scale] - means[leader] <= _standard_error(losses[scale] - losses[leader])
-    ]
+
+    def as_good(scale: float) -> bool:
+        harms = scale != 0 and not means[scale] < means[0.0]
+        gap = means[scale] - means[leader]
+        return not harms and gap <= _standard_error(losses[scale], losses[leader])
+
+    # of a model that diverged at every scale, no gap is defined
+    equal = [scale for scale in entries if scale == leader or as_good(scale)]
     order = (1.0, 0.0, leader) if prefer == "trained" else sorted(entries)
     scale = next(scale for scale in order if scale in equal)
     score, loss = _means(*entries[scale])
@@ -304,11 +306,13 @@ def _losses(scores: Sequence[AgentScores], steps: int) -> Array:
     return np.concatenate([agent.group_loss[steps] for agent in scores])
 
 
-def _standard_error(differences: Array) -> float:
-    if len(differences) < 2:
+def _standard_error(losses: Array, others: Array) -> float:
+    """The standard error of the mean paired difference; infinite where it is unknown."""
+    if len(losses) < 2:
         return math.inf
     with np.errstate(invalid="ignore"):  # of diverged models
-        return _or_inf(float(differences.std(ddof=1) / math.sqrt(len(differences))))
+        spread = (losses - others).std(ddof=1)
+    return _or_inf(float(spread / math.sqrt(len(losses))))
 
 
 def _or_inf(value: float) -> float:
