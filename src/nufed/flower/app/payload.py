@@ -414,28 +414,35 @@ def read_scores(
     ]
     if not by_class:
         return scores, None
-    null = lists["majority"]
-    first, last = (null[:2], null[2:]) if isinstance(null, list) else (null, null)
+    resamples = tuple(rows(MAJORITY_RESAMPLED, RESAMPLES, 1))
+    return scores, _majority(lists["majority"], scores[0], resamples)
+
+
+def _majority(
+    numbers: object, scores: AgentScores, resampled: tuple[tuple[float, ...], ...]
+) -> AgentScores:
+    """The scores of the majority class of an agent, the same after any number of steps."""
+    first, last = (numbers[:2], numbers[2:]) if isinstance(numbers, list) else (numbers, numbers)
     constants = (
         *_numbers(first, "majority", 2, share=True),
-        *_numbers(last, "majority", 1, share=True, none=none),
+        *_numbers(last, "majority", 1, share=True, none=scores.minority_samples == 0),
     )
-    score, balanced, on_minority = ((number,) * (steps + 1) for number in constants)
-    loss = (math.nan,) * (steps + 1)
-    constant = {
-        "loss": loss,
-        "score": score,
-        "global_loss": None,
-        "global_score": None,
-        "balanced": balanced,
-        "minority": on_minority,
-        "personal_gradients": 0,
-        "personal_hvps": 0,
-        "newcomer": False,
-        "group_loss": (),
-        "resampled": tuple(rows(MAJORITY_RESAMPLED, RESAMPLES, 1)) * (steps + 1),
-    }
-    return scores, replace(scores[0], **cast(Any, constant))
+    each = len(scores.score)
+    score, balanced, minority = ((number,) * each for number in constants)
+    return replace(
+        scores,
+        loss=(math.nan,) * each,
+        score=score,
+        global_loss=None,
+        global_score=None,
+        balanced=balanced,
+        minority=minority,
+        personal_gradients=0,
+        personal_hvps=0,
+        newcomer=False,
+        group_loss=(),
+        resampled=resampled * each,
+    )
 
 
 def read_scales(scales: object) -> list[float]:
