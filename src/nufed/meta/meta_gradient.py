@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nufed.errors import require
-from nufed.meta.curvature import Curvature, Exact, FirstOrder, unchecked
+from nufed.meta.curvature import Curvature
 from nufed.meta.fine_tuning import Rate, descend_in_place, descent, trajectory
 from nufed.objective import AnyBatch, AnyObjective
-from nufed.objective.head_space import HeadBatch, HeadObjective, HeadVector
 from nufed.objective.parts import Part
 
 
@@ -70,31 +69,11 @@ def meta_gradient(
     >>> meta_gradient(objective, torch.tensor([8.0]), batch, lr=0.25, curvature=Exact())
     tensor([1.])
     """
-    if part is not None and type(curvature) in (Exact, FirstOrder):
-        batches = [batch.outer, *batch.curvature, *batch.adapt]
-        if found := objective.base.head_space(w, batches, part):
-            return _in_head_space(*found, len(batch.curvature), lr, curvature)
     steps = trajectory(objective, w, batch.adapt, lr, part)
     iterates = list(steps) if batch.curvature else list(deque(steps, maxlen=1))
     every = _backwards(objective, iterates, batch, lr, curvature, part)
     (d,) = deque(every, maxlen=1)  # the last
     return d
-
-
-def _in_head_space(
-    space: HeadObjective,
-    batches: list[HeadBatch],
-    products: int,
-    lr: Rate,
-    curvature: Curvature,
-) -> Tensor:
-    """The meta-gradient if steps change the head alone; batches are 𝒟_ν, 𝒟′ and the other 𝒟."""
-    outer, *others = cast("list[AnyBatch]", batches)
-    batch = MetaBatch(others[products:], outer, others[:products])
-    objective, start = cast(AnyObjective, space), cast(Tensor, space.start())
-    # products in closed form need no check
-    d = meta_gradient(objective, start, batch, lr=float(lr), curvature=unchecked(curvature))
-    return space.flat(cast(HeadVector, d))
 
 
 def meta_gradient_with_rates(

@@ -63,7 +63,6 @@ class FlatLoss(FlatModule):
         self._narrow: dict[LevelKey, tuple[Objective, Part]] = {}
         # of a capacity level: shapes, strides and offsets of its tensors in the whole vector
         self._inside: dict[str, tuple[Sequence[int], Sequence[int], int]] = {}
-        self._together = self._like  # inputs of several batches
 
     def _draws_nothing(self) -> bool:
         return self._plain_loss and super()._draws_nothing()

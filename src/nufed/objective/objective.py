@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate, chain, pairwise, starmap
-from typing import cast
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,10 @@ from nufed.errors import require
 from nufed.objective.batch import AnyBatch, Batch, Inputs, Loss
 from nufed.objective.exits import FirstExits, narrow_module
 from nufed.objective.flat_loss import PLAIN_LOSSES, differentiable
-from nufed.objective.head_space import HeadBatch, HeadObjective
 from nufed.objective.layered_net import layered_plan
 from nufed.objective.local_steps import LocalSteps
 from nufed.objective.modules import MovedStatistics, cast_like
-from nufed.objective.parts import HEAD, Part
+from nufed.objective.parts import Part
 from nufed.objective.perceptron import perceptron
 
 
@@ -61,7 +59,7 @@ class Objective(LocalSteps):
         """
         double = copy.copy(self)
         double._exits, double._narrow, double._moved = {}, {}, MovedStatistics()
-        double._like = double._together = self._like.double()
+        double._like = self._like.double()
         zero = double._like.new_zeros(())
         stand_ins = {
             id(p): nn.Parameter(zero.expand(p.shape))
@@ -172,28 +170,6 @@ class Objective(LocalSteps):
         if w.ndim == 1:
             return self.single_hvp(w, batch, v, part)
         return self.stacked_hvp(w, batch, v if part is None else part.only(v))[0]
-
-    def head_space(
-        self, w: Tensor, batches: Sequence[AnyBatch], part: Part
-    ) -> tuple[HeadObjective, list[HeadBatch]] | None:
-        """This objective where steps change a part alone, and its batches (None: see below).
-
-        It is there if the part is the head of a perceptron (:mod:`nufed.objective.head_space`), and
-        valid until the next call.
-        """
-        own, head = [Batch(*batch) for batch in batches], self.part(HEAD)
-        closed = w.ndim == 1 and all(self._in_closed_form(batch) for batch in own)
-        if self._chain is None or not closed or not part.contiguous or part.index != head.index:
-            return None
-        inputs = [cast_like(cast(Tensor, batch.inputs), self._like).flatten(1) for batch in own]
-        if self._together.shape != (sum(map(len, inputs)), inputs[0].shape[1]):
-            self._together = torch.cat(inputs)
-        else:  # reused: allocation is slow
-            torch.cat(inputs, out=self._together)
-        made = HeadObjective(self, self._chain, head, w.detach(), self._unflatten, self._together)
-        ends = accumulate(map(len, inputs), initial=0)
-        pairs = zip(starmap(slice, pairwise(ends)), own, strict=True)
-        return made, [HeadBatch(at, cast_like(batch.targets, self._like)) for at, batch in pairs]
 
     def beside(
         self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
