@@ -11,7 +11,7 @@ from nufed import Exact, Federation, FirstOrder, GMeta, HessianFree, Objective
 from nufed.data import DirichletReusing, as_samples, lazy_split, make_split
 from nufed.evaluate import Measure
 from nufed.models import cnn_groupnorm, fcnn
-from nufed.objective.first_layer import first_layer
+from nufed.objective.fast.gram_space import first_layer
 from nufed.simulation import DirectEngine, GramEngine, Progress, WorkerEngine, run_round
 
 ACCURACY = Measure("accuracy")

@@ -5,7 +5,7 @@ from problem import EVALUATION, LOCAL_STEPS, METHODS, load, paper_module
 
 from jobs import Ours, Plain  # isort: skip
 from nufed import Objective
-from nufed.objective.first_layer import first_layer
+from nufed.objective.fast.gram_space import first_layer
 from nufed.simulation import GramEngine
 
 

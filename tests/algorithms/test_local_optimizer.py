@@ -132,7 +132,7 @@ def test_defaults_are_plain_steps_to_the_bit():
     for t in range(4):
         (batch,) = own.batches.draw("outer", 6, step=t)
         right = torch.sub(right, objective.grad(right, batch), alpha=0.1)
-    assert torch.equal(found, right) and SGD().plain and fedavg().optimizer == SGD()
+    assert torch.equal(found, right) and fedavg().optimizer == SGD()
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))

@@ -480,36 +480,36 @@ class NormIsAveraged(FedBN):
 class PlainNormIsForgotten(FedBN):
     def agent_update(self, context, received, state):
         result = super().agent_update(context, received, state)
-        kept = {"private": state["private"].clone()} if self.optimizer.plain else result.state
+        kept = {"private": state["private"].clone()} if self.optimizer == SGD() else result.state
         return AgentResult(result.vectors, kept, result.cost)
 
 
 class PlainNormRestarts(FedBN):
     def agent_update(self, context, received, state):
-        if self.optimizer.plain:
+        if self.optimizer == SGD():
             state = {"private": self.initial_private(context.objective)}
         return super().agent_update(context, received, state)
 
 
 class PlainStepsAreTwiceAsLong(FedBN):
     def start_steps(self, context, lr=None):
-        return super().start_steps(context, 2 * self.meta_lr if self.optimizer.plain else lr)
+        return super().start_steps(context, 2 * self.meta_lr if self.optimizer == SGD() else lr)
 
 
 class PlainHeadIsFrozen(FedPer):
     def train(self, context, w):
-        part = self.parts(context.objective)[1] if self.optimizer.plain else None
+        part = self.parts(context.objective)[1] if self.optimizer == SGD() else None
         return self.descend(context, w, part=part), Cost(STEPS)
 
 
 class TrainsTogetherInPlainSteps(FedRep):
     def train(self, context, w):
-        return (PrivatePart if self.optimizer.plain else FedRep).train(self, context, w)
+        return (PrivatePart if self.optimizer == SGD() else FedRep).train(self, context, w)
 
 
 class PlainHeadIsTrained(FedBABU):
     def descend(self, context, w, gradient=None, *, part=None, **more):
-        part = None if self.optimizer.plain else part
+        part = None if self.optimizer == SGD() else part
         return super().descend(context, w, gradient, part=part, **more)
 
 

@@ -239,7 +239,7 @@ class StatisticsHaveControl(Scaffold):
 
     def agent_update(self, context, received, state):
         result = super().agent_update(context, received, state)
-        if not self.optimizer.plain:
+        if self.optimizer != SGD():
             return result
         x, c, c_i = received["model"], received["control"], state["control"]
         path = (x - result.vectors["model"]) / (self.steps_per_round(context) * self.meta_lr)

@@ -17,9 +17,10 @@ from nufed import InputError, Objective, fedavg
 from nufed.algorithms import AgentUpdate, ScaleFL
 from nufed.algorithms.aggregation import Mean, Median
 from nufed.algorithms.local_optimizer import SGD
-from nufed.algorithms.scalefl import CapacityLevels, ExitsLoss
+from nufed.algorithms.scalefl import CapacityLevels, first_exits, first_levels, narrowed
 from nufed.evaluate import RESAMPLES, Measure
 from nufed.models import MultiExit, multi_exit
+from nufed.objective.parts import Part
 from nufed.server import to_send
 from nufed.simulation import DirectEngine, WorkerEngine, train
 from nufed.simulation.batched_engine import StackedBatches
@@ -382,7 +383,9 @@ class OtherLevels(ScaleFL):
     def narrow(self, context):
         base, level = context.objective.base, self.levels.of(context.agent)
         widths, depths = self.others(self.levels.widths, self.levels.depths)
-        return base.level(widths, depths, level, partial(self.exits_loss, base.loss))
+        loss = partial(self.exits_loss, base.loss)
+        part = Part.where(first_levels(base, widths, depths) <= level)
+        return narrowed(base, widths[level], depths[level], loss), part
 
 
 class RoundsDown(OtherLevels):
@@ -399,7 +402,7 @@ class WholeWidth(OtherLevels):
 
     def first_levels(self, objective):
         ones = [Fraction(1)] * len(self.levels.widths)
-        return objective.base.first_levels(ones, self.levels.depths)
+        return first_levels(objective.base, ones, self.levels.depths)
 
 
 class WholeDepth(OtherLevels):
@@ -508,7 +511,7 @@ class ShareOfLoss(ScaleFL):
 
 class MeanOfExits(ScaleFL):
     def predict(self, objective, personal, inputs):
-        exits = objective.base.with_exits(int(personal["exit"]))
+        exits = first_exits(objective.base, int(personal["exit"]))
         return exits.predict(personal["model"], inputs).mean(0)
 
 
@@ -596,19 +599,6 @@ def evaluate(algorithm, engine, progress):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_the_derivative_of_the_loss_has_the_bits_of_autograd(depth, dtype):
-    z, y = torch.randn(depth, 40, 10, dtype=dtype), torch.randint(0, 10, (40,))
-    for a, gamma in ((1, 0.05), (0.3, 0.7), (0, 0.7), (1, 0), (0, 0)):
-        algorithm = ScaleFL(exit_weight=a, distill_weight=gamma)
-        loss, leaf = ExitsLoss(algorithm, Objective(mlp())), z.clone().requires_grad_()
-        (right,) = torch.autograd.grad(loss(leaf, y), leaf)
-        assert torch.equal(loss.gradient(z, y), right)
-    assert ExitsLoss(algorithm, Objective(mlp(), F.mse_loss)).gradient(z, y) is None
-    assert ExitsLoss(made(NoDistillation), Objective(mlp())).gradient(z, y) is None
-
-
 def test_workers_and_resuming_give_the_same_bits():
     algorithm = made(ScaleFL)
     engine = DirectEngine(Objective(net()), federation(unseen=1), 5)
@@ -675,7 +665,7 @@ def test_a_narrow_agent_of_a_wide_network_is_a_full_agent_of_the_narrow_one():
     full = replace(own, widths="1", depths="2", shares="1")
     data = federation()
     w = torch.rand(wide.size, dtype=torch.float64) + 0.5
-    held = wide.first_levels(own.levels.widths, [2, 2]) == 0
+    held = first_levels(wide, own.levels.widths, [2, 2]) == 0
     assert int(held.sum()) == narrow.size and wide.tracks_statistics
     source, test = data.batches(2, 5, "train", 1), data.batches(2, 5, "evaluate")
     found, right = (

@@ -259,11 +259,6 @@ def test_the_cost_of_a_newcomer_is_counted(algorithm):
             calls.append(1)
             return super().grad(w, batch, part)
 
-        def descend(self, w, batches, *settings):
-            batches = list(batches)
-            calls.extend([1] * len(batches))
-            super().descend(w, batches, *settings)
-
     objective = Counting(mlp())
     own = agent_context(objective, federation().batches(2, 0, "evaluate"))
     received = to_send(algorithm, algorithm.initial_server(objective, objective.initial()))

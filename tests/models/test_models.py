@@ -106,7 +106,8 @@ def test_the_exact_meta_gradient_equals_autograd_through_the_unrolled_loop(name)
 def test_the_head_is_the_last_linear_layer(name):
     module, _ = tiny(name)
     objective = Objective(module)
-    assert isinstance(objective.head, nn.Linear) and objective.head.out_features == 3
+    *_, head = objective.layers.values()
+    assert isinstance(head, nn.Linear) and head.out_features == 3
 
 
 def test_the_lstm_equals_that_of_torch():

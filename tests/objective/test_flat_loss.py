@@ -1,7 +1,5 @@
 """Short cuts of derivatives at one vector: the bits of the long way."""
 
-from fractions import Fraction
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,8 @@ from torch import nn
 from torch.func import functional_call
 
 from nufed import Objective
-from nufed.models import cnn_groupnorm, fcnn, multi_exit
+from nufed.models import cnn_groupnorm, fcnn
+from nufed.objective.parts import support
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
@@ -76,45 +75,22 @@ def test_the_gradient_of_a_part_has_the_bits_of_the_whole_one(name, part):
         assert torch.equal(both, own.take(objective.grad(stacked, batches)))
 
 
-@pytest.mark.parametrize("name", ["fcnn", "cnn"])
-def test_one_graph_serves_the_gradient_and_all_products(name):
-    objective, w, batch = example(name, torch.float64)
-    g, product = objective.linearized(w, batch)
-    # some layers compute a gradient that is differentiated again by other operations
-    torch.testing.assert_close(g, objective.grad(w, batch), rtol=1e-12, atol=1e-14)
-    for scale in (1.0, -2.0):
-        v = scale * torch.linspace(-1, 1, objective.size, dtype=torch.float64)
-        assert torch.equal(product(v), objective.hvp(w, batch, v))
-
-
 def test_a_product_with_zeros_in_whole_tensors_is_that_of_the_whole_graph():
     objective, w, batch = example("fcnn", torch.float64)
     head = objective.part("head")
     v = head.only(torch.linspace(-1, 1, objective.size, dtype=torch.float64))
-    _, product = objective.linearized(w, batch)
-    assert torch.equal(objective.hvp(w, batch, v), product(v))
+    leaf = w.clone().requires_grad_()
+    (g,) = torch.autograd.grad(objective.forward(leaf, batch), leaf, create_graph=True)
+    (product,) = torch.autograd.grad(g, leaf, v)
+    assert torch.equal(objective.hvp(w, batch, v), product)
+    assert torch.equal(
+        objective.hvp(w, batch, torch.ones_like(v), head),
+        objective.hvp(w, batch, head.only(torch.ones_like(v))),
+    )
     assert not objective.hvp(w, batch, torch.zeros_like(v)).any()
-    support = objective.support(v)
-    assert (support.index, support.size) == (head.index, head.size)
-    assert objective.support(torch.ones_like(v)) is None
-
-
-def test_the_head_has_a_gradient_of_its_own_from_its_features():
-    objective, w, batch = example("fcnn", torch.float32)
-    shift = torch.tensor([0.5, -1.0, 0.0, 2.0])
-    shifted = objective.with_shift(shift)
-    plain = objective.with_loss(lambda outputs, y: F.cross_entropy(outputs + shift, y))
-    gradient = shifted.gradient_at(w)
-    for _ in range(2):
-        g, features = gradient(batch)
-        assert torch.equal(g, plain.grad(w, batch))
-        assert torch.equal(features, objective.features(w, batch[0]))
-        w.sub_(g, alpha=0.1)  # the next gradient is there
-    g, features = gradient(batch)
-    head = objective.part("head")
-    other = head.take(w) * 2
-    by_head = objective.head_grad(other, features, batch[1])
-    assert torch.equal(by_head, objective.grad(head.put(w, other), batch, head))
+    moved = support(v, objective.sizes)
+    assert (moved.index, moved.size) == (head.index, head.size)
+    assert support(torch.ones_like(v), objective.sizes) is None
 
 
 def test_statistics_of_the_last_gradient_are_those_of_a_pass_of_their_own():
@@ -127,23 +103,6 @@ def test_statistics_of_the_last_gradient_are_those_of_a_pass_of_their_own():
     objective.grad(w, batch)
     w.mul_(2)
     assert torch.equal(objective.track(after, batch, at=w), fresh.track(after, batch, at=w))
-
-
-def test_a_level_of_capacity_is_the_network_with_zeros_elsewhere():
-    torch.manual_seed(0)
-    objective = Objective(multi_exit((6,), 4, hidden=(5, 3)).double())
-    w = objective.initial()
-    batch = torch.randn(9, 6, dtype=torch.float64), torch.arange(9) % 4
-
-    def loss(outputs, targets):
-        return sum(F.cross_entropy(each, targets) for each in outputs)
-
-    widths, depths = (Fraction(1, 2), Fraction(3, 4), Fraction(1)), (1, 2, 2)
-    for level, depth in enumerate(depths):
-        own, part = objective.level(widths, depths, level, loss)
-        right = part.take(objective.with_exits(depth, loss).grad(part.only(w), batch))
-        assert part.size == own.size and (part.size < len(w) or level == 2)
-        torch.testing.assert_close(own.grad(part.take(w), batch), right, rtol=1e-12, atol=1e-15)
 
 
 def test_the_module_is_left_with_its_own_tensors():

@@ -10,8 +10,7 @@ from torch import nn
 from nufed import Batch, Objective
 from nufed.meta.curvature import double_difference
 from nufed.models import fcnn, logistic
-from nufed.objective.first_layer import first_layer
-from nufed.objective.gram_space import GramObjective, GramVector
+from nufed.objective.fast.gram_space import GramObjective, GramVector, first_layer
 
 AGENTS, SAMPLES, INPUTS = 3, 7, 9
 TABLES = torch.tensor([2, 0, 3])  # of five

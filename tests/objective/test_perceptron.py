@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from nufed.objective.perceptron import perceptron
+from nufed.objective.fast.perceptron import faster as perceptron
 from support import mlp, tied
 
 AGENTS, SAMPLES = 3, 4

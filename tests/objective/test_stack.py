@@ -7,7 +7,7 @@ from torch import nn
 
 from nufed import Batch, Objective
 from nufed.lab.config.problem import squared_error
-from nufed.objective.stack import stacked_losses, stacked_outputs
+from nufed.objective.fast.stack import stacked_losses, stacked_outputs
 from support import cnn, mlp, tied
 
 AGENTS, SAMPLES = 3, 4

@@ -17,7 +17,7 @@ from nufed.data.federation import AgentBatches
 from nufed.evaluate import Measure
 from nufed.lab.config.problem import squared_error
 from nufed.models import fcnn, logistic
-from nufed.objective.first_layer import first_layer
+from nufed.objective.fast.gram_space import first_layer
 from nufed.simulation import BatchedEngine, DirectEngine, GramEngine, train
 from nufed.simulation.batched_engine import StackedBatches
 from nufed.simulation.gram_engine import IndexedBatches
@@ -179,7 +179,7 @@ def test_engines_still_agree_after_fifty_rounds(module, dtype, method):
 @pytest.mark.parametrize("most_rows", [13, 40, 10_000])
 def test_long_local_training_in_gram_space(most_rows, monkeypatch):
     """Also where the rows of a sample are added up on the way."""
-    monkeypatch.setattr("nufed.objective.gram_space.MOST_ROWS", most_rows)
+    monkeypatch.setattr("nufed.objective.fast.gram_space.MOST_ROWS", most_rows)
     alone = GMeta(
         adapt_steps=0,
         adapt_lr=0.2,

@@ -7,7 +7,7 @@ import pytest
 from nufed import GMeta, Objective
 from nufed.algorithms import Scaffold
 from nufed.models import logistic
-from nufed.objective.first_layer import first_layer
+from nufed.objective.fast.gram_space import first_layer
 from nufed.simulation import BatchedEngine, DirectEngine, GramEngine, loop, train
 from nufed.simulation.batched_engine import even_chunks
 from nufed.simulation.worker_engine import WorkerEngine

@@ -21,7 +21,7 @@ from nufed.errors import NufedError, TrainingError, UpdateError
 from nufed.evaluate import Measure
 from nufed.files import read_sealed
 from nufed.models import fcnn
-from nufed.objective.first_layer import first_layer
+from nufed.objective.fast.gram_space import first_layer
 from nufed.server import to_send
 from nufed.simulation import (
     BatchedEngine,

@@ -80,8 +80,8 @@ class APFL(LocalTraining):
             if t == 0:
                 by_alpha = (g * (v - w)).sum(dim=-1, keepdim=True)
                 learned = (alpha - self.mixing_lr * by_alpha).clamp(0, 1)
-            v = step_v(v, g.mul_(alpha), batch, overwrite=t > 0)
-            w = step_w(w, grad(w, batch), batch, overwrite=t > 0)
+            v = step_v(v, alpha * g, batch)
+            w = step_w(w, grad(w, batch), batch)
             alpha = learned
         cost = Cost(2 * self.steps_per_round(context))
         return AgentResult({"model": w}, {"personal": v, "mixing": alpha}, cost)

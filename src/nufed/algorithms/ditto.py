@@ -23,7 +23,8 @@ from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Personal, State
-from nufed.objective import AnyObjective
+from nufed.meta.fine_tuning import proximal
+from nufed.objective import AnyObjective, Batch
 from nufed.settings import STEP_SIZES, Search, setting
 
 
@@ -61,13 +62,12 @@ class Ditto(LocalTraining):
 
     def personal_update(self, context: AgentContext, v: Tensor, w: Tensor) -> Tensor:
         """v after τ_v steps towards a minimum of f_i(v) + λ/2‖v − w‖²."""
-        return self.descend(
-            context,
-            v,
-            lr=self.personal_lr,
-            batches=context.draw_each(self._personal_draws()),
-            pull=(self.weight, w),
-        )
+
+        def gradient(v: Tensor, batch: Batch) -> Tensor:
+            return proximal(context.objective.grad(v, batch), self.weight, v, centre=w)
+
+        batches = context.draw_each(self._personal_draws())
+        return self.descend(context, v, gradient, lr=self.personal_lr, batches=batches)
 
     def personal_model(
         self, context: AgentContext, received: State, state: State | None

@@ -72,7 +72,7 @@ class FedALA(LocalTraining):
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         start, weights, cost = self.initialise(context, received["model"], state)
-        theta = self.descend(context, start, overwrite=True)
+        theta = self.descend(context, start)
         kept = {"local": theta, "weights": weights, "rounds": state["rounds"] + 1}
         return AgentResult({"model": theta}, kept, cost + Cost(self.steps_per_round(context)))
 

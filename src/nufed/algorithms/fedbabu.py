@@ -51,7 +51,7 @@ class FedBABU(Masked):
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         _, shared = self.parts(context.objective)
         w = self.whole(context.objective, received)
-        w = self.descend(context, w, part=shared, overwrite=True)
+        w = self.descend(context, w, part=shared)
         return AgentResult({"shared": shared.take(w)}, state, Cost(self.steps_per_round(context)))
 
     def whole(self, objective: AnyObjective, received: State) -> Tensor:

@@ -24,10 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from nufed.algorithms.partial import PRIVATE, PrivatePart
-from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, State
 from nufed.settings import setting
 
 
@@ -41,15 +38,3 @@ class FedBN(PrivatePart):
     """
 
     private: str = setting("norm", PRIVATE)
-
-    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        rate, parts = self.start_steps(context).plain_rate, self.parts(context.objective)
-        s, objective = received["shared"], context.objective.base
-        vector = isinstance(s, Tensor) and s.ndim == 1
-        if rate is None or not vector or not all(part.size for part in parts):
-            return super().agent_update(context, received, state)
-        # both parts in place: they alternate in w, so that joining and dividing it takes long
-        u, s = state["private"].clone(), s.clone()
-        tensors = objective.tensors_in((parts[0], u), (parts[1], s))
-        objective.descend_tensors(tensors, self.local_batches(context), rate)
-        return AgentResult({"shared": s}, {"private": u}, Cost(self.steps_per_round(context)))

@@ -55,7 +55,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import ClassVar, TypeAlias
 
@@ -193,7 +193,8 @@ class FedL2P(LocalTraining):
         rates, mixing, chain = nets.traced(lam, profile)
         eta = per_coordinate(rates, nets.objective.sizes)
         theta = adapt(objective, nets.mixed(w, profile, mixing), inner[:-1], eta)
-        v, (g, hvp) = objective.grad(theta, outer), objective.base.linearized(theta, inner[-1])
+        v, g = objective.grad(theta, outer), objective.grad(theta, inner[-1])
+        hvp = partial(objective.hvp, theta, inner[-1])
         u = self.neumann(hvp, v, eta)
         by_rates, by_mixing = -per_tensor(u * g, nets.objective.sizes), v.new_empty(0)
         if nets.norms:
@@ -304,7 +305,7 @@ class MetaNets:
     def norms(self) -> list[Norm]:
         names, found = set(self.objective.names), []
         for layer in self.layers:
-            module, prefix = self.objective.layer(layer), f"{layer}." if layer else ""
+            module, prefix = self.objective.layers.get(layer), f"{layer}." if layer else ""
             tensors = [prefix + n for n in ("weight", "bias", "running_mean", "running_var")]
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and names.issuperset(tensors):
                 found.append(Norm(layer, module.eps, *(self.objective.part(n) for n in tensors)))

@@ -23,8 +23,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, State
+from nufed.meta.fine_tuning import proximal
+from nufed.objective import Batch
 from nufed.settings import Search, setting
 
 
@@ -46,5 +50,9 @@ class FedProx(LocalTraining):
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         w = received["model"]
-        y = self.descend(context, w, pull=(self.weight, w))
+
+        def gradient(y: Tensor, batch: Batch) -> Tensor:
+            return proximal(context.objective.grad(y, batch), self.weight, y, centre=w)
+
+        y = self.descend(context, w, gradient)
         return AgentResult({"model": y}, state, Cost(self.steps_per_round(context)))

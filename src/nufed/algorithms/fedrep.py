@@ -54,8 +54,8 @@ class FedRep(PrivatePart):
         tau, tau_h = self.steps_per_round(context), self.head_steps
         batches = list(context.draw_each(self.step_draws(steps=max(tau, tau_h))))
         of_body = self.local_batches(context) if self.local_epochs else iter(batches[:tau])
-        w = self.descend(context, w, part=private, batches=iter(batches[:tau_h]), overwrite=True)
-        w = self.descend(context, w, part=shared, batches=of_body, overwrite=True)
+        w = self.descend(context, w, part=private, batches=batches[:tau_h])
+        w = self.descend(context, w, part=shared, batches=of_body)
         return w, Cost(tau_h + tau)
 
     def newcomer_batches(self, context: AgentContext) -> Iterator[Batch]:

@@ -75,25 +75,26 @@ class FedRoD(LocalTraining):
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
         base = objective.base
-        if not isinstance(base.head, nn.Linear) or base.head_is_shared:
+        *others, head = base.layers.values()
+        weights = {id(p) for layer in others for p in layer.parameters(recurse=False)}
+        tied = any(id(p) in weights for p in head.parameters(recurse=False))
+        if not isinstance(head, nn.Linear) or tied:
             raise InputError(
                 "fedrod needs a model whose last layer is a torch.nn.Linear with weights of its "
-                f"own, and this one ends in {type(base.head).__name__}: change the model or use "
+                f"own, and this one ends in {type(head).__name__}: change the model or use "
                 "another algorithm"
             )
         return {"personal_head": torch.zeros_like(base.part("head").take(received["model"]))}
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         objective = context.objective.base
-        w, phi = received["model"].clone(), state["personal_head"]
+        w, phi = received["model"], state["personal_head"]
         check_logits(objective, w, context)
         balanced = self.balanced(objective, self.class_counts(context))
         step, personal_step = self.start_steps(context), self.start_steps(context, self.personal_lr)
-        gradient = balanced.gradient_at(w)
         for batch in self.local_batches(context):
-            by_w, features = gradient(batch)
-            by_phi = self.personal_gradient(objective, w, phi, batch, features)
-            w.copy_(step(w, by_w, batch, overwrite=True))
+            by_phi = self.personal_gradient(objective, w, phi, batch)
+            w = step(w, balanced.grad(w, batch), batch)
             phi = personal_step(phi, by_phi)
         cost = Cost(2 * self.steps_per_round(context))
         return AgentResult({"model": w}, {"personal_head": phi}, cost)
@@ -103,28 +104,21 @@ class FedRoD(LocalTraining):
         targets = context.batches.targets()
         if targets.is_floating_point() or targets.ndim != 1:
             raise InputError("fedrod needs classes, and the targets are no class numbers")
-        outputs: int = context.objective.base.head.out_features  # type: ignore[assignment]
-        return torch.bincount(targets, minlength=outputs)
+        *_, head = context.objective.base.layers.values()
+        assert isinstance(head, nn.Linear)  # as agent_init requires
+        return torch.bincount(targets, minlength=head.out_features)
 
     def balanced(self, objective: Objective, counts: Tensor) -> Objective:
         """The objective with ℓ_b: N_c^γ·exp(g_c) is exp(g_c + γ·log N_c)."""
         logs = torch.xlogy(self.balance, counts.to(objective.dtype))  # γ = 0 counts all classes
         shift = logs.clamp(min=math.log(torch.finfo(objective.dtype).tiny))
-        return objective.with_shift(shift)
+        return objective.with_loss(lambda g, y: objective.loss(g + shift.to(g.device), y))
 
     def personal_gradient(
-        self,
-        objective: Objective,
-        w: Tensor,
-        phi: Tensor,
-        batch: Batch,
-        features: Tensor | None = None,
+        self, objective: Objective, w: Tensor, phi: Tensor, batch: Batch
     ) -> Tensor:
-        """∇_φ of the plain loss of [ψz] + φ[z]; with ``features``, z of this batch, from there."""
-        head = objective.part("head")
-        if features is None:
-            return objective.grad(_joined(objective, w, phi), batch, head)
-        return objective.head_grad(head.take(w) + phi, features, batch.targets)
+        """∇_φ of the plain loss of [ψz] + φ[z]."""
+        return objective.grad(_joined(objective, w, phi), batch, objective.part("head"))
 
     def personal_model(
         self, context: AgentContext, received: State, state: State | None

@@ -29,7 +29,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -105,10 +104,8 @@ class GMeta(LocalTraining):
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         vectors, step = received, self.start_steps(context)
-        for t, batch in enumerate(self.meta_batches(context)):
-            # after the first update its own vector may be overwritten
-            own = partial(step, overwrite=t > 0)
-            vectors = self.local_update(context.objective, vectors, batch, own)
+        for batch in self.meta_batches(context):
+            vectors = self.local_update(context.objective, vectors, batch, step)
         return AgentResult(vectors, state, self._cost(self.steps_per_round(context)))
 
     def local_update(

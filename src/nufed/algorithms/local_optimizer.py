@@ -50,11 +50,6 @@ class SGD:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    @property
-    def plain(self) -> bool:
-        """Whether a step is w − η_k·g."""
-        return not (self.momentum or self.weight_decay or self.clip_norm)
-
     def rate(self, lr: Rate, round: int) -> Rate:
         """η_k in round k = ``round``."""
         if self.schedule == "constant" or round < 1:
@@ -84,32 +79,19 @@ class Steps:
         self._optimizer, self._objective, self._rate = optimizer, objective, rate
         self._momentum: Tensor | None = None
 
-    @property
-    def plain_rate(self) -> float | None:
-        """The step size η of steps w − η·g; None if these are no such steps."""
-        plain = self._optimizer.plain and not isinstance(self._rate, Tensor)
-        return float(self._rate) if plain else None
-
-    def __call__(
-        self, w: Tensor, gradient: Tensor, batch: AnyBatch | None = None, overwrite: bool = False
-    ) -> Tensor:
-        """w after one step; ``batch`` updates running statistics, if the model tracks them.
-
-        With ``overwrite`` w itself is overwritten if it can be, which saves memory and time.
-        """
-        own, g = self._optimizer, gradient
-        if own.clip_norm:
+    def __call__(self, w: Tensor, gradient: Tensor, batch: AnyBatch | None = None) -> Tensor:
+        """w after one step; ``batch`` updates running statistics, if the model tracks them."""
+        settings, g = self._optimizer, gradient
+        if settings.clip_norm:
             norm = self._objective.norm(g)
-            g = g * torch.where(norm > own.clip_norm, own.clip_norm / norm, torch.ones_like(norm))
-        if own.weight_decay:
-            g = g + own.weight_decay * w
-        if own.momentum:
-            # a copy, since the gradient may be a buffer that the next one is written into
-            g = g.clone() if self._momentum is None else own.momentum * self._momentum + g
+            g = g * torch.where(
+                norm > settings.clip_norm, settings.clip_norm / norm, torch.ones_like(norm)
+            )
+        if settings.weight_decay:
+            g = g + settings.weight_decay * w
+        if settings.momentum:
+            g = g if self._momentum is None else settings.momentum * self._momentum + g
             self._momentum = g
-        if overwrite and isinstance(w, Tensor) and not self._objective.base.tracks_statistics:
-            rate = self._rate
-            return w.add_(g * -rate) if isinstance(rate, Tensor) else w.sub_(g, alpha=rate)
         after = descend(w, self._rate, g)
         if batch is None:
             return after

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Literal, TypeAlias
 
 from torch import Tensor
@@ -13,9 +12,8 @@ from nufed.algorithms.aggregation import AGGREGATIONS, Aggregation, Mean
 from nufed.algorithms.local_optimizer import SGD, Steps
 from nufed.algorithms.protocol import AgentContext, Algorithm, Draw
 from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
-from nufed.meta.fine_tuning import Rate, proximal
-from nufed.objective import AnyObjective, Batch, Objective
-from nufed.objective.local_steps import Pull
+from nufed.meta.fine_tuning import Rate
+from nufed.objective import Batch, Objective
 from nufed.objective.parts import Part
 from nufed.settings import STEP_SIZES, setting
 
@@ -99,48 +97,34 @@ class LocalTraining(Algorithm):
         gradient: Gradient | None = None,
         *,
         lr: Rate | None = None,
-        batches: Iterator[Batch] | None = None,
+        batches: Iterable[Batch] | None = None,
         part: Part | None = None,
-        pull: Pull | None = None,
-        shift: Tensor | None = None,
-        in_place: bool = False,
-        overwrite: bool = False,
     ) -> Tensor:
         """w after one local step per batch: w ← w − η·gradient(w, batch), with the optimiser.
 
         Args:
             context: the agent's.
-            w: where to start.
+            w: where to start; it is not changed.
             gradient: the direction; ∇f by default. Of tracked statistics it is ignored.
             lr: η, ``meta_lr`` by default.
             batches: those of :meth:`local_batches` by default.
             part: the coordinates that are trained, all by default; the others stay bit-equal,
                 whatever the optimiser does, and do not count in the norm of a gradient.
-            pull: λ and c of a proximal term: ∇f(w) + λ(w − c) is the direction.
-            shift: a vector: ∇f(w) + shift is the direction.
-            in_place: whether ``gradient`` keeps none of the vectors that it is given, so that the
-                next step may overwrite them.
-            overwrite: whether w itself may be overwritten, too.
         """
         objective, step = context.objective, self.start_steps(context, lr)
-        batches = self.local_batches(context) if batches is None else batches
-        if gradient is None and step.plain_rate is not None and _is_vector(w):
-            w = w if overwrite else w.clone()
-            objective.base.descend(w, batches, step.plain_rate, part, pull, shift)
-            return w
-        if pull is not None:
-            gradient, in_place = partial(_pulled, objective, *pull), True
-        if shift is not None:
-            gradient, in_place = partial(_shifted, objective, shift), True
-        if gradient is not None and objective.base.tracks_statistics:
-            gradient = partial(_of_parameters, objective.base, gradient)
-        if part is not None:
-            w = w if overwrite else w.clone()
-            return _descend_part(objective.base, w, gradient, batches, step, part)
-        direction = gradient or objective.grad
-        for batch in batches:
-            w = step(w, direction(w, batch), batch, overwrite)
-            overwrite = in_place or gradient is None  # the vector that was given stays as it is
+        for batch in self.local_batches(context) if batches is None else batches:
+            if gradient is not None:
+                g = of_parameters(objective.base, gradient(w, batch))
+            elif part is None:
+                g = objective.grad(w, batch)
+            else:
+                g = objective.base.grad(w, batch, part)
+            if part is None:
+                w = step(w, g, batch)
+                continue
+            after = step(part.take(w), g if gradient is None else part.take(g))
+            after = objective.base.track(part.put(w, after), batch, at=w)
+            w = part.put(w, part.take(after))
         return w
 
     def step_draws(self, purpose: str = "outer", steps: int | None = None) -> list[Draw]:
@@ -156,43 +140,13 @@ class LocalTraining(Algorithm):
         return [] if self.local_epochs else self.step_draws()
 
 
-def _is_vector(w: Tensor) -> bool:
-    """Whether it is the vector of one agent, and not in Gram coordinates."""
-    return isinstance(w, Tensor) and w.ndim == 1
-
-
-def _pulled(
-    objective: AnyObjective, weight: float, centre: Tensor, y: Tensor, batch: Batch
-) -> Tensor:
-    return proximal(objective.grad(y, batch), weight, y, centre)
-
-
-def _shifted(objective: AnyObjective, shift: Tensor, y: Tensor, batch: Batch) -> Tensor:
-    return objective.grad(y, batch).add_(shift)
-
-
-def _of_parameters(objective: Objective, gradient: Gradient, y: Tensor, batch: Batch) -> Tensor:
-    return objective.of_parameters(gradient(y, batch))
-
-
-def _descend_part(
-    objective: Objective,
-    w: Tensor,
-    gradient: Gradient | None,
-    batches: Iterator[Batch],
-    step: Steps,
-    part: Part,
-) -> Tensor:
-    """Local steps of a part alone, in w itself; the rest of the gradient is not computed."""
-    for batch in batches:
-        g = part.take(gradient(w, batch)) if gradient else objective.grad(w, batch, part)
-        own = part.take(w)  # of a slice a view
-        after = step(own, g, overwrite=True)
-        if objective.tracks_statistics:
-            after = part.take(objective.track(part.put(w, after), batch, at=w))
-        if after is not own or not part.contiguous:
-            part.fill(w, after)
-    return w
+def of_parameters(objective: Objective, direction: Tensor) -> Tensor:
+    """A direction in which tracked statistics do not move."""
+    if not objective.tracks_statistics:
+        return direction
+    direction = direction.clone()
+    direction[..., objective.counted() :] = 0
+    return direction
 
 
 def with_one_step(algorithm: Algorithm) -> Algorithm:

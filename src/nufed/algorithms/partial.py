@@ -61,7 +61,7 @@ class Masked(LocalTraining):
 
     def initial_private(self, objective: AnyObjective) -> Tensor:
         """u of the initial model."""
-        return objective.base.initial_part(self.parts(objective)[0])
+        return self.parts(objective)[0].take(objective.base.initial()).clone()
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         return {"shared": self.parts(objective)[1].take(w).clone()}
@@ -95,7 +95,7 @@ class PrivatePart(Masked):
 
     def train(self, context: AgentContext, w: Tensor) -> tuple[Tensor, Cost]:
         """The agent's model after a round; by default both parts are trained together."""
-        return self.descend(context, w, overwrite=True), Cost(self.steps_per_round(context))
+        return self.descend(context, w), Cost(self.steps_per_round(context))
 
     def global_model(self, objective: AnyObjective, received: State) -> Tensor | None:
         return None if self.parts(objective)[0].size else received["shared"]
@@ -110,7 +110,7 @@ class PrivatePart(Masked):
             return Personal({"model": self.join(objective, s, u)})
         w = self.join(objective, s, self.initial_private(objective))
         batches = list(self.newcomer_batches(context))
-        w = self.descend(context, w, part=private, batches=iter(batches), overwrite=True)
+        w = self.descend(context, w, part=private, batches=batches)
         return Personal({"model": w}, Cost(len(batches)))
 
     def newcomer_batches(self, context: AgentContext) -> Iterator[Batch]:

@@ -47,7 +47,7 @@ from nufed.algorithms.protocol import (
     Personal,
     State,
 )
-from nufed.meta.fine_tuning import descend, proximal_step
+from nufed.meta.fine_tuning import descend, proximal
 from nufed.objective import AnyObjective, Batch
 from nufed.settings import STEP_SIZES, Search, setting
 
@@ -89,7 +89,7 @@ class PFedMe(LocalTraining):
             personal = objective.base.track(theta, batch)
             return self.weight * (w - theta)
 
-        w = self.descend(context, received["model"], gradient, in_place=True)
+        w = self.descend(context, received["model"], gradient)
         cost = Cost(self.steps_per_round(context) * self.inner_steps)
         return AgentResult({"model": w}, {"personal": personal}, cost)
 
@@ -98,7 +98,8 @@ class PFedMe(LocalTraining):
         lr, weight = self.inner_lr, self.weight
         theta = descend(w, lr, objective.grad(w, batch))  # the proximal term is 0 at w
         for _ in range(1, self.inner_steps):
-            theta = proximal_step(objective, theta, batch, lr, weight, centre=w)
+            g = proximal(objective.grad(theta, batch), weight, theta, centre=w)
+            theta = descend(theta, lr, g)
         return theta
 
     def server_update(

@@ -64,26 +64,19 @@ class Scaffold(LocalTraining):
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         x, c, c_i = received["model"], received["control"], state["control"]
-        steps, eta = self.steps_per_round(context), self.optimizer.rate(self.meta_lr, context.round)
-        correction = c - c_i
-        statistics = context.objective.base.tracks_statistics  # move, too, but by no gradient
-        if self.optimizer.plain and eta != 0 and not statistics:
-            y = self.descend(context, x, shift=correction)
-            sent = (x - y).div_(steps * eta)
-            new = torch.sub(sent, correction, out=correction)
-        else:
-            raw = torch.zeros_like(x)  # the sum of ∇f_i over steps
+        total = torch.zeros_like(x)  # the sum of ∇f_i over steps
 
-            def corrected(y: Tensor, batch: Batch) -> Tensor:
-                g = context.objective.grad(y, batch)
-                raw.add_(g)
-                return g.add_(correction)
+        def corrected(y: Tensor, batch: Batch) -> Tensor:
+            nonlocal total
+            g = context.objective.grad(y, batch)
+            total = total + g
+            return g + (c - c_i)
 
-            y = self.descend(context, x, corrected, in_place=True)
-            new = raw.div_(steps)
-            sent = new + correction
+        y, steps = self.descend(context, x, corrected), self.steps_per_round(context)
+        new = total / steps  # c_i − c + (x − y)/(τη) of plain steps
         # sent is the server's vector plus the agent's change: c + (new − c_i)
-        return AgentResult({"model": y, "control": sent}, {"control": new}, Cost(steps))
+        vectors = {"model": y, "control": c + (new - c_i)}
+        return AgentResult(vectors, {"control": new}, Cost(steps))
 
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]

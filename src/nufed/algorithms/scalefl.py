@@ -34,18 +34,21 @@ round.
 
 from __future__ import annotations
 
+import copy
+import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
-from typing import ClassVar
+from itertools import accumulate, islice, pairwise
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nufed.algorithms.aggregation import Mean
@@ -63,12 +66,6 @@ from nufed.algorithms.protocol import (
 from nufed.errors import InputError, require
 from nufed.meta.fine_tuning import descend
 from nufed.objective import AnyObjective, Inputs, Loss, Objective
-from nufed.objective.loss_gradient import (
-    KnownGradient,
-    log_softmax_backward,
-    nll_gradients,
-    of_classes,
-)
 from nufed.objective.parts import Part
 from nufed.settings import setting
 
@@ -113,7 +110,7 @@ class ScaleFL(LocalTraining):
         return False  # the means of parts are over the agents that hold them
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
-        exits = objective.base.exits
+        exits = exit_number(objective.base)
         if self.levels.depths_of(exits)[-1] != exits:
             raise InputError(
                 f"depths = {self.depths!r}: the model has {exits} exit{'s' * (exits > 1)}, which "
@@ -123,15 +120,10 @@ class ScaleFL(LocalTraining):
         return {"model": w, "levels": self.first_levels(objective)}
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        w, (own, part) = received["model"], self.narrow(context)
-        cost, rate = Cost(self.steps_per_round(context)), self.start_steps(context).plain_rate
-        if rate is None or part.size == len(w):
-            y = self.descend(replace(context, objective=own), part.take(w))
-            y = y if part.size == len(w) else part.put(w, y)
-        else:  # in the coordinates of the whole vector
-            y = w.clone()
-            own.descend_tensors(own.tensors_inside(y), self.local_batches(context), rate)
-        return AgentResult({"model": y}, state, cost)
+        w, (narrow, part) = received["model"], self.narrow(context)
+        y = self.descend(replace(context, objective=narrow), part.take(w))
+        cost = Cost(self.steps_per_round(context))
+        return AgentResult({"model": part.put(w, y)}, state, cost)
 
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
@@ -194,7 +186,7 @@ class ScaleFL(LocalTraining):
             yield {**personal, "model": w}
 
     def predict(self, objective: AnyObjective, personal: State, inputs: Inputs) -> Tensor:
-        exits = objective.base.with_exits(int(personal["exit"]))
+        exits = first_exits(objective.base, int(personal["exit"]))
         return exits.predict(personal["model"], inputs)[-1]
 
     # the sub-networks, and the loss of their exits
@@ -202,23 +194,24 @@ class ScaleFL(LocalTraining):
     def subnetwork(self, context: AgentContext) -> tuple[int, Tensor]:
         """The agent's number of exits d, and its coordinates I_l as a mask."""
         level = self.levels.of(int(context.agent))
-        depths = self.levels.depths_of(context.objective.base.exits)
+        depths = self.levels.depths_of(exit_number(context.objective.base))
         return depths[level], self.first_levels(context.objective) <= level
 
     def narrow(self, context: AgentContext) -> tuple[Objective, Part]:
         """f as a function of the agent's coordinates y[I_l] alone, and I_l."""
         base, levels = context.objective.base, self.levels
-        depths, level = levels.depths_of(base.exits), levels.of(int(context.agent))
-        return base.level(levels.widths, depths, level, ExitsLoss(self, base))
+        depths, level = levels.depths_of(exit_number(base)), levels.of(int(context.agent))
+        narrow = narrowed(base, levels.widths[level], depths[level], ExitsLoss(self, base))
+        return narrow, _between(first_levels(base, levels.widths, depths), -1, level)
 
     def first_levels(self, objective: AnyObjective) -> Tensor:
         """The first level that holds each coordinate."""
-        depths = self.levels.depths_of(objective.base.exits)
-        return objective.base.first_levels(self.levels.widths, depths)
+        depths = self.levels.depths_of(exit_number(objective.base))
+        return first_levels(objective.base, self.levels.widths, depths)
 
     def objective(self, objective: AnyObjective, depth: int) -> Objective:
         """f of the first d exits."""
-        return objective.base.with_exits(depth, ExitsLoss(self, objective.base))
+        return first_exits(objective.base, depth, ExitsLoss(self, objective.base))
 
     def exits_loss(self, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
         """f, from the outputs z_1 … z_d of the agent's exits and the loss ℓ of one."""
@@ -248,7 +241,7 @@ class ScaleFL(LocalTraining):
 
 
 @dataclass(frozen=True)
-class ExitsLoss(KnownGradient):
+class ExitsLoss:
     """f as a function of the outputs of exits, with ℓ the loss of ``base``."""
 
     algorithm: ScaleFL
@@ -256,14 +249,6 @@ class ExitsLoss(KnownGradient):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.algorithm.exits_loss(self.base.loss, outputs, targets)
-
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        own, kind = self.algorithm, type(self.algorithm)
-        same = (kind.exits_loss, kind.distillation) == (ScaleFL.exits_loss, ScaleFL.distillation)
-        if not (same and self.base.is_cross_entropy and of_classes(outputs[0], targets)):
-            return None
-        settings = own.exit_weight, own.distill_weight, own.temperature
-        return exits_gradient(outputs, targets, *settings)
 
 
 _PARTS: MutableMapping[Tensor, dict[tuple[int, int], Part]] = WeakTensorKeyDictionary()
@@ -353,43 +338,213 @@ def _numbers(name: str, text: str) -> tuple[Fraction, ...]:
     return tuple(map(Fraction, parts))
 
 
-def exits_gradient(
-    outputs: Tensor, targets: Tensor, exit_weight: float, distill_weight: float, temperature: float
-) -> Tensor:
-    """∂f/∂z_j of exits j = 1 … d (:mod:`.scalefl`), with ℓ cross-entropy and autograd's bits.
+# Networks with early exits: the outputs of each exit, and narrower and shallower sub-networks.
+#
+# A module has exits if it has two ``nn.ModuleList`` s of equal length, ``stages`` and ``exits``:
+# with h₀ the inputs, stage j computes features hⱼ = stageⱼ(hⱼ₋₁) and exit j outputs exitⱼ(hⱼ); the
+# module's own outputs are those of the last exit. Any other module has one exit, its output.
+
+_NETWORKS: WeakKeyDictionary[Objective, dict[object, Any]] = WeakKeyDictionary()
+"""Of an objective: what the functions below made of it."""
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class FirstExits(nn.Module):
+    """The outputs of the first ``depth`` exits of a module, stacked: (exits, samples, …).
+
+    Later stages are not computed.
+    """
+
+    draws_nothing = True  # its layers may
+
+    def __init__(self, module: nn.Module, depth: int) -> None:
+        super().__init__()
+        self.module, self.depth = module, depth
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        lists = exit_lists(self.module)
+        if lists is None:
+            return torch.stack([self.module(inputs)])
+        features, found = inputs, []
+        for stage, leave in islice(zip(*lists, strict=True), self.depth):
+            features = stage(features)
+            found.append(leave(features))
+        return torch.stack(found)
+
+
+def exit_lists(module: nn.Module) -> tuple[nn.ModuleList, nn.ModuleList] | None:
+    """The stages and exits of a module; None if it has none."""
+    stages, exits = getattr(module, "stages", None), getattr(module, "exits", None)
+    if not isinstance(stages, nn.ModuleList) or not isinstance(exits, nn.ModuleList):
+        return None
+    if len(stages) != len(exits) or not exits:
+        raise InputError(
+            f"the model has {len(stages)} stages and {len(exits)} exits: each stage must have one "
+            "exit"
+        )
+    return stages, exits
+
+
+def exit_number(objective: Objective) -> int:
+    """How many exits the module of an objective has."""
+    known = _NETWORKS.setdefault(objective, {})
+    if "exits" not in known:
+        lists = exit_lists(objective.module(objective.initial()))
+        known["exits"] = 1 if lists is None else len(lists[1])
+    number: int = known["exits"]
+    return number
+
+
+def first_exits(objective: Objective, depth: int, loss: Loss | None = None) -> Objective:
+    """An objective on the same vector with the outputs of the first ``depth`` exits.
+
+    Outputs and the argument of ``loss`` have the shape (exits, samples, …). Not defined for a
+    module with several inputs.
+    """
+    known = _NETWORKS.setdefault(objective, {})
+    if depth not in known:
+        module = objective.module(objective.initial(), training=True)
+        known[depth] = objective.with_module(FirstExits(module, depth))
+    network: Objective = known[depth]
+    return network if loss is None else network.with_loss(loss)
+
+
+def narrowed(objective: Objective, width: Fraction, depth: int, loss: Loss) -> Objective:
+    """The objective of one capacity level's sub-network, on a vector of its own."""
+    known, key = _NETWORKS.setdefault(objective, {}), ("narrow", width, depth)
+    if key not in known:
+        module = objective.module(objective.initial(), training=True)
+        known[key] = objective.with_module(narrow_module(module, width, depth))
+    network: Objective = known[key]
+    return network.with_loss(loss)
+
+
+def first_levels(objective: Objective, widths: Sequence[Fraction], depths: Sequence[int]) -> Tensor:
+    """For every coordinate of the flat vector the first level, from 0, whose sub-network holds it.
+
+    Level l holds the first ⌈widths[l]·n⌉ of the n units of each hidden layer up to exit
+    depths[l]; inputs and outputs are never narrowed. No level may be smaller than the one before,
+    and the last is the whole network.
 
     Args:
-        outputs: z, (exits, samples, classes).
-        targets: class numbers.
-        exit_weight: a.
-        distill_weight: γ.
-        temperature: T.
+        objective: of the network.
+        widths: the share of units, by level; the last is 1.
+        depths: the number of exits, by level; the last is that of the module.
     """
-    depth = len(outputs)
-    total = depth + exit_weight * sum(range(depth))
-    weights = [*(exit_weight * j / total for j in range(1, depth)), depth / total]
-    logs = torch.log_softmax(outputs, dim=2)
-    by_logs = torch.stack(nll_gradients(logs.unbind(), targets, weights))
-    d: Tensor = log_softmax_backward(by_logs, logs, 2, logs.dtype)
-    if distill_weight and depth > 1:
-        # T²·KL(p_d ‖ p_j) has the derivative −T²p_d by log p_j
-        logs = torch.log_softmax(outputs / temperature, dim=2)
-        weight, kind = distill_weight / total, (d.dtype, d.device)
-        each = _distillation(depth, len(targets), weight, temperature, *kind)
-        by_logs = each * logs[-1].exp()
-        d[:-1] += log_softmax_backward(by_logs, logs[:-1], 2, logs.dtype).div_(temperature)
-    return d
+    known, key = _NETWORKS.setdefault(objective, {}), (tuple(widths), tuple(depths))
+    if key not in known:
+        known[key] = _first_levels(objective, *key)
+    levels: Tensor = known[key]
+    return levels
 
 
-@lru_cache(maxsize=64)  # the same in every step
-def _distillation(
-    depth: int,
-    samples: int,
-    weight: float,
-    temperature: float,
-    dtype: torch.dtype,
-    device: torch.device,
+def _first_levels(
+    objective: Objective, widths: Sequence[Fraction], depths: Sequence[int]
 ) -> Tensor:
-    """The derivative of f by −p_d·log p_j of a sample, for j < d."""
-    exits = torch.arange(1, depth, dtype=dtype, device=device).view(-1, 1, 1)
-    return (weight * exits * temperature**2 / samples).neg_()
+    last, w = len(widths) - 1, objective.initial()
+    if set(widths) == {Fraction(1)} and len(set(depths)) == 1:
+        return torch.zeros(objective.size, dtype=torch.int8, device=w.device)
+    if len(objective.names) > len(objective.sizes):
+        raise InputError("the model has tied weights: no layer of it can be made narrower alone")
+    module = objective.module(w)
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    layers = _layers(module, dict.fromkeys(name.rpartition(".")[0] for name in objective.names))
+    levels = []
+    for name in objective.names:
+        layer, shape = layers[name.rpartition(".")[0]], tensors[name].shape
+        level = torch.full(tuple(shape), last, dtype=torch.int8)
+        for number in reversed(range(last)):
+            if layer.stage < depths[number]:
+                level[layer.held(shape, widths[number])] = number
+        levels.append(level.flatten())
+    return torch.cat(levels).to(w.device)
+
+
+def narrow_module(module: nn.Module, width: Fraction, depth: int) -> nn.Module:
+    """The sub-network of one capacity level: fewer units, and the first exits alone.
+
+    Its parameters are those that :func:`first_levels` says, in the same order.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    names = dict.fromkeys(name.rpartition(".")[0] for name, _ in tensors)
+    layers = {} if width == 1 else _layers(module, names)
+    module = copy.deepcopy(module)
+    for name, own in layers.items():
+        layer = module.get_submodule(name)
+        for key, p in layer.named_parameters(recurse=False):
+            value = p.detach()[own.held(p.shape, width)].clone()
+            layer.register_parameter(key, nn.Parameter(value, p.requires_grad))
+        for key, b in layer.named_buffers(recurse=False):
+            if b.ndim:
+                layer.register_buffer(key, b[own.held(b.shape, width)].clone())
+    for each in exit_lists(module) or ():
+        del each[depth:]
+    return FirstExits(module, depth)
+
+
+@dataclass(frozen=True)
+class _StageLayer:
+    """A layer with parameters: its stage, and which of its dimensions are units of hidden layers.
+
+    Args:
+        stage: its stage, or that of its exit.
+        last: whether its units are outputs.
+        before: the number of units of the layer before it; 0: it takes the inputs.
+    """
+
+    stage: int
+    last: bool
+    before: int
+
+    def held(self, shape: Sequence[int], width: Fraction) -> tuple[slice, ...]:
+        """The part of a tensor of this layer that a network of this width holds."""
+        rows = slice(None if self.last else math.ceil(width * shape[0]))
+        if len(shape) == 1 or not self.before:
+            return (rows,)
+        # a linear layer on flattened channels has several columns per channel
+        flat = len(shape) == 2 and shape[1] % self.before == 0
+        each = shape[1] // self.before if flat else 1
+        return rows, slice(math.ceil(width * (shape[1] // each)) * each)
+
+
+def _layers(module: nn.Module, names: Collection[str]) -> dict[str, _StageLayer]:
+    """All layers with parameters by name."""
+    one = exit_lists(module) is None
+    chains: dict[tuple[str, int], list[str]] = {}
+    for name in names:
+        kind, number = ("stages", "0") if one else [*name.split("."), "", ""][:2]
+        if kind not in ("stages", "exits"):
+            raise InputError(
+                f"the model's parameters of {name or 'the model itself'} are in none of its "
+                "stages and exits, so that it is unknown which exits need them"
+            )
+        chains.setdefault((kind, int(number)), []).append(name)
+    found: dict[str, _StageLayer] = {}
+    units = {-1: 0}  # after each stage; before the first one there are inputs
+    for kind, stage in sorted(chains, key=lambda key: (key[0] == "exits", key[1])):
+        chain = chains[kind, stage]
+        before = units[max(n for n in units if n < stage + (kind == "exits"))]
+        for name in chain:
+            layer = module.get_submodule(name)
+            _check(name, layer)
+            found[name] = _StageLayer(stage, name == chain[-1] and (one or kind == "exits"), before)
+            if isinstance(layer, nn.Linear):
+                before = layer.out_features
+            elif isinstance(layer, CONVOLUTIONS):
+                before = layer.out_channels
+        if kind == "stages":
+            units[stage] = before
+    return found
+
+
+def _check(name: str, layer: nn.Module) -> None:
+    """Refuse a layer whose units can't be removed one by one."""
+    fine = isinstance(layer, (nn.Linear, nn.modules.batchnorm._BatchNorm))
+    fine = fine or (isinstance(layer, CONVOLUTIONS) and layer.groups == 1)
+    if not fine:
+        raise InputError(
+            f"the model's layer {name or 'that is the model itself'} is a {type(layer).__name__}: "
+            "only linear, convolution (without groups) and BatchNorm layers can be made narrower"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from nufed.errors import require
 from nufed.objective import AnyBatch, AnyObjective
-from nufed.objective.parts import Part
+from nufed.objective.parts import Part, support
 
 Rate: TypeAlias = float | Tensor
 """A step size: one number, or one per coordinate of w."""
@@ -22,15 +23,13 @@ def trajectory(
     batches: Iterable[AnyBatch],
     lr: Rate,
     part: Part | None = None,
-    in_place: bool = False,
 ) -> Iterator[Tensor]:
     """The iterates w₀ = w, w₁, …, w_ν of fine-tuning.
 
     w_{l+1} = w_l − α∇f(w_l, 𝒟_l)   (the paper's w̃_l, Remark 2)
 
     Running statistics that the objective tracks are updated, too. With a ``part`` only its
-    coordinates take steps, of one size. With ``in_place`` the steps overwrite w, which is then
-    every iterate; it is not allowed if statistics are tracked.
+    coordinates take steps, of one size.
 
     >>> from nufed import Objective
     >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
@@ -41,17 +40,14 @@ def trajectory(
     check_rate(lr, w)
     rate = lr
     if isinstance(lr, Tensor) and lr.ndim == 1 and w.ndim == 1:
-        part = objective.base.support(lr)  # where step sizes are 0 no gradient is needed
+        part = support(lr, objective.base.sizes)  # where step sizes are 0 no gradient is needed
         rate = lr if part is None else part.take(lr)
-    step = descend_in_place if in_place else descend
     yield w
     for batch in batches:
         if part is None:
-            after = step(w, rate, objective.grad(w, batch))
+            after = descend(w, rate, objective.grad(w, batch))
         else:
-            own = step(part.take(w), rate, objective.base.grad(w, batch, part))
-            after = w if in_place else w.clone()
-            part.fill(after, own)
+            after = part.put(w, descend(part.take(w), rate, objective.base.grad(w, batch, part)))
         w = objective.base.track(after, batch, at=w, overwrite=True)
         yield w
 
@@ -76,9 +72,7 @@ def adapt(objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: R
     >>> adapt(objective, torch.tensor([8.0]), [batch, batch], lr=0.25)
     tensor([2.])
     """
-    in_place = isinstance(w, Tensor) and not objective.base.tracks_statistics
-    start = w.clone() if in_place else w
-    *_, adapted = trajectory(objective, start, batches, lr, in_place=in_place)
+    (adapted,) = deque(trajectory(objective, w, batches, lr), maxlen=1)
     return adapted
 
 
@@ -92,32 +86,13 @@ def descend(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
     return w + direction * -lr
 
 
-def descend_in_place(w: Tensor, lr: Rate, direction: Tensor) -> Tensor:
-    """The same with the same bits, but overwriting w and the direction if they are tensors."""
-    if not isinstance(w, Tensor):
-        return descend(w, lr, direction)
-    return w.sub_(direction.mul_(lr)) if isinstance(lr, Tensor) else w.sub_(direction, alpha=lr)
-
-
 def proximal(gradient: Tensor, weight: float, y: Tensor, centre: Tensor) -> Tensor:
-    """∇f(y) + μ(y − centre), with μ = ``weight``; overwrites the gradient.
+    """∇f(y) + μ(y − centre), with μ = ``weight``.
 
     >>> proximal(torch.ones(1), 0.5, torch.tensor([4.0]), torch.tensor([2.0]))
     tensor([2.])
     """
-    if isinstance(gradient, Tensor):
-        return gradient.add_((y - centre).mul_(weight))
     return gradient + weight * (y - centre)
-
-
-def proximal_step(
-    objective: AnyObjective, y: Tensor, batch: AnyBatch, lr: float, weight: float, centre: Tensor
-) -> Tensor:
-    """y − lr·(∇f(y) + μ(y − centre)), with μ = ``weight``; overwrites y if it can."""
-    gradient = objective.grad(y, batch)
-    if isinstance(y, Tensor):
-        return y.lerp_(centre, lr * weight).sub_(gradient, alpha=lr)
-    return descend(y, lr, proximal(gradient, weight, y, centre))
 
 
 def check_rate(lr: Rate, w: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nufed.errors import require
 from nufed.meta.curvature import Curvature
-from nufed.meta.fine_tuning import Rate, descend_in_place, descent, trajectory
+from nufed.meta.fine_tuning import Rate, descend, descent, trajectory
 from nufed.objective import AnyBatch, AnyObjective
 from nufed.objective.parts import Part
 
@@ -62,7 +62,7 @@ def meta_gradient(
         curvature: :class:`Exact`, :class:`FirstOrder` or :class:`HessianFree`.
         part: the coordinates that fine-tuning changes, with ``lr`` a number; all by default.
 
-    >>> from nufed import Objective
+    >>> from nufed import Exact, Objective
     >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
     >>> x = (torch.ones(1, 1), torch.zeros(1, 1))          # f(w) = w², ∇²f = 2
     >>> batch = MetaBatch(adapt=[x, x], outer=x, curvature=[x, x])
@@ -90,7 +90,7 @@ def meta_gradient_with_rates(
     No further evaluations are needed; the ν gradients are stored besides the ν iterates. Arguments
     are those of :func:`meta_gradient`.
 
-    >>> from nufed import Objective
+    >>> from nufed import Exact, Objective
     >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
     >>> x = (torch.ones(1, 1), torch.zeros(1, 1))          # f(w_1) = (w − 2αw)²
     >>> batch = MetaBatch(adapt=[x], outer=x, curvature=[x])
@@ -148,7 +148,7 @@ def _backwards(
         if batch.curvature:  # first-order needs none
             w, own = iterates.pop(), batch.curvature[step]
             v = d if shape is None else shape * d
-            d = descend_in_place(d, scale, curvature.product(objective, w, own, v, part))
+            d = descend(d, scale, curvature.product(objective, w, own, v, part))
         yield d
 
 

@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
-from fractions import Fraction
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, compress
+from typing import get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nufed.errors import require
+from nufed.errors import InputError, require
 from nufed.objective.batch import AnyBatch, Batch, Inputs, Loss
-from nufed.objective.exits import FirstExits, narrow_module
-from nufed.objective.flat_loss import PLAIN_LOSSES, differentiable
-from nufed.objective.layered_net import layered_plan
-from nufed.objective.local_steps import LocalSteps
-from nufed.objective.modules import MovedStatistics, cast_like
-from nufed.objective.parts import Part
-from nufed.objective.perceptron import perceptron
+from nufed.objective.fast.perceptron import faster
+from nufed.objective.fast.stack import stacked_losses, stacked_outputs
+from nufed.objective.modules import (
+    ModuleFacts,
+    MovedStatistics,
+    RunningStats,
+    batch_counters,
+    call_arguments,
+    cast_like,
+    check_parameters,
+    check_tensors,
+    holding,
+    is_zero,
+    layers_with_running_stats,
+    norm_layers,
+    tracked_statistics,
+    watched,
+)
+from nufed.objective.parts import Part, find_part
+
+PLAIN_LOSSES: tuple[object, ...] = (
+    F.cross_entropy,
+    F.mse_loss,
+    F.nll_loss,
+    F.l1_loss,
+    F.huber_loss,
+)
+"""Losses that draw no random numbers."""
+FEW = 2**20  # numbers of which a second copy does not matter
 
 
-class Objective(LocalSteps):
+class Objective:
     """The loss of a module on a batch, as a function f(w, batch) of its flat parameters w.
 
     The vector holds every trainable parameter once (tied weights are one parameter, frozen ones
@@ -31,7 +57,7 @@ class Objective(LocalSteps):
     neither w nor the module, of which the objective keeps its own copy.
 
     All of them also take a stack of vectors, one row per agent, with batches stacked the same way,
-    and then give one result per row (:mod:`nufed.objective.stack`).
+    and then give one result per row (:mod:`nufed.objective.fast.stack`).
 
     Args:
         module: any ``nn.Module`` with trainable floating-point parameters of one dtype.
@@ -51,115 +77,246 @@ class Objective(LocalSteps):
     tensor([2., 2.])
     """
 
-    @cached_property
-    def double(self) -> Objective:
-        """The same objective in float64; it casts its batches.
-
-        It stores no parameters: every call passes them to its module.
-        """
-        double = copy.copy(self)
-        double._exits, double._narrow, double._moved = {}, {}, MovedStatistics()
-        double._like = self._like.double()
-        zero = double._like.new_zeros(())
-        stand_ins = {
-            id(p): nn.Parameter(zero.expand(p.shape))
-            for n, p in self._module.named_parameters()
-            if n in self._names
-        }
-        double._module = copy.deepcopy(self._module, stand_ins).double()
-        if isinstance(self._loss_function, nn.Module):
-            double._loss_function = copy.deepcopy(self._loss_function).double()
-        double._chain = perceptron(double._module, double._loss_function)
-        return double
-
-    def with_module(self, module: nn.Module) -> Objective:
-        """The objective of another module with the same loss."""
-        return Objective(module, self._loss_function, running_stats=self._running_stats)
-
-    def with_loss(self, loss: Loss) -> Objective:
-        """The objective of the same module with another loss."""
-        other = copy.copy(self)
-        other.__dict__.pop("double", None)
-        other._loss_function, other._plain_loss = loss, loss in PLAIN_LOSSES
-        other._chain = perceptron(other._module, loss)
-        return other
-
-    def with_shift(self, shift: Tensor) -> Objective:
-        """The same with ``shift`` added to the outputs before the loss."""
-        other = self.with_loss(lambda outputs, y: self.loss(outputs + shift.to(outputs.device), y))
-        other._chain = self._chain and replace(self._chain, shift=shift.to(self._like.device))
-        return other
-
-    def with_exits(self, depth: int, loss: Loss | None = None) -> Objective:
-        """An objective on the same vector with the outputs of the first ``depth`` exits.
-
-        Outputs and the argument of ``loss`` have the shape (exits, samples, …). Not defined for a
-        module with several inputs.
-        """
-        if depth not in self._exits:
-            shared = {id(t): t for t in chain(self._module.parameters(), self._module.buffers())}
-            self._exits[depth] = FirstExits(copy.deepcopy(self._module, shared), depth)
-        other = self.with_loss(loss or self._loss_function)
-        other._module, other._parts, other._tensors = self._exits[depth], {}, {}
-        other._moved = MovedStatistics()
-        other._names = {f"module.{name}": place for name, place in self._names.items()}
-        other._statistics = {f"module.{name}": i for name, i in self._statistics.items()}
-        other._always_evaluated = [f"module.{name}" for name in self._always_evaluated]
-        other._chain = None
-        other._plan = layered_plan(other._module, other._names, other._always_evaluated)
-        other._set_training(False)
-        return other
-
-    def level(
-        self, widths: Sequence[Fraction], depths: Sequence[int], level: int, loss: Loss
-    ) -> tuple[Objective, Part]:
-        """The objective of a capacity level's sub-network, and its part of the vector.
-
-        Its own vector holds the numbers of that part. The loss is one of the outputs of its exits,
-        and draws random numbers only if this objective's own does.
-        """
-        key = tuple(widths), tuple(depths), level
-        if key not in self._narrow:
-            module = narrow_module(self._module, widths[level], depths[level]).train()
-            layers = dict(module.named_modules())
-            for name in {f"module.{name}" for name in self._always_evaluated} & layers.keys():
-                layers[name].training = False
-            own = Objective(module, self._loss_function, running_stats=self._running_stats)
-            own._facts()  # known to all copies
-            whole = self._unflatten(self._initial)
-            for name, i in own._names.items():  # each is the first rows and columns of the whole's
-                view = whole[name.removeprefix("module.")][tuple(map(slice, own._shapes[i]))]
-                own._inside[name] = view.shape, view.stride(), int(view.storage_offset())
-            self._narrow[key] = own, Part.where(self.first_levels(widths, depths) <= level)
-        own, part = self._narrow[key]
-        if own._loss_function != loss:
-            own = own.with_loss(loss)
-            own._plain_loss = self._plain_loss
-            self._narrow[key] = own, part
-        return own, part
-
-    def tensors_inside(self, w: Tensor) -> dict[str, Tensor]:
-        """Of a capacity level: its tensors by name, as views of the whole network's vector."""
-        start = w.storage_offset()
-        return {n: w.as_strided(shape, at, start + i) for n, (shape, at, i) in self._inside.items()}
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss = F.cross_entropy,
+        *,
+        running_stats: RunningStats = "refuse",
+    ) -> None:
+        require(
+            running_stats in get_args(RunningStats),
+            "running_stats",
+            running_stats,
+            f"must be one of {', '.join(get_args(RunningStats))}",
+        )
+        check_tensors(module)
+        self._keepers = layers_with_running_stats(module)
+        if self._keepers and running_stats == "refuse":
+            raise InputError(
+                f"the module has layers with running statistics ({', '.join(self._keepers)}), "
+                "which averaging over agents would silently corrupt; use nn.GroupNorm, or pass "
+                'running_stats="frozen" to keep the stored statistics fixed, or "tracked" to '
+                "train and send them with the parameters"
+            )
+        self._module = copy.deepcopy(module)
+        self._running_stats = running_stats
+        parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        check_parameters(module, list(parameters.values()))
+        # every name of every parameter (tied weights have several) and its index
+        places = {id(p): i for i, p in enumerate(parameters.values())}
+        every = self._module.named_parameters(remove_duplicate=False)
+        self._names = {n: places[id(p)] for n, p in every if id(p) in places}
+        statistics = tracked_statistics(self._module) if running_stats == "tracked" else {}
+        self._statistics = {n: len(parameters) + i for i, n in enumerate(statistics)}
+        self._names |= self._statistics
+        values = [*parameters.values(), *statistics.values()]
+        self._shapes = [p.shape for p in values]
+        self._sizes = [p.numel() for p in values]
+        self._initial = torch.cat([p.detach().reshape(-1) for p in values])
+        # tensors of the same shapes that take no memory, for views of a vector
+        self._shaped = [self._initial[:0].new_empty(()).expand(shape) for shape in self._shapes]
+        for parameter, view in zip(parameters.values(), self._views(self._initial), strict=False):
+            parameter.data = view  # the module's parameters take no memory of their own
+        self._like = self._initial[:0]
+        self._parts: dict[str, Part] = {}
+        self._tensors: dict[str, list[int]] = {}
+        # buffers of the module itself; tracked statistics are passed to it in every call
+        buffers = {name for name, _ in self._module.named_buffers()}
+        passed = {*statistics, *batch_counters(self._module)} if statistics else set()
+        self._has_buffers = bool(buffers - passed)
+        self._last_statistics: list[Tensor] = []
+        self._moved = MovedStatistics()
+        self._known: ModuleFacts | None = None
+        # layers that stay in evaluation mode: those with statistics, and those the user froze
+        chosen = [n for n, m in module.named_modules() if module.training and not m.training]
+        self._always_evaluated = chosen if self._statistics else [*self._keepers, *chosen]
+        self._set_training(False)
+        self._loss_function = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+        self._fast = faster(self._module, self._loss_function)
 
     @property
-    def base(self) -> Objective:
-        """Itself: this is the objective on the module's own parameters."""
-        return self
+    def size(self) -> int:
+        """The length of the flat vector."""
+        return self._initial.numel()
 
-    def norm(self, w: Tensor) -> Tensor:
-        """‖w‖, of whole vectors without tracked statistics; for a stack, one per row."""
-        own = w[..., : self.counted()] if w.shape[-1] == self.size else w
-        norm: Tensor = torch.linalg.vector_norm(own, dim=-1, keepdim=w.ndim > 1)
-        return norm
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of elements of its parameter tensors, in order."""
+        return list(self._sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the flat vector."""
+        return self._like.dtype
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors of the flat vector; tied ones have several."""
+        return list(self._names)
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers with parameters, in order; the last is the head.
+
+        The name of the module itself is empty. Types are valid, parameter values are not.
+        """
+        names = (name for name in self._names if name not in self._statistics)
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in names)
+        return {name: self._module.get_submodule(name) for name in layers}
+
+    @property
+    def tracks_statistics(self) -> bool:
+        """Whether running statistics are coordinates of the flat vector."""
+        return bool(self._statistics)
+
+    def counted(self, part: Part | None = None) -> int:
+        """How many coordinates of a vector, or of a part of it, are parameters: the first ones.
+
+        Tracked statistics follow them. Batches move these and not gradients, so no norm, clipping,
+        proximal term, aggregation rule or codec counts them; all of these ask here.
+        """
+        number = self.size - sum(self._sizes[i] for i in self._statistics.values())
+        return number if part is None else part.below(number)
+
+    def part(self, name: str) -> Part:
+        """A named part of the model as an index set of the flat vector.
+
+        ``"head"`` is the last layer with parameters, ``"body"`` the rest, ``"norm"`` all
+        normalisation layers, ``"last:2"`` the last two layers with parameters, ``"all"`` everything
+        and ``"none"`` nothing; any other name is a pattern of parameter names, such as
+        ``"layers.0.*"``. Several may be given, separated by commas; the part is their union.
+        Tracked statistics belong to their layers.
+
+        >>> from nufed import Objective
+        >>> net = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
+        >>> objective = Objective(net)
+        >>> objective.part("head"), objective.part("0.bias").size
+        (Part(name='head', index=slice(8, 11, None), size=3), 2)
+        """
+        if name not in self._parts:
+            ends = list(accumulate(self._sizes, initial=0))
+            places = {n: slice(ends[i], ends[i + 1]) for n, i in self._names.items()}
+            self._parts[name] = find_part(
+                name, places, list(self.layers), norm_layers(self._module)
+            )
+        return self._parts[name]
+
+    def divide(self, name: str) -> tuple[Part, Part]:
+        """A part of the model, and the rest of it.
+
+        >>> from nufed import Objective
+        >>> net = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
+        >>> [part.size for part in Objective(net).divide("*.bias")]
+        [3, 8]
+        """
+        part = self.part(name)
+        rest = f"all but {name}"
+        if rest not in self._parts:
+            self._parts[rest] = part.rest(self.size)
+        return part, self._parts[rest]
+
+    def initial(self) -> Tensor:
+        """A copy of the module's parameters as one flat vector."""
+        return self._initial.to(self.dtype, copy=True)
+
+    def module(self, w: Tensor, training: bool = False) -> nn.Module:
+        """A copy of the module that holds the parameters w, in evaluation mode.
+
+        With ``training`` in training mode, except for layers that are always evaluated.
+        """
+        self._check_vector(w)
+        module = copy.deepcopy(self._module).train(training)
+        for name in self._always_evaluated:
+            module.get_submodule(name).training = False
+        parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        parameters |= dict(module.named_buffers())
+        with torch.no_grad():
+            for name, value in self._unflatten(w).items():
+                parameters[name].copy_(value)
+        return module
+
+    # outputs, loss and derivatives
+
+    def predict(self, w: Tensor, inputs: Inputs) -> Tensor:
+        """The module's outputs for ``inputs`` in evaluation mode."""
+        self._check_vector(w)
+        with torch.no_grad(), self._mode(seed=None):
+            return self._outputs(self._views(w), inputs, w.ndim > 1)
+
+    def features(self, w: Tensor, inputs: Inputs) -> Tensor:
+        """The head's inputs for ``inputs`` in evaluation mode; not defined for a stack."""
+        head = list(self.layers)[-1]
+        calls = self.layer_inputs(w, inputs, [head])[head]
+        if len(calls) != 1:
+            raise InputError(
+                f"the model's last layer ({head or 'the model itself'}) is called "
+                f"{len(calls)} times: features need a layer that is called once"
+            )
+        return calls[0]
+
+    def layer_inputs(
+        self, w: Tensor, inputs: Inputs, layers: Sequence[str]
+    ) -> dict[str, list[Tensor]]:
+        """The inputs of these layers for ``inputs`` in evaluation mode, one tensor per call.
+
+        Not defined for a stack.
+
+        >>> from nufed import Objective
+        >>> objective = Objective(nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
+        >>> x = torch.tensor([[1.0, -1.0]])
+        >>> objective.layer_inputs(objective.initial(), x, ["1"])
+        {'1': [tensor([[1., 0.]])]}
+        """
+        seen: dict[str, list[Tensor]] = {name: [] for name in layers}
+        hooks = [
+            self._module.get_submodule(name).register_forward_pre_hook(
+                lambda _, arguments, calls=calls: calls.extend(arguments[:1])
+            )
+            for name, calls in seen.items()
+        ]
+        try:
+            self.predict(w, inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+    def value(self, w: Tensor, batch: AnyBatch) -> Tensor:
+        """f(w, batch), a scalar tensor; for a stack, one value per row."""
+        with torch.no_grad():
+            return self.forward(w, batch)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of outputs that :meth:`predict` gave, a scalar tensor."""
+        loss = self._loss_function(outputs, cast_like(targets, self._like))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"the loss returned {given}: it must return one number as a tensor")
+        return loss.reshape(()) if loss.ndim else loss
+
+    def forward(self, w: Tensor, batch: AnyBatch) -> Tensor:
+        """f(w, batch) like :meth:`value`, with autograd's graph."""
+        self._check_vector(w)
+        return self._forward(self._views(w), batch, stacked=w.ndim > 1)
 
     def grad(self, w: Tensor, batch: AnyBatch, part: Part | None = None) -> Tensor:
         """∇f(w, batch), or the numbers of it in a part, which saves the work for the others."""
-        if w.ndim == 1:
-            return self.single_grad(w, batch, part)
-        gradient, _ = self.stacked_grad(w, batch)
-        return gradient if part is None else part.take(gradient)
+        if w.ndim > 1:
+            gradient, _ = self.stacked_grad(w, batch)
+            return gradient if part is None else part.take(gradient)
+        self._check_vector(w)
+        wanted = self._touched(part)
+        if not wanted:
+            return w.new_empty(0)
+        gradient = self._grad(w, Batch(*batch), wanted)
+        if part is None or part.size == len(gradient):
+            return gradient
+        whole = torch.zeros_like(w)
+        pieces = torch.split(gradient, [self._sizes[i] for i in wanted])
+        for i, piece in zip(wanted, pieces, strict=True):
+            torch.split(whole, self._sizes)[i].copy_(piece)
+        return part.take(whole)
 
     def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor, part: Part | None = None) -> Tensor:
         """∇²f(w, batch)·v, by differentiating ⟨∇f, v⟩; the Hessian is never formed.
@@ -167,9 +324,16 @@ class Objective(LocalSteps):
         With a part v is taken as 0 outside it, which saves the work for those coordinates.
         """
         require(v.shape == w.shape, "v", tuple(v.shape), f"must have the shape of w, {w.shape}")
-        if w.ndim == 1:
-            return self.single_hvp(w, batch, v, part)
-        return self.stacked_hvp(w, batch, v if part is None else part.only(v))[0]
+        if w.ndim > 1:
+            return self.stacked_hvp(w, batch, v if part is None else part.only(v))[0]
+        try:
+            return self._hvp(w, batch, v, part)
+        except RuntimeError as error:
+            if "is not implemented" not in str(error):  # torch has no type for it
+                raise
+            # fused attention has no second derivative; its unfused form has one
+            with sdpa_kernel(SDPBackend.MATH):
+                return self._hvp(w, batch, v, part)
 
     def beside(
         self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
@@ -183,14 +347,86 @@ class Objective(LocalSteps):
         behind = self.grad(w.to(self.dtype) - v.to(self.dtype) * step, batch)
         return ahead, behind
 
+    def norm(self, w: Tensor) -> Tensor:
+        """‖w‖, of whole vectors without tracked statistics; for a stack, one per row."""
+        counted = w[..., : self.counted()] if w.shape[-1] == self.size else w
+        norm: Tensor = torch.linalg.vector_norm(counted, dim=-1, keepdim=w.ndim > 1)
+        return norm
+
+    def track(
+        self, w: Tensor, batch: AnyBatch, at: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        """w with running statistics updated by a training batch; w itself if it tracks none.
+
+        As in torch: r ← (1 − momentum)·r + momentum·(the batch's statistic), with the parameters
+        and statistics r of ``at``, the vector before the step that led to w (w itself by default).
+        The statistics in w are ignored. With ``overwrite`` they are written into w itself.
+        """
+        batch = Batch(*batch)
+        if not self._statistics:
+            return w
+        at = w if at is None else at
+        statistics = self._moved.of(at, batch)
+        if statistics is None:
+            views = [view.clone() for view in self._views(at)]
+            if batch.seed is not None:
+                with torch.no_grad(), self._mode(batch.seed):
+                    self._outputs(views, batch.inputs, stacked=False, moving=True)
+            statistics = views[-len(self._statistics) :]
+        moved = w if overwrite else w.clone()
+        for view, statistic in zip(self._views(moved)[-len(statistics) :], statistics, strict=True):
+            view.copy_(statistic)
+        return moved
+
+    # variants
+
+    @property
+    def base(self) -> Objective:
+        """Itself: this is the objective on the module's own parameters."""
+        return self
+
+    @cached_property
+    def double(self) -> Objective:
+        """The same objective in float64; it casts its batches.
+
+        It stores no parameters: every call passes them to its module.
+        """
+        double = copy.copy(self)
+        double._moved = MovedStatistics()
+        double._like = self._like.double()
+        zero = double._like.new_zeros(())
+        stand_ins = {
+            id(p): nn.Parameter(zero.expand(p.shape))
+            for n, p in self._module.named_parameters()
+            if n in self._names
+        }
+        double._module = copy.deepcopy(self._module, stand_ins).double()
+        if isinstance(self._loss_function, nn.Module):
+            double._loss_function = copy.deepcopy(self._loss_function).double()
+        double._fast = faster(double._module, double._loss_function)
+        return double
+
+    def with_module(self, module: nn.Module) -> Objective:
+        """The objective of another module with the same loss."""
+        return Objective(module, self._loss_function, running_stats=self._running_stats)
+
+    def with_loss(self, loss: Loss) -> Objective:
+        """The objective of the same module with another loss."""
+        other = copy.copy(self)
+        other.__dict__.pop("double", None)
+        other._loss_function, other._fast = loss, faster(self._module, loss)
+        return other
+
+    # several agents at once
+
     def stacked_grad(
         self, w: Tensor, batch: AnyBatch, by_inputs: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The gradients of a stack, and optionally those with respect to the inputs (a tensor)."""
         batch = Batch(*batch)
-        if self._chain is not None:
+        if self._fast is not None:
             gradient = torch.empty_like(w)
-            inputs = self._chain.gradient(
+            inputs = self._fast.gradient(
                 self._unflatten(w),
                 self._flat(batch.inputs),
                 batch.targets,
@@ -209,9 +445,9 @@ class Objective(LocalSteps):
     ) -> tuple[Tensor, Tensor | None]:
         """The Hessian-vector products of a stack; with ``change``, jointly in the inputs."""
         batch = Batch(*batch)
-        if self._chain is not None:
+        if self._fast is not None:
             product = torch.empty_like(w)
-            inputs = self._chain.product(
+            inputs = self._fast.product(
                 self._unflatten(w),
                 self._unflatten(v),
                 self._flat(batch.inputs),
@@ -237,18 +473,6 @@ class Objective(LocalSteps):
             )
         return products[0], None if change is None else products[1]
 
-    def operations(self, w: Tensor, batch: AnyBatch) -> set[str]:
-        """The names of the nodes in autograd's graph of f."""
-        with torch.enable_grad():
-            stack = [self.forward(w.detach().requires_grad_(), batch).grad_fn]
-        nodes = set()
-        while stack:
-            node = stack.pop()
-            if node is not None and node not in nodes:
-                nodes.add(node)
-                stack.extend(before for before, _ in node.next_functions)
-        return {type(node).__name__ for node in nodes}
-
     def _flat(self, inputs: Inputs) -> Tensor:
         """The inputs of a perceptron, (agents, samples, features)."""
         assert isinstance(inputs, Tensor)
@@ -262,3 +486,168 @@ class Objective(LocalSteps):
             leaves.append(batch.inputs.detach().requires_grad_())
             batch = batch._replace(inputs=leaves[1])
         return leaves, batch
+
+    # how it is computed
+
+    def _forward(self, views: Sequence[Tensor], batch: AnyBatch, stacked: bool) -> Tensor:
+        """f of the parameter tensors."""
+        batch = Batch(*batch)
+        with self._mode(batch.seed):
+            outputs = self._outputs(views, batch.inputs, stacked)
+            if not stacked:
+                return self.loss(outputs, batch.targets)
+            targets = cast_like(batch.targets, self._like)
+            return stacked_losses(self._loss_function, outputs, targets)
+
+    def _outputs(
+        self, views: Sequence[Tensor], inputs: Inputs, stacked: bool, moving: bool = False
+    ) -> Tensor:
+        facts = self._facts()
+        parameters = {name: views[place] for name, place in self._names.items()}
+        if self._statistics:  # no gradient flows into them, and layers update them in place
+            own = {} if moving else {n: parameters[n].detach().clone() for n in self._statistics}
+            self._last_statistics = list(own.values())
+            parameters |= own | facts.counters
+        arguments, keywords = call_arguments(inputs, self._like)
+        if stacked:
+            return stacked_outputs(self._module, parameters, arguments, keywords)
+        with holding(facts.slots, parameters):
+            outputs: Tensor = self._module(*arguments, **keywords)
+        return outputs
+
+    def _grad(self, w: Tensor, batch: Batch, wanted: Sequence[int]) -> Tensor:
+        """The gradient by these tensors, one after another."""
+        views = self._views(w.detach())
+        leaves = [views[i].requires_grad_() for i in wanted]
+        with torch.enable_grad():
+            loss = self._forward(views, batch, stacked=False)
+        if self._statistics:
+            self._moved.keep(self._last_statistics, w, batch)
+        return _joined(self._by(leaves, loss))
+
+    def _by(self, leaves: list[Tensor], loss: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of a loss by some tensors of the vector."""
+        if len(leaves) >= len(self._sizes) - len(self._statistics):
+            differentiable(loss)
+        elif not loss.requires_grad:
+            return tuple(torch.zeros_like(leaf) for leaf in leaves)
+        return torch.autograd.grad(loss, leaves, materialize_grads=True)
+
+    def _hvp(self, w: Tensor, batch: AnyBatch, v: Tensor, part: Part | None) -> Tensor:
+        self._check_vector(w)
+        # tensors in which v is 0 add nothing, and need no gradient
+        directions = self._directions(v, part)
+        if not directions:
+            return torch.zeros_like(w)
+        leaves = [view.requires_grad_() for view in self._views(w.detach())]
+        with torch.enable_grad():
+            gradients = self._graph(leaves, batch, list(directions))
+            # a loss that is linear in a parameter has a gradient that does not depend on it
+            used = [g.requires_grad for g in gradients]
+            if not any(used):
+                return torch.zeros_like(w)
+            wanted, against = (
+                list(compress(these, used)) for these in (gradients, directions.values())
+            )
+            del gradients
+            return _joined(torch.autograd.grad(wanted, leaves, against, materialize_grads=True))
+
+    def _graph(
+        self, leaves: list[Tensor], batch: AnyBatch, wanted: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """The gradients by some leaves, in autograd's graph."""
+        loss = differentiable(self._forward(leaves, batch, stacked=False))
+        own = [leaves[i] for i in wanted]
+        return torch.autograd.grad(loss, own, create_graph=True, materialize_grads=True)
+
+    def _directions(self, v: Tensor, part: Part | None) -> dict[int, Tensor]:
+        """The tensors of v that are not 0, by their place, with v taken as 0 outside a part."""
+        if part is None:
+            return {i: d for i, d in enumerate(self._views(v)) if not is_zero(d)}
+        touched = self._touched(part)
+        views = self._views(v if part.size == self._length(touched) else part.only(v))
+        return {i: views[i] for i in touched}
+
+    def _touched(self, part: Part | None) -> Sequence[int]:
+        """The tensors of the vector that have numbers in a part, by their place."""
+        if part is None:
+            return range(len(self._sizes))
+        if part.name not in self._tensors or self._parts.get(part.name) is not part:
+            inside = torch.zeros(self.size, dtype=torch.bool)
+            inside[part.index] = True
+            parts = torch.split(inside, self._sizes)
+            self._tensors[part.name] = [i for i, own in enumerate(parts) if own.any()]
+        return self._tensors[part.name]
+
+    def _length(self, wanted: Sequence[int]) -> int:
+        """The numbers in these tensors."""
+        whole = len(wanted) == len(self._sizes)
+        return self.size if whole else sum(self._sizes[i] for i in wanted)
+
+    def _draws_nothing(self) -> bool:
+        """Whether a training pass is known to draw no random numbers."""
+        return self._loss_function in PLAIN_LOSSES and self._facts().draws_nothing
+
+    def _facts(self) -> ModuleFacts:
+        """What calls of the module need to know about it."""
+        if self._known is None or self._known.module is not self._module:
+            self._known = ModuleFacts.of(self._module, bool(self._statistics))
+        return self._known
+
+    def _unflatten(self, w: Tensor) -> dict[str, Tensor]:
+        views = self._views(w)
+        return {name: views[place] for name, place in self._names.items()}
+
+    def _views(self, w: Tensor) -> list[Tensor]:
+        """The parameters in w (or in every row of a stack), as views."""
+        if w.ndim == 1 and not w.requires_grad and all(self._sizes):
+            return list(_unflatten_dense_tensors(w, self._shaped))  # type: ignore[no-untyped-call]
+        # split, not slicing: its backward pass is one concatenation
+        parts = torch.split(w, self._sizes, dim=-1)
+        shapes = [(*w.shape[:-1], *shape) for shape in self._shapes]
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _check_vector(self, w: Tensor) -> None:
+        if w.ndim not in (1, 2) or w.shape[-1] != self.size or w.dtype != self.dtype:
+            raise InputError(
+                f"w has shape {tuple(w.shape)} and dtype {w.dtype}: this objective takes a flat "
+                f"vector of {self.size} numbers of dtype {self.dtype}, as initial() gives"
+            )
+
+    def _mode(self, seed: int | None) -> AbstractContextManager[None]:
+        """Evaluation mode without a seed; with one, training mode with random draws from it."""
+        if self._module.training != (seed is not None):
+            self._set_training(seed is not None)
+        plain = seed is None or self._draws_nothing()
+        if plain and not self._has_buffers:
+            return nullcontext()
+        return watched(self._module, self._has_buffers, None if plain else seed, self._like.device)
+
+    def _set_training(self, training: bool) -> None:
+        self._module.train(training)
+        for name in self._always_evaluated:
+            self._module.get_submodule(name).training = False
+
+
+def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
+    """The concatenation; each tensor is freed once copied, so that memory holds one copy."""
+    if sum(tensor.numel() for tensor in tensors) <= FEW:
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    waiting = deque(tensors)
+    del tensors
+    vector = waiting[0].new_empty(sum(tensor.numel() for tensor in waiting))
+    start = 0
+    while waiting:
+        part = waiting.popleft().reshape(-1)
+        vector[start : start + len(part)] = part
+        start += len(part)
+    return vector
+
+
+def differentiable(loss: Tensor) -> Tensor:
+    if not loss.requires_grad:
+        raise InputError(
+            "the loss does not depend on the parameters in a way that can be differentiated: "
+            "the module or the loss may detach, use no_grad, or leave torch"
+        )
+    return loss

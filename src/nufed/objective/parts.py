@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -191,6 +192,20 @@ def find_part(
     """
     chosen = {n for each in name.split(",") for n in _names(each.strip(), places, layers, norms)}
     return part_of(name, sorted({(places[n].start, places[n].stop) for n in chosen}))
+
+
+def support(vector: Tensor, sizes: Sequence[int]) -> Part | None:
+    """The tensors of these sizes in which a vector is not 0 everywhere; None if these are all.
+
+    >>> support(torch.tensor([0.0, 0.0, 1.0]), sizes=[2, 1]).index
+    slice(2, 3, None)
+    """
+    ends = list(accumulate(sizes, initial=0))
+    pieces = torch.split(vector, list(sizes))
+    moved = [i for i, piece in enumerate(pieces) if bool(piece.any())]
+    if len(moved) == len(sizes):
+        return None
+    return part_of("", [(ends[i], ends[i + 1]) for i in moved])
 
 
 def part_of(name: str, spans: Sequence[tuple[int, int]]) -> Part:

@@ -24,8 +24,7 @@ from nufed.data import Federation
 from nufed.errors import InputError, in_short
 from nufed.evaluate import Measure
 from nufed.objective import Objective
-from nufed.objective.first_layer import first_layer
-from nufed.objective.gram_space import MOST_ROWS
+from nufed.objective.fast.gram_space import MOST_ROWS, first_layer
 from nufed.server import to_send
 from nufed.simulation.batched_engine import BatchedEngine
 from nufed.simulation.direct_engine import DirectEngine

@@ -17,8 +17,7 @@ from nufed.data.partition import Rows
 from nufed.evaluate import AgentScores, Measure, evaluation_context, score_agent
 from nufed.evaluate.scores import Outputs, Predict, outputs_of
 from nufed.objective import Batch, Objective
-from nufed.objective.first_layer import FirstLayer
-from nufed.objective.gram_space import GramObjective, GramVector
+from nufed.objective.fast.gram_space import FirstLayer, GramObjective, GramVector
 from nufed.simulation.batched_engine import OfAStack, even_chunks
 from nufed.simulation.engine import EvaluatesScales, States, work_of
 from nufed.simulation.worker_pool import shared_zeros

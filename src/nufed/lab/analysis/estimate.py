@@ -99,7 +99,7 @@ class Estimator:
 
     def is_smooth(self, w: Tensor) -> bool:
         """Whether the loss is twice differentiable everywhere: no operation in it has a kink."""
-        names = [name.lower() for name in self.objective.operations(w, self.parts[0].full)]
+        names = [name.lower() for name in operations(self.objective, w, self.parts[0].full)]
         kinked = (any(k in n for k in KINKS) and not any(k in n for k in SMOOTH) for n in names)
         return not any(kinked)
 
@@ -280,3 +280,16 @@ class Estimator:
 def spread(rows: Tensor) -> float:
     """The standard deviation of vectors about their mean."""
     return float((rows - rows.mean(dim=0)).square().sum(dim=1).mean().sqrt())
+
+
+def operations(objective: Objective, w: Tensor, batch: Batch) -> set[str]:
+    """The names of the nodes in autograd's graph of f."""
+    with torch.enable_grad():
+        stack = [objective.forward(w.detach().requires_grad_(), batch).grad_fn]
+    nodes = set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            stack.extend(before for before, _ in node.next_functions)
+    return {type(node).__name__ for node in nodes}

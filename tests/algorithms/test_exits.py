@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nufed import Batch, InputError, Objective
+from nufed.algorithms.scalefl import exit_number, first_exits, first_levels, narrowed
 from nufed.models import MultiExit, multi_exit
+from nufed.objective.parts import Part
 from support import tied
 
 HALF = [Fraction("0.55"), Fraction(1)]
@@ -52,7 +54,7 @@ def test_a_masked_network_is_the_narrow_one(depth, running_stats):
     objective = Objective(convolutions(), running_stats=running_stats)
     narrow = Objective(convolutions(3, 2, 55), running_stats=running_stats)
     w = torch.randn(objective.size, dtype=torch.float64).exp()
-    held = objective.first_levels(HALF, [depth, 3]) <= 0
+    held = first_levels(objective, HALF, [depth, 3]) <= 0
 
     def loss(outputs, targets):
         return sum(F.cross_entropy(own, targets) for own in outputs)
@@ -78,7 +80,7 @@ def test_a_masked_network_is_the_narrow_one(depth, running_stats):
     right[torch.cat(places)] = True
     assert torch.equal(held, right)
     v = torch.cat(parts)
-    wide, slim = (each.with_exits(depth, loss) for each in (objective, narrow))
+    wide, slim = (first_exits(each, depth, loss) for each in (objective, narrow))
     masked = torch.where(held, w, 0)
     for seed in (None, 3):  # evaluation and training mode
         found, expected = wide.grad(masked, batch(seed)), slim.grad(v, batch(seed))
@@ -95,10 +97,10 @@ def test_a_masked_network_is_the_narrow_one(depth, running_stats):
 def test_all_exits_end_with_the_answer_of_the_module():
     objective = Objective(multi_exit((5,), 3, (7, 6)))
     w, x = objective.initial(), torch.randn(4, 5)
-    both, first = (objective.with_exits(depth).predict(w, x) for depth in (2, 1))
+    both, first = (first_exits(objective, depth).predict(w, x) for depth in (2, 1))
     assert torch.equal(both[-1], objective.predict(w, x)) and torch.equal(both[:1], first)
-    assert objective.exits == 2 and Objective(nn.Linear(2, 1)).exits == 1
-    double = objective.double.with_exits(2)
+    assert exit_number(objective) == 2 and exit_number(Objective(nn.Linear(2, 1))) == 1
+    double = first_exits(objective.double, 2)
     assert double.predict(w.double(), x).dtype == torch.float64
     assert torch.equal(objective.initial(), w)
 
@@ -108,7 +110,7 @@ def test_dropout_and_evaluation_mode_do_not_mix():
     stages = [nn.Sequential(nn.Linear(5, 30), nn.Dropout(0.5)), nn.Linear(30, 4)]
     objective = Objective(MultiExit(stages, [nn.Linear(30, 3), nn.Linear(4, 3)]))
     w, x, y = objective.initial(), torch.randn(6, 5), torch.tensor([0, 1, 2, 0, 1, 2])
-    exits = objective.with_exits(2, lambda z, y: F.cross_entropy(z[-1], y))
+    exits = first_exits(objective, 2, lambda z, y: F.cross_entropy(z[-1], y))
     for seed in (4, None, 4, 9, None):
         expected = objective.value(w, Batch(x, y, seed))
         assert torch.equal(exits.value(w, Batch(x, y, seed)), expected)
@@ -124,18 +126,18 @@ def test_statistics_of_early_exits_are_tracked():
     samples = Batch(torch.randn(6, 5), torch.zeros(6, dtype=torch.long), 1)
     place = objective.part("exits.0.0.running_mean")
     assert not place.take(objective.track(w, samples)).any()  # the last exit does not use it
-    assert place.take(objective.with_exits(2).track(w, samples)).all()
+    assert place.take(first_exits(objective, 2).track(w, samples)).all()
 
 
 def test_the_first_layer_keeps_its_inputs_and_the_last_its_outputs():
     module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
     objective = Objective(module)
-    levels = objective.first_levels([Fraction(1, 2), Fraction(1)], [1, 1])
+    levels = first_levels(objective, [Fraction(1, 2), Fraction(1)], [1, 1])
     weights, bias, out, offset = torch.split(levels, [30, 6, 24, 4])
     assert weights.view(6, 5).tolist() == [[0] * 5] * 3 + [[1] * 5] * 3
     assert bias.tolist() == [0] * 3 + [1] * 3
     assert out.view(4, 6).tolist() == [[0, 0, 0, 1, 1, 1]] * 4 and not offset.any()
-    assert not objective.first_levels([Fraction(1)] * 2, [1, 1]).any()
+    assert not first_levels(objective, [Fraction(1)] * 2, [1, 1]).any()
 
 
 class Outside(MultiExit):
@@ -157,5 +159,23 @@ class Outside(MultiExit):
 )
 def test_what_can_not_be_narrowed_is_refused_in_one_sentence(module, says):
     with pytest.raises(InputError, match=says) as error:
-        Objective(module).first_levels(HALF, [1, 1])
+        first_levels(Objective(module), HALF, [1, 1])
     assert "\n" not in str(error.value)
+
+
+def test_a_level_of_capacity_is_the_network_with_zeros_elsewhere():
+    torch.manual_seed(0)
+    objective = Objective(multi_exit((6,), 4, hidden=(5, 3)).double())
+    w = objective.initial()
+    batch = torch.randn(9, 6, dtype=torch.float64), torch.arange(9) % 4
+
+    def loss(outputs, targets):
+        return sum(F.cross_entropy(each, targets) for each in outputs)
+
+    widths, depths = (Fraction(1, 2), Fraction(3, 4), Fraction(1)), (1, 2, 2)
+    for level, depth in enumerate(depths):
+        own = narrowed(objective, widths[level], depth, loss)
+        part = Part.where(first_levels(objective, widths, depths) <= level)
+        right = part.take(first_exits(objective, depth, loss).grad(part.only(w), batch))
+        assert part.size == own.size and (part.size < len(w) or level == 2)
+        torch.testing.assert_close(own.grad(part.take(w), batch), right, rtol=1e-12, atol=1e-15)

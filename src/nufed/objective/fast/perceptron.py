@@ -4,15 +4,12 @@ On small networks autograd's overhead dominates. Here a network is a chain of li
 activations. The gradient is a forward pass, then a backward pass of d, the derivative with respect
 to a link's outputs. A Hessian-vector product differentiates both passes along the direction, with
 tangents ẋ of every x and ḋ of every d (Pearlmutter's R-operator). Agents are the first dimension.
-
-Those of one network, without a stack, are in :mod:`.single_gradient` and :mod:`.linearized`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -23,21 +20,18 @@ from nufed.objective.modules import has_hooks
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 aten = torch.ops.aten
-ALIGNMENT = 64  # bytes, of torch's new tensors
 
 
 @dataclass(frozen=True)
 class Activation:
     """An elementwise function φ, with its derivatives in terms of its value y = φ(x).
 
-    ``backward(d, y)`` is φ′d, ``bend(y)`` is φ″, and ``by_value(d, y, a)`` the derivative of φ′d
-    with respect to y times a, in the operations of autograd; both are None if φ″ is zero.
+    ``backward(d, y)`` is φ′d and ``bend(y)`` is φ″, None if that is zero.
     """
 
     apply: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
     bend: Callable[[Tensor], Tensor] | None
-    by_value: Callable[[Tensor, Tensor, Tensor], Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -49,20 +43,16 @@ class Linear:
 
 
 ACTIVATIONS: dict[type[nn.Module], Activation] = {
-    nn.ReLU: Activation(
-        torch.relu, lambda d, y: aten.threshold_backward.default(d, y, 0), None, None
-    ),
+    nn.ReLU: Activation(torch.relu, lambda d, y: aten.threshold_backward.default(d, y, 0), None),
     nn.Tanh: Activation(
         torch.tanh,
         aten.tanh_backward.default,
         lambda y: 2 * y * (y * y - 1),
-        lambda d, y, a: a * (-2 * y * d),
     ),
     nn.Sigmoid: Activation(
         torch.sigmoid,
         aten.sigmoid_backward.default,
         lambda y: y * (1 - y) * (1 - 2 * y),
-        lambda d, y, a: a * d * (1 - 2 * y),
     ),
 }
 
@@ -74,41 +64,10 @@ class Perceptron:
     Args:
         links: the layers.
         flattens: whether it flattens samples first.
-        shift: what is added to the outputs, if anything.
     """
 
     links: tuple[Linear | Activation, ...]
     flattens: bool
-    shift: Tensor | None = None
-
-    def takes(self, inputs: object, targets: Tensor) -> bool:
-        """Whether derivatives of one network are defined for such a batch."""
-        plain = isinstance(inputs, Tensor) and (inputs.ndim == 2 or self.flattens)
-        return plain and targets.ndim == 1 and not targets.is_floating_point()
-
-    @cached_property
-    def body_and_head(self) -> tuple[Perceptron, Perceptron]:
-        """The links below the last linear one, and the others."""
-        body = Perceptron(self.links[: self.head], self.flattens)
-        return body, Perceptron(self.links[self.head :], False, self.shift)
-
-    @cached_property
-    def head(self) -> int:
-        """The place of the last linear link."""
-        return max(i for i, link in enumerate(self.links) if isinstance(link, Linear))
-
-    def single_passes(self, p: Parameters) -> list[Callable[[Tensor], Tensor]]:
-        """The links of one network as functions, at the values of p when they are called."""
-        return [
-            link.apply if isinstance(link, Activation) else _affine(p, link) for link in self.links
-        ]
-
-    def single_forward(self, p: Parameters, x: Tensor) -> list[Tensor]:
-        """The inputs of every link of one network, and the outputs of the last."""
-        xs = [x]
-        for function in self.single_passes(p):
-            xs.append(function(xs[-1]))
-        return xs
 
     def gradient(
         self, p: Parameters, inputs: Tensor, targets: Tensor, into: Parameters, by_inputs: bool
@@ -175,13 +134,14 @@ class Perceptron:
             else:
                 x = torch.bmm(x, p[link.weight].mT)
             xs.append(x)
-        if self.shift is not None:
-            xs[-1] = xs[-1] + self.shift
         return xs
 
 
-def perceptron(module: nn.Module, loss: object) -> Perceptron | None:
-    """The module as a chain; None if it is not one, or its loss is not cross-entropy."""
+def faster(module: nn.Module, loss: object) -> Perceptron | None:
+    """Faster derivatives of stacks for this module and loss, if there are any, else None.
+
+    There are if the module is a chain of linear layers and activations and the loss cross-entropy.
+    """
     if loss is not F.cross_entropy:
         return None
     links = list(_links(module, ""))
@@ -195,27 +155,6 @@ def perceptron(module: nn.Module, loss: object) -> Perceptron | None:
     layers = [m for m in module.modules() if not isinstance(m, nn.Sequential | nn.Identity)]
     flattens = bool(layers) and _flattens(layers[0])
     return Perceptron(tuple(link for link in links if link is not None), flattens)
-
-
-def _affine(p: Parameters, link: Linear) -> Callable[[Tensor], Tensor]:
-    """x ↦ xWᵀ + b."""
-    transposed, bias = p[link.weight].t(), p[link.bias] if link.bias else None
-    if bias is None:
-        return lambda x: torch.mm(x, transposed)
-    return lambda x: torch.addmm(bias, x, transposed)
-
-
-def product_into(place: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write ab into place, with the bits of a new tensor, which depend on its alignment."""
-    if place.data_ptr() % ALIGNMENT:
-        place.copy_(torch.mm(a, b))
-    else:
-        torch.mm(a, b, out=place)
-
-
-def is_in(link: Linear | Activation, names: Container[str]) -> bool:
-    """Whether a parameter of the link is among these."""
-    return isinstance(link, Linear) and (link.weight in names or link.bias in names)
 
 
 def _links(module: nn.Module, prefix: str) -> Iterator[Linear | Activation | None]:

@@ -1,0 +1,1 @@
+"""Accelerations of an objective: stacks of agents, their perceptrons, and Gram space."""
