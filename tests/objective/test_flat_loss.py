@@ -83,10 +83,9 @@ def test_a_product_with_zeros_in_whole_tensors_is_that_of_the_whole_graph():
     (g,) = torch.autograd.grad(objective.forward(leaf, batch), leaf, create_graph=True)
     (product,) = torch.autograd.grad(g, leaf, v)
     assert torch.equal(objective.hvp(w, batch, v), product)
-    assert torch.equal(
-        objective.hvp(w, batch, torch.ones_like(v), head),
-        objective.hvp(w, batch, head.only(torch.ones_like(v))),
-    )
+    ones = torch.ones_like(v)
+    of_head = objective.hvp(w, batch, ones, head)
+    assert torch.equal(of_head, objective.hvp(w, batch, head.only(ones)))
     assert not objective.hvp(w, batch, torch.zeros_like(v)).any()
     moved = support(v, objective.sizes)
     assert (moved.index, moved.size) == (head.index, head.size)

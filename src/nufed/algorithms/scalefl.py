@@ -1,6 +1,6 @@
 """ScaleFL: weaker agents train narrower and shallower sub-networks (Ilhan et al., 2023).
 
-The network has an exit after each stage (:mod:`nufed.objective.exits`). Level l of L capacity
+The network has an exit after each stage (:func:`exit_lists`). Level l of L capacity
 levels holds the first ⌈s_l·n⌉ of the n units of each hidden layer, in stages and exits 1 … e_l: an
 index set I_l of the flat vector. Levels are nested, and the last is the whole network. An agent of
 level l, whose d = e_l exits have outputs z_1 … z_d, takes τ steps on these coordinates,
