@@ -10,6 +10,6 @@ The protocol of Bonawitz et al. (2017), with masks between every pair of sites, 
 5. ``unmask``: shown the signatures of enough sites on that list, it returns its shares of the own
    masks of sites on it, and of the masking keys of those that dropped out, never both of one site.
 
-Pairwise masks cancel in the sum. :mod:`.masking` and :mod:`.unmasking` are the two halves, free of
-messages and files; docs/privacy.md has the threat model.
+Pairwise masks cancel in the sum. :mod:`.masking` is a site's half, free of messages and files;
+:mod:`.server` removes the masks that remain; docs/privacy.md has the threat model.
 """
