@@ -16,7 +16,7 @@ so the same seed is bit-identical to the simulator's direct engine. A site store
 
 With ``[privacy]`` vectors leave a site clipped and noisy (:mod:`nufed.flower.app.privacy`),
 its number of samples is reported as 1, and it sends no scores unless the configuration says so. The
-server accounts for the privacy spent (:mod:`nufed.flower.app.privacy_account`).
+server accounts for the privacy spent.
 
 By default Flower's processes send telemetry and install packages: importing this package disables
 both for this process, and processes started from it get :data:`SETTINGS`.

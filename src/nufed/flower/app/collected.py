@@ -13,8 +13,7 @@ from nufed.algorithms.protocol import Cost, State, SummedUpdates
 from nufed.errors import RunError, UpdateError, shown
 from nufed.flower.app.payload import PayloadError, read_update
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.privacy import implausible
-from nufed.flower.app.privacy_account import Account
+from nufed.flower.app.privacy import Account, implausible
 from nufed.server import Incoming
 
 

@@ -15,11 +15,15 @@ tracked, for two adversaries:
 Both cover vectors alone, and hold if dropping out does not depend on data. ``released`` does not
 hold for weights by samples, other aggregations, or updates rejected for their norm.
 
-Which noisy updates can't be a clipped change plus noise, so that a private run rejects them.
+The server's account charges every noisy update that arrives, also one that is then rejected. One
+that arrives after the deadline is charged with the next of its site, which reports the site's
+release count. A site that reports more updates than it was sent requests is named, and charged with
+the requests. A round over the budget is refused.
 
-A site's change over all its vectors has norm ≤ C and gets noise zC·g, g standard normal in d
-dimensions. For any t > 0 (Gaussian concentration: the norm is 1-Lipschitz, and
-d/√(d+1) ≤ E‖g‖ ≤ √d; a union bound over coordinates), each of
+A private run rejects noisy updates that can't be a clipped change plus noise. A site's change over
+all its vectors has norm ≤ C and gets noise zC·g, g standard normal in d dimensions. For any t > 0
+(Gaussian concentration: the norm is 1-Lipschitz, and d/√(d+1) ≤ E‖g‖ ≤ √d; a union bound over
+coordinates), each of
 
 * ‖g‖ ≥ √d + t, and ‖g‖ ≤ d/√(d+1) − t, has probability at most exp(−t²/2),
 * |gᵢ| ≥ t for some i has probability at most d·exp(−t²/2).
@@ -33,10 +37,11 @@ What remains: a vector within these bounds, in any direction, can't be told from
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -53,53 +58,22 @@ from nufed.flower.app.epsilon import (
     released_epsilon,
     server_epsilon,
 )
+from nufed.flower.app.payload import RELEASE, read_release
 
-FALSE_REJECTION = 1e-20  # upper bound on the probability that an honest update is rejected
-
-
-def implausible(vectors: State, received: State, privacy: Privacy) -> str | None:
-    """Why vectors can't be those received plus a clipped change and noise; None: they can be.
-
-    None also for vectors that :func:`nufed.server.checks.examine` rejects.
-    """
-    if not vectors or vectors.keys() - received.keys():
-        return None
-    for name, vector in vectors.items():
-        ok = isinstance(vector, Tensor) and vector.shape == received[name].shape
-        if not ok or not vector.isfinite().all():
-            return None
-    changes = torch.cat([(v.double() - received[n].double()).flatten() for n, v in vectors.items()])
-    norm, largest = float(changes.norm()), float(changes.abs().max())
-    dimension, clip, noise = changes.numel(), privacy.clip, privacy.noise * privacy.clip
-    margin = math.sqrt(2 * math.log(3 / FALSE_REJECTION))
-    most = clip + noise * (math.sqrt(dimension) + margin)
-    least = noise * (dimension / math.sqrt(dimension + 1) - margin) - clip
-    spread = math.sqrt(2 * math.log(3 * dimension / FALSE_REJECTION))
-    most_coordinate = clip + noise * spread
-    rounding = _rounding(vectors, received, most)
-    for value, bound, wrong, what in (
-        (norm, most, norm > most + rounding, "norm {}, above {}"),
-        (norm, least, norm < least - rounding, "norm {}, below {}"),
-        (largest, most_coordinate, largest > most_coordinate + rounding, "a number {}, above {}"),
-    ):
-        if wrong:
-            return (
-                f"its change has {what.format(f'{value:.4g}', f'{bound:.4g}')}: clipping to "
-                f"{clip:g} and noise {privacy.noise:g} give that with probability below "
-                f"{FALSE_REJECTION:g}"
-            )
-    return None
-
-
-def _rounding(vectors: State, received: State, most: float) -> float:
-    """Upper bound on the norm of the error of rounding vectors to their dtype at the site."""
-    return sum(
-        torch.finfo(v.dtype).eps * (float(received[n].double().norm()) + most)
-        for n, v in vectors.items()
-    )
-
-
+LOG = logging.getLogger("nufed")
 DRAWS_PER_NORMAL = 4  # Gaussian draws summed into one noise value
+FALSE_REJECTION = 1e-20  # upper bound on the probability that an honest update is rejected
+HOLDS_FOR = {
+    "released": "anyone who sees the models of all rounds but not the cohorts; neighbours differ "
+    "in the data of one site. Assumes a trusted server, and that every site adds its noise.",
+    "server": "the server and anyone who reads its traffic; neighbours differ in the data of one "
+    "site, here the one with most updates. Assumes no one else.",
+}
+SUMMED = (
+    "the server, which sees sums of at least {} updates by secure aggregation; neighbours differ "
+    "in the data of one site, here the one with most updates. Assumes that every site adds its "
+    "noise and none colludes with the server."
+)
 
 
 @dataclass(frozen=True)
@@ -187,6 +161,48 @@ def system_normals(count: int) -> Tensor:
         first, second = bits.reshape(2, count) * 2.0**-53
         total += np.sqrt(-2 * np.log(1 - first)) * np.cos(2 * np.pi * second)  # Box & Muller
     return torch.from_numpy(total / math.sqrt(DRAWS_PER_NORMAL))
+
+
+def implausible(vectors: State, received: State, privacy: Privacy) -> str | None:
+    """Why vectors can't be those received plus a clipped change and noise; None: they can be.
+
+    None also for vectors that :func:`nufed.server.checks.examine` rejects.
+    """
+    if not vectors or vectors.keys() - received.keys():
+        return None
+    for name, vector in vectors.items():
+        ok = isinstance(vector, Tensor) and vector.shape == received[name].shape
+        if not ok or not vector.isfinite().all():
+            return None
+    changes = torch.cat([(v.double() - received[n].double()).flatten() for n, v in vectors.items()])
+    norm, largest = float(changes.norm()), float(changes.abs().max())
+    dimension, clip, noise = changes.numel(), privacy.clip, privacy.noise * privacy.clip
+    margin = math.sqrt(2 * math.log(3 / FALSE_REJECTION))
+    most = clip + noise * (math.sqrt(dimension) + margin)
+    least = noise * (dimension / math.sqrt(dimension + 1) - margin) - clip
+    spread = math.sqrt(2 * math.log(3 * dimension / FALSE_REJECTION))
+    most_coordinate = clip + noise * spread
+    rounding = _rounding(vectors, received, most)
+    for value, bound, wrong, what in (
+        (norm, most, norm > most + rounding, "norm {}, above {}"),
+        (norm, least, norm < least - rounding, "norm {}, below {}"),
+        (largest, most_coordinate, largest > most_coordinate + rounding, "a number {}, above {}"),
+    ):
+        if wrong:
+            return (
+                f"its change has {what.format(f'{value:.4g}', f'{bound:.4g}')}: clipping to "
+                f"{clip:g} and noise {privacy.noise:g} give that with probability below "
+                f"{FALSE_REJECTION:g}"
+            )
+    return None
+
+
+def _rounding(vectors: State, received: State, most: float) -> float:
+    """Upper bound on the norm of the error of rounding vectors to their dtype at the site."""
+    return sum(
+        torch.finfo(v.dtype).eps * (float(received[n].double().norm()) + most)
+        for n, v in vectors.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -368,3 +384,91 @@ def check_release(privacy: Privacy, releases: int) -> None:
             f"another noisy update after {releases} would bring this site's epsilon against the "
             f"server to {epsilon:.4g}, above its budget of {privacy.epsilon_server:g}"
         )
+
+
+class Account:
+    """The privacy spent by a training.
+
+    Args:
+        privacy: clipping, noise and budgets.
+        agents: number of agents in training.
+        cohort: number of agents picked per round.
+        record: :meth:`as_json` from the checkpoint that training resumes from; None: a new run.
+        who: names the site of an agent in the log.
+    """
+
+    def __init__(
+        self,
+        privacy: Privacy,
+        agents: int,
+        cohort: int,
+        record: object | None = None,
+        who: Callable[[int], str] = "site {}".format,
+    ) -> None:
+        self._privacy, self._agents, self._cohort, self._who = privacy, agents, cohort, who
+        self._ledger = Ledger(privacy.noise) if record is None else Ledger.from_json(record)
+        self._ledger.spent(privacy)  # refuses a different noise
+
+    def check_next(self) -> None:
+        """Refuse a round that would exceed the budget even if all sites reply."""
+        check_round(self._privacy, self._ledger, self._agents, self._cohort, self._cohort)
+
+    def released_by(self, agent: int) -> int:
+        """Number of an agent's noisy updates, as its site claims."""
+        return self._ledger.released_by(agent)
+
+    def requested(self, agents: Iterable[int]) -> None:
+        """Note that each of these agents is sent a request for an update."""
+        self._ledger = self._ledger.with_requests(agents)
+
+    def charge(self, agent: int, reply: Mapping[str, object]) -> dict[str, object]:
+        """Charge an agent's reply; returns it without its release record."""
+        store, count = read_release(reply)
+        self._ledger = self._ledger.with_release(agent, store, count)
+        claimed, charged = self._ledger.released_by(agent), self._ledger.charged_to(agent)
+        if claimed > charged:
+            LOG.warning(
+                "%s claims %d noisy updates but was sent %d requests for one; epsilon counts "
+                "the requests",
+                *(self._who(agent), claimed, charged),
+            )
+        return {name: record for name, record in reply.items() if name != RELEASE}
+
+    def close(self, accepted: int) -> None:
+        """Charge a model aggregated from ``accepted`` updates, before anyone sees it."""
+        check_round(self._privacy, self._ledger, self._agents, self._cohort, accepted)
+        self._ledger = self._ledger.with_round(self._agents, self._cohort, accepted)
+
+    def spent(self) -> dict[str, float]:
+        """Both epsilons so far."""
+        return asdict(self._ledger.spent(self._privacy))
+
+    def as_json(self) -> dict[str, Any]:
+        """The record stored in a checkpoint."""
+        return self._ledger.as_json()
+
+    def summary(self) -> dict[str, Any]:
+        """The content of ``privacy.json``."""
+        privacy = self._privacy
+        return {
+            "clip": privacy.clip,
+            "noise": privacy.noise,
+            "delta": privacy.delta,
+            "epsilon": self.spent(),
+            "updates": self._most_updates(),
+            "budget": {"released": privacy.epsilon, "server": privacy.epsilon_server},
+            "holds_for": HOLDS_FOR
+            | ({"server": SUMMED.format(privacy.summed)} if privacy.summed > 1 else {}),
+            "agents": self._agents,
+            "cohort": self._cohort,
+            "rounds": sum(self._ledger.rounds.values()),
+            "scores_sent": privacy.scores,
+        }
+
+    def _most_updates(self) -> dict[str, int]:
+        """The most noisy updates of any site: as charged, and as claimed by the site itself."""
+        ledger = self._ledger
+        return {
+            "charged": max(map(ledger.charged_to, ledger.releases), default=0),
+            "claimed": max(map(ledger.released_by, ledger.releases), default=0),
+        }

@@ -19,7 +19,7 @@ from nufed.flower.app.messaging import LOG
 from nufed.flower.app.monitor import Monitor
 from nufed.flower.app.payload import ARRAYS, content, method_record, to_arrays
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.privacy_account import Account
+from nufed.flower.app.privacy import Account
 from nufed.flower.app.registry import Authentication
 from nufed.flower.app.roster import Roster
 from nufed.flower.app.scoring import Scoring

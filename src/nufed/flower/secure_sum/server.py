@@ -30,7 +30,7 @@ from nufed.flower.app.payload import (
     read_int,
 )
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.privacy_account import Account
+from nufed.flower.app.privacy import Account
 from nufed.flower.secure_sum.ephemeral_keys import Advert, public_of
 from nufed.flower.secure_sum.masking import Unmasking, pairwise_mask
 from nufed.flower.secure_sum.messages import (
