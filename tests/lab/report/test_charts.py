@@ -12,8 +12,7 @@ import nufed as library
 from nufed.files import read_sealed
 from nufed.lab.config import load_config
 from nufed.lab.report import figures, page
-from nufed.lab.report.by_key import one_differing_key, value_of
-from nufed.lab.report.charts import all_charts, signal_chart
+from nufed.lab.report.charts import all_charts, one_differing_key, signal_chart, value_of
 from nufed.lab.report.style import Look, spread_labels
 from nufed.lab.runs import load_run
 from support import json_lines, with_figures

@@ -33,7 +33,7 @@ def build_tune_page(record: TuningRecord, out: Path, *, figures: bool = True) ->
 def save_bounds_charts(bounds: BoundsRecord, folder: Path) -> list[Path]:
     """Write the charts of ``nufed bounds`` as SVG and PNG; return their paths."""
     from nufed.lab.report import figures
-    from nufed.lab.report.bounds_charts import bounds_charts
+    from nufed.lab.report.charts import bounds_charts
 
     return figures.save_figures({n: chart for n, _, chart in bounds_charts(bounds)}, folder)
 
@@ -41,7 +41,7 @@ def save_bounds_charts(bounds: BoundsRecord, folder: Path) -> list[Path]:
 def save_advice_chart(advice: Advice, folder: Path) -> list[Path]:
     """Write the chart of ``nufed advise`` as SVG and PNG; return their paths."""
     from nufed.lab.report import figures
-    from nufed.lab.report.advice_chart import advice_chart
+    from nufed.lab.report.charts import advice_chart
 
     return figures.save_figures({"advice": advice_chart(advice)}, folder)
 

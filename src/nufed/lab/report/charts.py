@@ -1,39 +1,40 @@
-"""All charts of a report, and the learning curves: interactive on the page, and as SVG and PNG.
+"""All charts: interactive on a page, and as SVG and PNG.
 
-The chart of fitted curves: some agents' models before and after fine-tuning.
-
-The chart of the results table: each method's personal models and its global model.
-
-Charts of training itself: its loss and the norm of the server's update, by round.
-
-Charts of individual agents: their scores, and their samples.
+In this order: the charts of a report (learning curves, results, scores by configuration key, fitted
+curves, training, agents and their samples), and those of ``nufed bounds`` and ``nufed advise``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import nan
-from typing import Any
+from typing import Any, TypeAlias
 
 import altair as alt
 import numpy as np
 
-from nufed.lab.report.by_key import keyed_scores, one_differing_key, score_by_key
+from nufed.lab.analysis.advise import Advice, Curve
+from nufed.lab.report.bounds_tables import TERMS
 from nufed.lab.report.style import (
     DASHED,
     DOTTED,
     GREY,
     HEIGHT,
     MAX_TICKS,
+    PALETTE,
     ROW,
     WIDTH,
     Look,
+    Styles,
+    colours,
     end_labels,
     fitted,
     interval,
     method_colour,
     method_shape,
+    number_format,
     plot,
     score_axis,
     spread_labels,
@@ -41,319 +42,35 @@ from nufed.lab.report.style import (
 )
 from nufed.lab.report.tables import all_groups, label, run_name
 from nufed.lab.runs import Run
+from nufed.lab.runs.bounds_record import BoundsRecord
 from nufed.lab.runs.records import MetricsLine
 from nufed.lab.runs.results import Line, Trained
 from nufed.lab.runs.warnings import jumps
 
+MAX_AGENTS = 100  # in the chart of a split
+MAX_POINTS = 3000  # agents drawn individually, in all rows
+IGNORED = (  # keys that do not change results
+    "name",
+    "note",
+    "workers",
+    "threads",
+    "engine",
+    "checkpoint_every",
+    "save_every",
+    "eval_every",
+)
+LOG_RATIO = 20  # values that span more than this are drawn on a logarithmic axis
+MAX_ROUNDS = 400  # points of a line; of more rounds, evenly spaced ones are drawn
 STEPS = ["#999999", "#56B4E9", "#D55E00"]  # colours of no, one and all steps
-SIZE = 150  # of one panel, in pixels
-MAX_METHODS = 5  # columns
-
-
-def fits_caption(run: Run) -> str:
-    """What the chart shows."""
-    _, fits = _fits(run)[0]
-    who = "agents" if fits[0].seen else "newcomers, which took no part in training"
-    return (
-        f"Models of {len(fits)} {who}, before and after fine-tuning, seed {run.config.seeds[0]}. "
-        "Large points: the samples that an agent fine-tunes on; small points: its test samples."
-    )
-
-
-def fits_chart(run: Run) -> Any | None:
-    """Curves of the models of some agents by method and fine-tuning steps; None without any.
-
-    A column per method, a row per agent, a line per number of steps (none, one, the number shown).
-    Curves that leave the range of the samples by more than its width are cut there.
-    """
-    found = _fits(run)
-    if not found:
-        return None
-    rows: list[dict[str, Any]] = []
-    for method, fits in found:
-        shown = run.config.steps_of(method)[0]
-        for fit in fits:
-            place = {"method": method, "agent": f"agent {fit.name}"}
-            for steps in sorted({0, min(1, shown), shown}):
-                curve = zip(fit.grid, fit.predicted[steps], strict=True)
-                rows += [{**place, "steps": str(steps), "x": x, "y": y} for x, y in curve]
-            for kind, inputs, targets in (
-                ("training", fit.train_inputs, fit.train_targets),
-                ("test", fit.test_inputs, fit.test_targets),
-            ):
-                points = zip(inputs, targets, strict=True)
-                rows += [{**place, "samples": kind, "x": x, "y": y} for x, y in points]
-    drawn = sorted({row["steps"] for row in rows if "steps" in row}, key=int)
-    colours = alt.Scale(domain=drawn, range=STEPS[-len(drawn) :])
-    targets = [row["y"] for row in rows if "samples" in row]
-    low, high = 2 * min(targets) - max(targets), 2 * max(targets) - min(targets)
-    clip = math.isfinite(high - low) and any(not low <= row["y"] <= high for row in rows)
-    scale = alt.Scale(domain=[low, high]) if clip else alt.Undefined
-    base = alt.Chart(alt.InlineData(values=rows)).encode(
-        x=alt.X("x:Q", title="input"), y=alt.Y("y:Q", title="output", scale=scale)
-    )
-    lines = (
-        base.transform_filter("isValid(datum.steps)")
-        .mark_line(clip=clip or alt.Undefined)
-        .encode(
-            color=alt.Color("steps:N", scale=colours, title="fine-tuning steps"),
-            order="x:Q",
-            tooltip=["method:N", "agent:N", "steps:N", "x:Q", "y:Q"],
-        )
-    )
-    points = (
-        base.transform_filter("isValid(datum.samples)")
-        .mark_point(filled=True, color="#777777", opacity=0.8)
-        .encode(
-            size=alt.Size("samples:N", scale=alt.Scale(domain=["training", "test"], range=[45, 6])),
-            tooltip=["agent:N", "samples:N", "x:Q", "y:Q"],
-        )
-    )
-    panels = (points + lines).properties(width=SIZE, height=SIZE)
-    columns = [method for method, _ in found]
-    return panels.facet(
-        column=alt.Column("method:N", sort=columns, title=None), row=alt.Row("agent:N", title=None)
-    )
-
-
-def _fits(run: Run) -> list[tuple[str, list[Any]]]:
-    """The curves of every method's first seed, of a few methods."""
-    firsts = [(name, next(iter(seeds.values())).fits) for name, seeds in run.methods.items()]
-    return [(name, fits) for name, fits in firsts if fits][:MAX_METHODS]
-
-
-def result_chart(run: Run, group: str, look: Look | None = None) -> Any:
-    """A row for each method and null baseline, in the order of the table."""
-    look = look or Look.of([run])
-    every = [row for row in run.rows() if row.group == group]
-    rows = [row for row in every if math.isfinite(row.personal.mean)]
-    names = [row.name for row in every]
-    personal = [
-        {
-            "method": row.name,
-            "mean": row.personal.mean,
-            "half_width": row.personal.half_width,
-            **dict(zip(("low", "high"), interval(row.personal, look.percent), strict=True)),
-            "model": "personal",
-        }
-        for row in rows
-    ]
-    shared = [
-        {"method": row.name, "mean": row.shared.mean, "model": "global"}
-        for row in rows
-        if row.kind == "method" and math.isfinite(row.shared.mean)
-    ]
-
-    def across(field: str) -> Any:
-        return look.axis(alt.X, field)
-
-    clip = {"clip": True} if look.clipped else {}
-    scale = alt.Scale(domain=names, range=look.styles.colours(names))
-    y = alt.Y("method:N", sort=names, title=None, axis=alt.Axis(grid=True))
-    style = {"y": y, "color": alt.Color("method:N", scale=scale, legend=None)}
-    symbol = {"shape": method_shape(names, look.styles)}
-    bars = [row for row in personal if row["half_width"] is not None]
-    chart = alt.layer(
-        plot(bars)
-        .mark_rule(strokeWidth=3, opacity=0.4, **clip)
-        .encode(x=across("low"), x2="high:Q", **style),
-        plot(shared)
-        .mark_point(size=70, strokeWidth=1.5, filled=False, **clip)
-        .encode(
-            x=across("mean"),
-            tooltip=tooltips(["method", "model"], ["mean"], look.percent),
-            **style,
-            **symbol,
-        ),
-        plot(personal)
-        .mark_point(size=90, filled=True, opacity=1, **clip)
-        .encode(
-            x=across("mean"),
-            tooltip=tooltips(["method", "model"], ["mean", "half_width"], look.percent),
-            **style,
-            **symbol,
-        ),
-        *look.edges([{"method": r.name, "mean": r.personal.mean} for r in every], alt.X, **style),
-    ).properties(width=WIDTH, height=ROW * len(names))
-    return fitted(chart)
-
-
+PANEL = 150  # of one agent's curves, in pixels
+MAX_METHODS = 5  # columns of panels
 SIGNALS = {
     "training-loss": ("training_loss", "training loss", "mean loss on the cohort's training data"),
     "training-update": ("update_norm", "update norm", "norm of the server's change of the model"),
 }
-MAX_ROUNDS = 400  # points of a line; of more rounds, evenly spaced ones are drawn
-LOG_RATIO = 20  # values that span more than this are drawn on a logarithmic axis
 ALARM = "#D62728"
-
-
-def training_charts(run: Run, look: Look) -> Iterator[tuple[str, str, Any]]:
-    """A chart of each signal that the run has recorded, as (file name, caption, chart)."""
-    for name, (field, title, what) in SIGNALS.items():
-        chart = signal_chart(run, field, title, look)
-        if chart is not None:
-            yield (
-                name,
-                f"{title.capitalize()} by round: {what}. Lines: mean over seeds; bands: range over "
-                "seeds; red rings: jumps, far above the rounds before.",
-                chart,
-            )
-
-
-def signal_chart(run: Run, field: str, title: str, look: Look) -> Any | None:
-    """A signal of training by round and method, with its jumps; None if it was not recorded."""
-    points, flagged = [], []
-    for name, part in run.methods.items():
-        by_round: dict[int, list[float]] = {}
-        for seed, trained in part.items():
-            series = _series(trained, field)
-            for round, value in series:
-                by_round.setdefault(round, []).append(value)
-            flagged += [
-                {"method": name, "seed": seed, "round": round, "value": value, "before": median}
-                for round, value, median in jumps(series)
-                if math.isfinite(value)
-            ]
-        for round in _some(sorted(by_round)):
-            values = by_round[round]
-            if all(map(math.isfinite, values)):
-                mean = float(np.mean(values))
-                low, high = min(values), max(values)
-                points.append(
-                    {"method": name, "round": round, "mean": mean, "low": low, "high": high}
-                )
-    return _chart(points, flagged, title, look) if points else None
-
-
-def _series(trained: Trained, field: str) -> list[tuple[int, float]]:
-    """A signal with its rounds, where it was recorded (a missing one is None or NaN)."""
-    found = [(m.round, getattr(m, field)) for m in trained.metrics if field in m.model_fields_set]
-    return [(round, math.nan if value is None else value) for round, value in found]
-
-
-def _some(rounds: Sequence[int]) -> list[int]:
-    step = max(1, math.ceil(len(rounds) / MAX_ROUNDS))
-    return list(rounds[::step])
-
-
-def _chart(
-    points: list[dict[str, Any]], flagged: list[dict[str, Any]], title: str, look: Look
-) -> Any:
-    names = list(dict.fromkeys(point["method"] for point in points))
-    values = [point[key] for point in points for key in ("low", "high")]
-    values += [jump["value"] for jump in flagged]
-    log = min(values) > 0 and max(values) > LOG_RATIO * min(values)
-    scale = alt.Scale(type="log", nice=False) if log else alt.Scale(zero=False)
-
-    def height(field: str) -> Any:
-        axis = alt.Axis(format="~g", tickCount=6)
-        return alt.Y(f"{field}:Q", title=title, scale=scale, axis=axis)
-
-    x = alt.X("round:Q", title="communication round", axis=alt.Axis(format="d", tickMinStep=1))
-    colour = method_colour(names, look.styles)
-    base = plot(points).encode(x=x, color=colour)
-    few = len(points) <= 40 * len(names)
-    numbers = [alt.Tooltip(f"{key}:Q", format=".4~g") for key in ("mean", "low", "high")]
-    circled = [
-        *(alt.Tooltip(f"{key}:N") for key in ("method", "seed", "round")),
-        *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in ("value", "before")),
-    ]
-    chart = alt.layer(
-        base.mark_area(opacity=0.15).encode(y=height("low"), y2="high:Q"),
-        base.mark_line(strokeWidth=1.5).encode(y=height("mean")),
-        base.mark_point(size=40 if few else 8, strokeWidth=1.2).encode(
-            y=height("mean"),
-            shape=method_shape(names, look.styles),
-            tooltip=[alt.Tooltip("method:N"), alt.Tooltip("round:N"), *numbers],
-        ),
-        plot(flagged)
-        .mark_circle(size=190, filled=False, strokeWidth=2.5, color=ALARM)
-        .encode(x=x, y=height("value"), tooltip=circled),
-    ).properties(width=WIDTH, height=HEIGHT)
-    return fitted(chart)
-
-
-MAX_AGENTS = 100  # in the chart of a split
-MAX_POINTS = 3000  # agents drawn individually, in all rows
-
-
-def agents_chart(runs: Sequence[Run], look: Look | None = None) -> Any:
-    """The distribution of scores over agents, with a point for each."""
-    look = look or Look.of(runs)
-    rows = [
-        {
-            "method": label(run, line.label, runs),
-            "score": s.score[line.steps],
-            "agent": s.name,
-            "seed": seed,
-        }
-        for run in runs
-        for line in run.lines()
-        for seed, scores in zip(line.seeds, line.scores("seen"), strict=True)
-        for s in scores
-        if math.isfinite(s.score[line.steps])
-    ]
-    names = list(dict.fromkeys(str(row["method"]) for row in rows))
-    palette = look.styles.colours(names)
-    base = plot(rows).encode(
-        y=alt.Y("method:N", sort=names, title=None),
-        x=score_axis(alt.X, "score", look.title, look.percent, look.agents_domain),
-    )
-    colour = alt.Color("method:N", scale=alt.Scale(domain=names, range=palette), legend=None)
-    clip = {"clip": True} if look.clipped else {}
-    boxes = base.mark_boxplot(
-        extent="min-max", size=18, opacity=0.55, median={"color": GREY}, **clip
-    ).encode(color=colour)
-    points = (
-        base.mark_circle(size=22, opacity=0.6, **clip)
-        .encode(
-            color=colour,
-            yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[-1, 1])),
-            tooltip=tooltips(["method", "agent", "seed"], ["score"], look.percent),
-        )
-        # a fixed scatter, so that equal scores do not hide each other
-        .transform_window(number="row_number()", groupby=["method"])
-        .transform_calculate(place="((datum.number * 0.618034) % 1) * 0.9 - 0.45")
-    )
-    layers = [boxes, points] if len(rows) <= MAX_POINTS else [boxes]
-    return fitted(alt.layer(*layers).properties(width=WIDTH, height=(ROW + 6) * len(names)))
-
-
-def first_agents(run: Run) -> str:
-    """Which agents the chart of a split shows, where not all."""
-    return f" (the first {MAX_AGENTS} of {run.agents})" if run.agents > MAX_AGENTS else ""
-
-
-def split_chart(run: Run) -> Any:
-    """The number of samples per agent and class."""
-    split = run.splits[run.config.seeds[0]]
-    agents = split.agents[:MAX_AGENTS]
-    return counts_chart(
-        [agent.name for agent in agents],
-        split.classes,
-        [agent.counts for agent in agents],
-    )
-
-
-def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> Any:
-    """A heat map of samples per agent and class."""
-    rows = [
-        {"agent": agent, "class": name, "samples": count}
-        for agent, own in zip(agents, counts, strict=True)
-        for name, count in zip(classes, own, strict=True)
-    ]
-    chart = (
-        plot(rows)
-        .mark_rect(stroke=GREY, strokeOpacity=0.15)
-        .encode(
-            x=alt.X("agent:N", sort=list(agents), axis=alt.Axis(labelOverlap=True, labelAngle=0)),
-            y=alt.Y("class:N", sort=list(classes), axis=alt.Axis(labelOverlap=True)),
-            color=alt.Color("samples:Q", legend=alt.Legend(orient="top", gradientLength=140)),
-            tooltip=["agent:N", "class:N", "samples:Q"],
-        )
-        .properties(width=max(WIDTH, 8 * len(agents)), height=max(180, min(600, 16 * len(classes))))
-    )
-    return fitted(chart)
+_FIELD = "value"  # of a key: its name has dots, which Vega takes for nested fields
+KeyValue: TypeAlias = str | int | float | bool
 
 
 def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
@@ -436,20 +153,17 @@ def _of_each(
         yield name, caption, charts[0]
         return
     for number, (run, chart) in enumerate(zip(runs, charts, strict=True), start=1):
-        own = f"{run_name(run, runs)}: {caption}" if number == 1 else run_name(run, runs)
-        yield f"{name}-{number}", own, chart
+        words = f"{run_name(run, runs)}: {caption}" if number == 1 else run_name(run, runs)
+        yield f"{name}-{number}", words, chart
 
 
-def evaluation_by_round(run: Run) -> str:
-    """The key of a round's line that learning curves are drawn from."""
-    by_round = run.config.eval_lr == "chosen_by_round" and run.step_sizes_chosen
-    return "evaluation_chosen" if by_round else "evaluation"
+def _score(runs: Sequence[Run]) -> str:
+    return f"{runs[0].config.eval_on.capitalize()} {runs[0].measure.name}"
 
 
-def _sized_by_round(runs: Sequence[Run]) -> str:
-    keys = {evaluation_by_round(run) for run in runs}
-    words = {"evaluation": "as trained", "evaluation_chosen": "chosen in every round"}
-    return " or ".join(words[key] for key in sorted(keys))
+def _steps(runs: Sequence[Run]) -> str:
+    found = {line.steps for run in runs for line in run.lines() if line.kind == "method"}
+    return " or ".join(map(str, sorted(found)))
 
 
 def rounds_chart(runs: Sequence[Run], group: str, look: Look | None = None) -> Any:
@@ -478,6 +192,18 @@ def rounds_chart(runs: Sequence[Run], group: str, look: Look | None = None) -> A
     last = max((point["round"] for point in points), default=0)
     nulls = _null_lines(runs, group, "round", last)
     return _curves(look or Look.of(runs), points, "round", "communication round", nulls, dotted)
+
+
+def evaluation_by_round(run: Run) -> str:
+    """The key of a round's line that learning curves are drawn from."""
+    by_round = run.config.eval_lr == "chosen_by_round" and run.step_sizes_chosen
+    return "evaluation_chosen" if by_round else "evaluation"
+
+
+def _sized_by_round(runs: Sequence[Run]) -> str:
+    keys = {evaluation_by_round(run) for run in runs}
+    words = {"evaluation": "as trained", "evaluation_chosen": "chosen in every round"}
+    return " or ".join(words[key] for key in sorted(keys))
 
 
 def _by_round(seeds: Sequence[Sequence[MetricsLine]]) -> list[list[MetricsLine]]:
@@ -582,10 +308,638 @@ def _seen_mean(scores: Any, step: int) -> float:
     return float(np.mean([s.score[step] for s in scores if s.seen]))
 
 
-def _score(runs: Sequence[Run]) -> str:
-    return f"{runs[0].config.eval_on.capitalize()} {runs[0].measure.name}"
+def result_chart(run: Run, group: str, look: Look | None = None) -> Any:
+    """A row for each method and null baseline, in the order of the table."""
+    look = look or Look.of([run])
+    every = [row for row in run.rows() if row.group == group]
+    rows = [row for row in every if math.isfinite(row.personal.mean)]
+    names = [row.name for row in every]
+    personal = [
+        {
+            "method": row.name,
+            "mean": row.personal.mean,
+            "half_width": row.personal.half_width,
+            **dict(zip(("low", "high"), interval(row.personal, look.percent), strict=True)),
+            "model": "personal",
+        }
+        for row in rows
+    ]
+    shared = [
+        {"method": row.name, "mean": row.shared.mean, "model": "global"}
+        for row in rows
+        if row.kind == "method" and math.isfinite(row.shared.mean)
+    ]
+
+    def across(field: str) -> Any:
+        return look.axis(alt.X, field)
+
+    clip = {"clip": True} if look.clipped else {}
+    scale = alt.Scale(domain=names, range=look.styles.colours(names))
+    y = alt.Y("method:N", sort=names, title=None, axis=alt.Axis(grid=True))
+    style = {"y": y, "color": alt.Color("method:N", scale=scale, legend=None)}
+    symbol = {"shape": method_shape(names, look.styles)}
+    bars = [row for row in personal if row["half_width"] is not None]
+    chart = alt.layer(
+        plot(bars)
+        .mark_rule(strokeWidth=3, opacity=0.4, **clip)
+        .encode(x=across("low"), x2="high:Q", **style),
+        plot(shared)
+        .mark_point(size=70, strokeWidth=1.5, filled=False, **clip)
+        .encode(
+            x=across("mean"),
+            tooltip=tooltips(["method", "model"], ["mean"], look.percent),
+            **style,
+            **symbol,
+        ),
+        plot(personal)
+        .mark_point(size=90, filled=True, opacity=1, **clip)
+        .encode(
+            x=across("mean"),
+            tooltip=tooltips(["method", "model"], ["mean", "half_width"], look.percent),
+            **style,
+            **symbol,
+        ),
+        *look.edges([{"method": r.name, "mean": r.personal.mean} for r in every], alt.X, **style),
+    ).properties(width=WIDTH, height=ROW * len(names))
+    return fitted(chart)
 
 
-def _steps(runs: Sequence[Run]) -> str:
-    found = {line.steps for run in runs for line in run.lines() if line.kind == "method"}
-    return " or ".join(map(str, sorted(found)))
+@dataclass(frozen=True)
+class KeyedScore:
+    """The score of a method in one run, with the values of the keys that differ between runs.
+
+    ``half_width`` is that of the 95 % confidence interval (None: not known). A ``baseline`` is
+    drawn in grey.
+    """
+
+    keys: Mapping[str, KeyValue]
+    method: str
+    mean: float
+    half_width: float | None = None
+    baseline: bool = False
+
+
+def one_differing_key(runs: Sequence[Run]) -> str:
+    """The only key whose values differ between runs; empty if none or several do.
+
+    Keys that don't change results are ignored. A setting that several methods have, with one value
+    in each run, counts as one key.
+    """
+    flat = [dict(_flat(run.config.model_dump())) for run in runs]
+    keys = {key for run in flat for key in run if key.split(".")[0] not in IGNORED}
+    differing = {key for key in keys if len({repr(run.get(key)) for run in flat}) > 1}
+    shared = {key for key in differing if key.startswith(("method.", "methods."))}
+    names = {key.rpartition(".")[2] for key in shared}
+    if len(shared) > 1 and shared == differing and len(names) == 1:
+        single = [len({repr(run[key]) for key in shared if key in run}) == 1 for run in flat]
+        return f"method.{names.pop()}" if all(single) else ""
+    return differing.pop() if len(differing) == 1 else ""
+
+
+def value_of(run: Run, key: str) -> KeyValue:
+    """The value of a key in a run's configuration; what is not a number is shown as text."""
+    flat = dict(_flat(run.config.model_dump()))
+    settings = (flat[k] for k in flat if k.endswith("." + key.rpartition(".")[2]))
+    value = flat[key] if key in flat else next(settings, None)
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of nested tables, joined by dots."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def keyed_scores(runs: Sequence[Run], key: str, group: str) -> list[KeyedScore]:
+    """The scores of every method and null baseline, with the value of the key in its run."""
+    return [
+        KeyedScore(
+            {key: value_of(run, key)},
+            row.name,
+            row.personal.mean,
+            row.personal.half_width,
+            row.kind == "baseline",
+        )
+        for run in runs
+        for row in run.rows()
+        if row.group == group
+    ]
+
+
+def score_by_key(
+    scores: Sequence[KeyedScore],
+    key: str,
+    *,
+    title: str = "score",
+    percent: bool = False,
+    styles: Styles | None = None,
+) -> Any:
+    """Each method's score over the values of ``key``; bars: 95 % confidence intervals.
+
+    Numbers are placed to scale, logarithmically where they are positive and span a factor of more
+    than 20; other values in the order of the scores, without lines. Non-finite scores are left out.
+
+    Args:
+        scores: of every method and value of the key.
+        key: as in a configuration, such as ``data.dirichlet``.
+        title: of the score's axis.
+        percent: whether scores are shares, shown in percent.
+        styles: colours and symbols; by default in the order of the methods.
+    """
+    rows = [_row(score, key) for score in scores if math.isfinite(score.mean)]
+    names = _methods(scores)
+    styles = styles or Styles.of(names)
+    values = [score.keys[key] for score in scores]
+    axis, numeric = _key_axis(key, values), all(map(_is_number, values))
+    order = {place: n for n, place in enumerate(_ordered(values))}
+    shown = number_format(percent)
+    hover = [
+        alt.Tooltip("method:N"),
+        alt.Tooltip(f"{_FIELD}:N", title=key),
+        alt.Tooltip("mean:Q", format=shown),
+        alt.Tooltip("half_width:Q", title="± 95 %", format=shown),
+    ]
+
+    def base(chosen: list[dict[str, Any]]) -> Any:
+        return plot(chosen).encode(x=axis)
+
+    def height(field: str) -> Any:
+        return score_axis(alt.Y, field, title, percent)
+
+    def line(chosen: list[dict[str, Any]], **style: Any) -> Any:
+        return base(chosen if numeric else []).mark_line(**style)
+
+    if percent:
+        for row in rows:
+            row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
+    trained = [row for row in rows if not row["baseline"]]
+    nulls = [row for row in rows if row["baseline"]]
+    bars = [row for row in trained if row["half_width"] is not None]
+    colour = method_colour(names, styles)
+    ends = {row["method"]: row for row in sorted(nulls, key=lambda row: order[row[_FIELD]])}
+    chart = alt.layer(
+        line(nulls, strokeDash=DASHED, color=GREY).encode(y=height("mean"), detail="method:N"),
+        base(nulls).mark_point(size=30, color=GREY).encode(y=height("mean"), tooltip=hover),
+        end_labels(base(spread_labels(list(ends.values()), rows)), height("mean")),
+        base(bars)
+        .mark_rule(opacity=0.45, strokeWidth=1.5)
+        .encode(y=height("low"), y2="high:Q", color=colour),
+        line(trained, strokeWidth=2).encode(y=height("mean"), color=colour),
+        base(trained)
+        .mark_point(size=60, strokeWidth=1.5)
+        .encode(y=height("mean"), color=colour, shape=method_shape(names, styles), tooltip=hover),
+    ).properties(width=WIDTH, height=HEIGHT)
+    return fitted(chart, list(ends))
+
+
+def score_by_two_keys(
+    scores: Sequence[KeyedScore],
+    across: str,
+    down: str,
+    *,
+    title: str = "score",
+    percent: bool = False,
+) -> Any:
+    """A heat map of one method's score over two keys, with the score written into each cell.
+
+    Args:
+        scores: of one method; a cell with several (they differ by a third key) shows their mean.
+        across, down: the keys.
+        title: of the score; percent: whether it is a share, shown in percent.
+    """
+    cells: dict[tuple[str, str], list[float]] = {}
+    for score in scores:
+        if math.isfinite(score.mean):
+            cell = (_text(score.keys[across]), _text(score.keys[down]))
+            cells.setdefault(cell, []).append(score.mean)
+    averages = [math.fsum(means) / len(means) for means in cells.values()]
+    rows = [
+        {_FIELD: x, "other": y, "mean": mean} for (x, y), mean in zip(cells, averages, strict=True)
+    ]
+    shown = number_format(percent)
+    columns, lines = (_order([score.keys[key] for score in scores]) for key in (across, down))
+    middle = (min(averages) + max(averages)) / 2 if averages else 0.0
+    base = plot(rows).encode(
+        x=alt.X(f"{_FIELD}:N", sort=columns, title=across, axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("other:N", sort=lines, title=down),
+        tooltip=[
+            alt.Tooltip(f"{_FIELD}:N", title=across),
+            alt.Tooltip("other:N", title=down),
+            alt.Tooltip("mean:Q", title=title, format=shown),
+        ],
+    )
+    # one colour map for both themes, light to dark, so that the text's colour can depend on it
+    scale = alt.Scale(range=["#deebf7", "#08519c"], interpolate="rgb")
+    legend = alt.Legend(format="%" if percent else "~g")
+    ink = alt.condition(alt.datum.mean > middle, alt.value("#ffffff"), alt.value("#10202f"))
+    return alt.layer(
+        base.mark_rect().encode(color=alt.Color("mean:Q", title=title, scale=scale, legend=legend)),
+        base.mark_text(fontSize=12).encode(text=alt.Text("mean:Q", format=shown), color=ink),
+    ).properties(width=max(120, min(WIDTH, 90 * len(columns))), height=max(120, 40 * len(lines)))
+
+
+def _methods(scores: Sequence[KeyedScore], *, baseline: bool = False) -> list[str]:
+    return list(dict.fromkeys(s.method for s in scores if s.baseline == baseline))
+
+
+def _row(score: KeyedScore, key: str) -> dict[str, Any]:
+    value, half = score.keys[key], score.half_width
+    half = half if half is not None and math.isfinite(half) else None
+    return {
+        "method": score.method,
+        _FIELD: value if _is_number(value) else _text(value),
+        "mean": score.mean,
+        "half_width": half,
+        "low": score.mean - (half or 0.0),
+        "high": score.mean + (half or 0.0),
+        "baseline": score.baseline,
+    }
+
+
+def _key_axis(key: str, values: Sequence[KeyValue]) -> Any:
+    """A numeric axis with a tick at each value, or an ordinal one."""
+    numbers = [v for v in values if isinstance(v, int | float) and _is_number(v)]
+    if len(numbers) < len(values):
+        axis = alt.Axis(labelAngle=0)
+        return alt.X(f"{_FIELD}:N", title=key, sort=_order(values), axis=axis)
+    positive = min(numbers, default=0) > 0
+    log = positive and max(numbers) > LOG_RATIO * min(numbers)
+    scale = alt.Scale(type="log" if log else "linear", zero=False, nice=False, padding=20)
+    ticks = alt.Axis(values=sorted(set(numbers)), format="~g", labelOverlap=True)
+    return alt.X(f"{_FIELD}:Q", title=key, scale=scale, axis=ticks)
+
+
+def _is_number(value: KeyValue) -> bool:
+    return not isinstance(value, bool | str) and math.isfinite(value)
+
+
+def _order(values: Sequence[KeyValue]) -> list[str]:
+    """Every value once, as text."""
+    return list(dict.fromkeys(map(_text, _ordered(values))))
+
+
+def _ordered(values: Sequence[KeyValue]) -> list[KeyValue]:
+    """Numbers by size, if all are; else the values in their order, as a chart's rows have them."""
+    if all(map(_is_number, values)):
+        return sorted(values, key=float)
+    return [value if _is_number(value) else _text(value) for value in values]
+
+
+def _text(value: KeyValue) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()  # as in TOML
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def fits_chart(run: Run) -> Any | None:
+    """Curves of the models of some agents by method and fine-tuning steps; None without any.
+
+    A column per method, a row per agent, a line per number of steps (none, one, the number shown).
+    Curves that leave the range of the samples by more than its width are cut there.
+    """
+    by_method = _fits(run)
+    if not by_method:
+        return None
+    rows: list[dict[str, Any]] = []
+    for method, fits in by_method:
+        shown = run.config.steps_of(method)[0]
+        for fit in fits:
+            place = {"method": method, "agent": f"agent {fit.name}"}
+            for steps in sorted({0, min(1, shown), shown}):
+                curve = zip(fit.grid, fit.predicted[steps], strict=True)
+                rows += [{**place, "steps": str(steps), "x": x, "y": y} for x, y in curve]
+            for kind, inputs, targets in (
+                ("training", fit.train_inputs, fit.train_targets),
+                ("test", fit.test_inputs, fit.test_targets),
+            ):
+                points = zip(inputs, targets, strict=True)
+                rows += [{**place, "samples": kind, "x": x, "y": y} for x, y in points]
+    drawn = sorted({row["steps"] for row in rows if "steps" in row}, key=int)
+    palette = alt.Scale(domain=drawn, range=STEPS[-len(drawn) :])
+    targets = [row["y"] for row in rows if "samples" in row]
+    low, high = 2 * min(targets) - max(targets), 2 * max(targets) - min(targets)
+    clip = math.isfinite(high - low) and any(not low <= row["y"] <= high for row in rows)
+    scale = alt.Scale(domain=[low, high]) if clip else alt.Undefined
+    base = alt.Chart(alt.InlineData(values=rows)).encode(
+        x=alt.X("x:Q", title="input"), y=alt.Y("y:Q", title="output", scale=scale)
+    )
+    lines = (
+        base.transform_filter("isValid(datum.steps)")
+        .mark_line(clip=clip or alt.Undefined)
+        .encode(
+            color=alt.Color("steps:N", scale=palette, title="fine-tuning steps"),
+            order="x:Q",
+            tooltip=["method:N", "agent:N", "steps:N", "x:Q", "y:Q"],
+        )
+    )
+    points = (
+        base.transform_filter("isValid(datum.samples)")
+        .mark_point(filled=True, color="#777777", opacity=0.8)
+        .encode(
+            size=alt.Size("samples:N", scale=alt.Scale(domain=["training", "test"], range=[45, 6])),
+            tooltip=["agent:N", "samples:N", "x:Q", "y:Q"],
+        )
+    )
+    panels = (points + lines).properties(width=PANEL, height=PANEL)
+    columns = [method for method, _ in by_method]
+    return panels.facet(
+        column=alt.Column("method:N", sort=columns, title=None), row=alt.Row("agent:N", title=None)
+    )
+
+
+def fits_caption(run: Run) -> str:
+    """What the chart shows."""
+    _, fits = _fits(run)[0]
+    who = "agents" if fits[0].seen else "newcomers, which took no part in training"
+    return (
+        f"Models of {len(fits)} {who}, before and after fine-tuning, seed {run.config.seeds[0]}. "
+        "Large points: the samples that an agent fine-tunes on; small points: its test samples."
+    )
+
+
+def _fits(run: Run) -> list[tuple[str, list[Any]]]:
+    """The curves of every method's first seed, of a few methods."""
+    firsts = [(name, next(iter(seeds.values())).fits) for name, seeds in run.methods.items()]
+    return [(name, fits) for name, fits in firsts if fits][:MAX_METHODS]
+
+
+def training_charts(run: Run, look: Look) -> Iterator[tuple[str, str, Any]]:
+    """A chart of each signal that the run has recorded, as (file name, caption, chart)."""
+    for name, (field, title, what) in SIGNALS.items():
+        chart = signal_chart(run, field, title, look)
+        if chart is not None:
+            yield (
+                name,
+                f"{title.capitalize()} by round: {what}. Lines: mean over seeds; bands: range over "
+                "seeds; red rings: jumps, far above the rounds before.",
+                chart,
+            )
+
+
+def signal_chart(run: Run, field: str, title: str, look: Look) -> Any | None:
+    """A signal of training by round and method, with its jumps; None if it was not recorded."""
+    points, flagged = [], []
+    for name, part in run.methods.items():
+        by_round: dict[int, list[float]] = {}
+        for seed, trained in part.items():
+            series = _series(trained, field)
+            for round, value in series:
+                by_round.setdefault(round, []).append(value)
+            flagged += [
+                {"method": name, "seed": seed, "round": round, "value": value, "before": median}
+                for round, value, median in jumps(series)
+                if math.isfinite(value)
+            ]
+        for round in _some(sorted(by_round)):
+            values = by_round[round]
+            if all(map(math.isfinite, values)):
+                mean = float(np.mean(values))
+                low, high = min(values), max(values)
+                points.append(
+                    {"method": name, "round": round, "mean": mean, "low": low, "high": high}
+                )
+    return _chart(points, flagged, title, look) if points else None
+
+
+def _series(trained: Trained, field: str) -> list[tuple[int, float]]:
+    """A signal with its rounds, where it was recorded (a missing one is None or NaN)."""
+    values = [(m.round, getattr(m, field)) for m in trained.metrics if field in m.model_fields_set]
+    return [(round, math.nan if value is None else value) for round, value in values]
+
+
+def _some(rounds: Sequence[int]) -> list[int]:
+    step = max(1, math.ceil(len(rounds) / MAX_ROUNDS))
+    return list(rounds[::step])
+
+
+def _chart(
+    points: list[dict[str, Any]], flagged: list[dict[str, Any]], title: str, look: Look
+) -> Any:
+    names = list(dict.fromkeys(point["method"] for point in points))
+    values = [point[key] for point in points for key in ("low", "high")]
+    values += [jump["value"] for jump in flagged]
+    log = min(values) > 0 and max(values) > LOG_RATIO * min(values)
+    scale = alt.Scale(type="log", nice=False) if log else alt.Scale(zero=False)
+
+    def height(field: str) -> Any:
+        axis = alt.Axis(format="~g", tickCount=6)
+        return alt.Y(f"{field}:Q", title=title, scale=scale, axis=axis)
+
+    x = alt.X("round:Q", title="communication round", axis=alt.Axis(format="d", tickMinStep=1))
+    colour = method_colour(names, look.styles)
+    base = plot(points).encode(x=x, color=colour)
+    few = len(points) <= 40 * len(names)
+    numbers = [alt.Tooltip(f"{key}:Q", format=".4~g") for key in ("mean", "low", "high")]
+    circled = [
+        *(alt.Tooltip(f"{key}:N") for key in ("method", "seed", "round")),
+        *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in ("value", "before")),
+    ]
+    chart = alt.layer(
+        base.mark_area(opacity=0.15).encode(y=height("low"), y2="high:Q"),
+        base.mark_line(strokeWidth=1.5).encode(y=height("mean")),
+        base.mark_point(size=40 if few else 8, strokeWidth=1.2).encode(
+            y=height("mean"),
+            shape=method_shape(names, look.styles),
+            tooltip=[alt.Tooltip("method:N"), alt.Tooltip("round:N"), *numbers],
+        ),
+        plot(flagged)
+        .mark_circle(size=190, filled=False, strokeWidth=2.5, color=ALARM)
+        .encode(x=x, y=height("value"), tooltip=circled),
+    ).properties(width=WIDTH, height=HEIGHT)
+    return fitted(chart)
+
+
+def agents_chart(runs: Sequence[Run], look: Look | None = None) -> Any:
+    """The distribution of scores over agents, with a point for each."""
+    look = look or Look.of(runs)
+    rows = [
+        {
+            "method": label(run, line.label, runs),
+            "score": s.score[line.steps],
+            "agent": s.name,
+            "seed": seed,
+        }
+        for run in runs
+        for line in run.lines()
+        for seed, scores in zip(line.seeds, line.scores("seen"), strict=True)
+        for s in scores
+        if math.isfinite(s.score[line.steps])
+    ]
+    names = list(dict.fromkeys(str(row["method"]) for row in rows))
+    palette = look.styles.colours(names)
+    base = plot(rows).encode(
+        y=alt.Y("method:N", sort=names, title=None),
+        x=score_axis(alt.X, "score", look.title, look.percent, look.agents_domain),
+    )
+    colour = alt.Color("method:N", scale=alt.Scale(domain=names, range=palette), legend=None)
+    clip = {"clip": True} if look.clipped else {}
+    boxes = base.mark_boxplot(
+        extent="min-max", size=18, opacity=0.55, median={"color": GREY}, **clip
+    ).encode(color=colour)
+    points = (
+        base.mark_circle(size=22, opacity=0.6, **clip)
+        .encode(
+            color=colour,
+            yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[-1, 1])),
+            tooltip=tooltips(["method", "agent", "seed"], ["score"], look.percent),
+        )
+        # a fixed scatter, so that equal scores do not hide each other
+        .transform_window(number="row_number()", groupby=["method"])
+        .transform_calculate(place="((datum.number * 0.618034) % 1) * 0.9 - 0.45")
+    )
+    layers = [boxes, points] if len(rows) <= MAX_POINTS else [boxes]
+    return fitted(alt.layer(*layers).properties(width=WIDTH, height=(ROW + 6) * len(names)))
+
+
+def first_agents(run: Run) -> str:
+    """Which agents the chart of a split shows, where not all."""
+    return f" (the first {MAX_AGENTS} of {run.agents})" if run.agents > MAX_AGENTS else ""
+
+
+def split_chart(run: Run) -> Any:
+    """The number of samples per agent and class."""
+    split = run.splits[run.config.seeds[0]]
+    agents = split.agents[:MAX_AGENTS]
+    return counts_chart(
+        [agent.name for agent in agents],
+        split.classes,
+        [agent.counts for agent in agents],
+    )
+
+
+def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> Any:
+    """A heat map of samples per agent and class."""
+    rows = [
+        {"agent": agent, "class": name, "samples": count}
+        for agent, own in zip(agents, counts, strict=True)
+        for name, count in zip(classes, own, strict=True)
+    ]
+    chart = (
+        plot(rows)
+        .mark_rect(stroke=GREY, strokeOpacity=0.15)
+        .encode(
+            x=alt.X("agent:N", sort=list(agents), axis=alt.Axis(labelOverlap=True, labelAngle=0)),
+            y=alt.Y("class:N", sort=list(classes), axis=alt.Axis(labelOverlap=True)),
+            color=alt.Color("samples:Q", legend=alt.Legend(orient="top", gradientLength=140)),
+            tooltip=["agent:N", "class:N", "samples:Q"],
+        )
+        .properties(width=max(WIDTH, 8 * len(agents)), height=max(180, min(600, 16 * len(classes))))
+    )
+    return fitted(chart)
+
+
+def bounds_charts(bounds: BoundsRecord) -> Iterator[tuple[str, str, Any]]:
+    """Theorem 1's terms per method, and the measured stationarity by round."""
+    order = list(TERMS.values())
+    terms = [
+        {"method": row.method, "term": TERMS[term], "value": value}
+        for row in bounds.methods
+        if row.promised
+        for term, value in row.promised.terms
+        if math.isfinite(value)
+    ]
+    if terms:
+        scale = alt.Scale(domain=order, range=colours(order))
+        yield (
+            "bounds-terms",
+            "Theorem 1's bound on the mean of E‖∇F(w_k)‖² by term, at the run's β or the largest "
+            "admissible one, whichever is smaller.",
+            fitted(
+                plot(terms)
+                .mark_bar()
+                .encode(
+                    y=alt.Y("method:N", sort=None, title=None),
+                    x=alt.X("value:Q", title="bound"),
+                    color=alt.Color(
+                        "term:N",
+                        scale=scale,
+                        legend=alt.Legend(title=None, orient="top", columns=3),
+                    ),
+                    order=alt.Order("rank:Q"),
+                    tooltip=["method:N", "term:N", "value:Q"],
+                )
+                .transform_calculate(rank=f"indexof({order}, datum.term)")
+                .properties(width=WIDTH, height=34 * len(bounds.methods))
+            ),
+        )
+    measured = [dict(row) for row in bounds.stationarity if math.isfinite(row.value or 0.0)]
+    if measured:
+        names = list(dict.fromkeys(row["method"] for row in measured))
+        scale = alt.Scale(domain=names, range=colours(names))
+        yield (
+            "bounds-stationarity",
+            "Measured ‖∇F(w_k)‖² by round, of each method's F (its ν), over agents in training.",
+            fitted(
+                plot(measured)
+                .mark_line(point=alt.OverlayMarkDef(filled=False, size=45))
+                .encode(
+                    x=alt.X("round:Q", title="communication round", axis=alt.Axis(tickMinStep=1)),
+                    y=alt.Y("value:Q", title="‖∇F(w)‖²", scale=alt.Scale(type="log")),
+                    color=alt.Color(
+                        "method:N",
+                        scale=scale,
+                        legend=alt.Legend(title=None, orient="top", columns=6),
+                    ),
+                    tooltip=["method:N", "round:Q", "value:Q"],
+                )
+                .properties(width=WIDTH, height=HEIGHT)
+            ),
+        )
+
+
+def advice_chart(advice: Advice) -> Any:
+    """Each method's score by number of steps, with its α; the recommendation with its spread."""
+    best = advice.recommended_curve
+    accuracy = advice.accuracy
+    sign = 1 if accuracy else -1
+    names = list(advice.auto)
+    colour = alt.Color(
+        "method:N",
+        scale=alt.Scale(domain=names, range=PALETTE[: len(names)]),
+        legend=alt.Legend(title=None, orient="top", symbolOpacity=1, symbolSize=80),
+    )
+
+    def rows(curve: Curve) -> list[dict[str, Any]]:
+        return [
+            {
+                "method": curve.method,
+                "steps": point.steps,
+                **{key: sign * getattr(point, key) for key in ("mean", "low", "high")},
+            }
+            for point in curve.points
+        ]
+
+    def chart(values: list[dict[str, Any]]) -> Any:
+        return alt.Chart(alt.InlineData(values=values)).encode(
+            x=alt.X("steps:Q", title="fine-tuning steps", axis=alt.Axis(tickMinStep=1, format="d"))
+        )
+
+    def height(field: str) -> Any:
+        title = "accuracy on held-out samples" if accuracy else "loss on held-out samples"
+        axis = alt.Axis(format="%" if accuracy else "~g")
+        return alt.Y(f"{field}:Q", title=title, scale=alt.Scale(zero=False), axis=axis)
+
+    lines = [row for curve in advice.curves if curve.times == 1 for row in rows(curve)]
+    chosen = [row for row in rows(best) if row["steps"] == advice.recommended.steps]
+    layers = [
+        chart(rows(best))
+        .mark_area(opacity=0.15)
+        .encode(y=height("low"), y2="high:Q", color=colour),
+        chart(lines).mark_line(strokeWidth=2).encode(y=height("mean"), color=colour),
+        chart(lines)
+        .mark_point(size=45, strokeWidth=1.5)
+        .encode(y=height("mean"), color=colour, shape=alt.Shape("method:N", legend=None)),
+        chart(chosen)
+        .mark_point(size=260, strokeWidth=2.5, color="#000000")
+        .encode(y=height("mean")),
+    ]
+    if advice.majority is not None:
+        last = lines[-1]["steps"]
+        null = [{"steps": step, "mean": advice.majority, "name": "majority"} for step in (0, last)]
+        dashed = chart(null).mark_line(strokeDash=[5, 4], color=GREY).encode(y=height("mean"))
+        text = chart(null[1:]).mark_text(align="left", dx=8, color=GREY, fontSize=11)
+        layers += [dashed, text.encode(y=height("mean"), text="name:N")]
+    return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)

@@ -12,9 +12,8 @@ import jinja2
 from markupsafe import Markup, escape
 
 from nufed.errors import InputError, RunError, visible
-from nufed.lab.report.bounds_charts import bounds_charts
 from nufed.lab.report.bounds_tables import bounds_notes, bounds_tables
-from nufed.lab.report.charts import all_charts
+from nufed.lab.report.charts import all_charts, bounds_charts
 from nufed.lab.report.figures import Drawn, draw, spec_of
 from nufed.lab.report.headline import finding, measured
 from nufed.lab.report.style import DARK, LIGHT

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nufed.lab.config.sweep_grid import value_text
-from nufed.lab.report.by_key import KeyedScore, KeyValue, score_by_key, score_by_two_keys
+from nufed.lab.report.charts import KeyedScore, KeyValue, score_by_key, score_by_two_keys
 from nufed.lab.report.figures import draw, spec_of
 from nufed.lab.report.page import save_page, template
 from nufed.lab.report.style import Styles
