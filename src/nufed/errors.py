@@ -4,7 +4,7 @@
 
     NufedError                 everything below; the command line prints it as one sentence
     ├── InputError             a value, key, file or module that was given can't be used
-    ├── UpdateError            one agent's update is rejected; it names agent, round and reason
+    ├── UpdateError            one agent's update is left out: agent, round, reason and its kind
     ├── TrainingError          training has to stop
     └── RunError               a run directory can't be written or read
     NumericalWarning           a result was computed, but is numerically unreliable
@@ -17,6 +17,7 @@ Every message says what was given, what is allowed, and what to do.
 from __future__ import annotations
 
 import reprlib
+from enum import StrEnum
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 200
@@ -31,15 +32,28 @@ class InputError(NufedError, ValueError):
     """A value, key, file or module that was given can't be used."""
 
 
-class UpdateError(NufedError):
-    """One agent's update is rejected; ``who`` names the agent in the message."""
+class Fault(StrEnum):
+    """The kinds of reasons for which an agent's update or scores are left out."""
 
-    def __init__(self, agent: int, round: int, reason: str, who: str = "") -> None:
+    OFFLINE = "offline"
+    LATE = "late"
+    AT_SITE = "failed at the site"
+    NOT_FINITE = "not finite"
+    DIVERGED = "diverged"
+    NORM = "norm"
+    INVALID = "invalid"
+
+
+class UpdateError(NufedError):
+    """One agent's update or scores are left out; ``who`` names the agent in the message."""
+
+    def __init__(
+        self, agent: int, round: int, reason: str, fault: Fault = Fault.INVALID, who: str = ""
+    ) -> None:
         self.who = who or f"agent {agent}"
         super().__init__(f"{self.who}, round {round}: {reason}")
-        self.agent = agent
-        self.round = round
-        self.reason = reason
+        self.agent, self.round = agent, round
+        self.reason, self.fault = reason, fault
 
 
 class TrainingError(NufedError):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nufed.algorithms.fixed_point import peak
 from nufed.algorithms.protocol import AgentUpdate, State
+from nufed.errors import Fault, UpdateError
 
 LEAST_FOR_MEDIAN = 3  # updates
 PIECE = 2**16  # numbers of a vector that are compared at once, in the cache
@@ -104,9 +105,6 @@ class NormBound:
         return norms[(len(norms) - 1) // 2]
 
 
-NO_AGENT = "its sender is not a valid agent number"
-NOT_FINITE = "is not finite"
-DIVERGES = "it diverges"
 MOST_SAMPLES = 10**9  # upper bound on the sample count that an agent may report
 MOST_AGENTS = 10**9
 
@@ -124,10 +122,10 @@ def examine(
     round: int,
     bounds: Mapping[str, float],
     cohort: Collection[int] | None = None,
-) -> tuple[str | None, dict[str, float]]:
-    """Why a single update is invalid, if it is, and the largest magnitude in each of its vectors.
+) -> dict[str, float]:
+    """Check a single update, whose fields may have any type.
 
-    Any field may have any type.
+    Returns the largest magnitude in each of its vectors; raises an UpdateError if it is invalid.
 
     Args:
         update: as received.
@@ -136,27 +134,37 @@ def examine(
         bounds: on the numbers of each vector (:mod:`nufed.algorithms.fixed_point`).
         cohort: the agents of the round; None: any agent.
     """
-    largest: dict[str, float] = {}
+    if not _is_number(update.agent) or not 0 <= update.agent < MOST_AGENTS:
+        raise UpdateError(-1, round, "its sender is not a valid agent number")
     reason = _fault_of_header(update, expected, round)
     if reason is not None:
-        return reason, largest
+        raise UpdateError(update.agent, round, reason)
+    largest: dict[str, float] = {}
     for name, right in expected.items():
         vector = update.vectors[name]
         reason = _fault_of_form(vector, right)
-        if reason is None:
-            largest[name] = peak(vector)
-            reason = _fault_of_size(largest[name], vector.dtype, bounds[name])
         if reason is not None:
-            return f"{name!r} {reason}", largest
+            raise UpdateError(update.agent, round, f"{name!r} {reason}")
+        largest[name] = peak(vector)
+        if not math.isfinite(largest[name]):
+            reason = f"{name!r} is not finite"
+            raise UpdateError(update.agent, round, reason, Fault.NOT_FINITE)
+        # so small that no sum over MOST_AGENTS agents with MOST_SAMPLES samples each overflows
+        dtype = torch.promote_types(vector.dtype, torch.float32)
+        limit = min(bounds[name], torch.finfo(dtype).max ** 0.5)
+        if largest[name] > limit:
+            reason = (
+                f"{name!r} has numbers up to {largest[name]:.2g}, above {limit:.2g}, the bound of "
+                "this round: it diverges"
+            )
+            raise UpdateError(update.agent, round, reason, Fault.DIVERGED)
     if cohort is not None and update.agent not in cohort:
-        return "it is not in this round's cohort", largest
-    return None, largest
+        raise UpdateError(update.agent, round, "it is not in this round's cohort")
+    return largest
 
 
 def _fault_of_header(update: AgentUpdate, expected: State, round: int) -> str | None:
-    """What is wrong with an update beside the values of its vectors, if anything."""
-    if not _is_number(update.agent) or not 0 <= update.agent < MOST_AGENTS:
-        return NO_AGENT
+    """What is wrong with an update beside its sender and the values of its vectors, if anything."""
     if not _is_number(update.round) or update.round != round:
         return f"the update is of round {_shown(update.round)}"
     if not _is_number(update.samples) or not 0 < update.samples <= MOST_SAMPLES:
@@ -181,20 +189,6 @@ def _fault_of_form(vector: object, right: Tensor) -> str | None:
         found, wanted = getattr(vector, what), getattr(right, what)
         if found != wanted:
             return f"has {what} {found} instead of {wanted}"
-    return None
-
-
-def _fault_of_size(largest: float, dtype: torch.dtype, bound: float) -> str | None:
-    """Why a vector with numbers up to ``largest`` is invalid, if it is."""
-    if not math.isfinite(largest):
-        return NOT_FINITE
-    # so small that no sum over MOST_AGENTS agents with MOST_SAMPLES samples each overflows
-    limit = min(bound, torch.finfo(torch.promote_types(dtype, torch.float32)).max ** 0.5)
-    if largest > limit:
-        return (
-            f"has numbers up to {largest:.2g}, above {limit:.2g}, the bound of this round: "
-            f"{DIVERGES}"
-        )
     return None
 
 

@@ -21,8 +21,8 @@ from nufed.algorithms.protocol import (
     State,
     SummedUpdates,
 )
-from nufed.errors import RunError, UpdateError
-from nufed.server.checks import NO_AGENT, NormBound, examine
+from nufed.errors import Fault, RunError, UpdateError
+from nufed.server.checks import NormBound, examine
 
 
 class Spool:
@@ -144,14 +144,12 @@ class Incoming:
 
     def add(self, update: AgentUpdate) -> None:
         """Check an update; add it to the sum, or keep it."""
-        reason, largest = examine(
-            update, self._expected, self._round, self._grid_bounds, self._cohort
-        )
-        if reason is None and update.agent in self._valid:
-            reason = "a duplicate update of this agent"
-        if reason is not None:
-            agent = -1 if reason == NO_AGENT else update.agent
-            self._rejected.append(UpdateError(agent, self._round, reason))
+        try:
+            largest = examine(update, self._expected, self._round, self._grid_bounds, self._cohort)
+            if update.agent in self._valid:
+                raise UpdateError(update.agent, self._round, "a duplicate update of this agent")
+        except UpdateError as error:
+            self._rejected.append(error)
             return
         self._valid.add(update.agent)
         accepted = self._norms.accepts(update)
@@ -167,7 +165,10 @@ class Incoming:
         """The accepted updates, sorted by agent or summed, and an error for each rejected one."""
         too_large = self._norms.rejected()
         rejected = sorted(self._rejected, key=lambda error: error.agent)
-        rejected += [UpdateError(a, self._round, too_large[a]) for a in sorted(too_large)]
+        rejected += [
+            UpdateError(agent, self._round, reason, Fault.NORM)
+            for agent, reason in sorted(too_large.items())
+        ]
         accepted = tuple(sorted(self._valid - too_large.keys()))
         if self._means is None:
             kept = sorted(self._kept, key=lambda update: update.agent)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from nufed.algorithms.compression import Codec
 from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, State, SummedUpdates
-from nufed.errors import TrainingError, UpdateError, require
+from nufed.errors import Fault, TrainingError, UpdateError, require
 from nufed.seeding import stream
-from nufed.server.checks import DIVERGES, NOT_FINITE, change_norm
+from nufed.server.checks import change_norm
 from nufed.server.incoming import Incoming, sums_suffice
 from nufed.server.states import AgentStates, MemoryStates
 
@@ -55,7 +55,6 @@ def available_memory() -> int | None:
     return next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable")), None)
 
 
-LOG = logging.getLogger("nufed")
 TOO_LATE = "it answered too late"
 
 
@@ -156,7 +155,7 @@ def below_quorum(round: int, rejected: Sequence[UpdateError], rules: Rules) -> s
         str(r) if first.setdefault(r.reason, r) is r else f"{r.who}: the same" for r in rejected
     )
     reasons = reasons or "too few agents replied"
-    diverged = any(NOT_FINITE in r.reason or DIVERGES in r.reason for r in rejected)
+    diverged = any(r.fault in (Fault.NOT_FINITE, Fault.DIVERGED) for r in rejected)
     return (
         f"round {round} has no usable update or fewer than min_updates = {rules.min_updates} "
         f"({reasons})" + ("; lower meta_lr or adapt_lr" if diverged else "")
@@ -283,7 +282,9 @@ def close_round(
                 incoming.add(update)
             updates = incoming
         accepted, rejected = updates.close()
-    rejected = [UpdateError(e.agent, e.round, e.reason, who(e.agent)) for e in (*rejected, *failed)]
+    rejected = [
+        UpdateError(e.agent, e.round, e.reason, e.fault, who(e.agent)) for e in (*rejected, *failed)
+    ]
     for error in rejected:
         LOG.warning("update left out: %s%s", label and f"{label}, ", error)
     if len(accepted) < rules.min_updates:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nufed.algorithms.compression import Codec, compress, update_bytes, without_residuals
 from nufed.algorithms.protocol import AgentContext, AgentUpdate, Algorithm, Context, Cost, State
-from nufed.errors import UpdateError
+from nufed.errors import Fault, UpdateError
 from nufed.server import (
     TOO_LATE,
     AgentStates,
@@ -26,7 +26,6 @@ from nufed.server import (
     to_send,
     update_norm,
 )
-from nufed.server.checks import NOT_FINITE
 from nufed.simulation.engine import Engine, work_of
 from nufed.simulation.faults import Faults
 
@@ -177,7 +176,7 @@ def _attempt(
         progress.server,
         incoming,
         context,
-        failed=[UpdateError(agent, k, TOO_LATE) for agent in fates.late],
+        failed=[UpdateError(agent, k, TOO_LATE, Fault.LATE) for agent in fates.late],
         rules=rules,
         label=label,
     )
@@ -263,10 +262,10 @@ def _explained(
     """The same errors, the likely cause added to the first non-finite update."""
     explained = list(rejected)
     for place, error in enumerate(rejected):
-        if error.reason.endswith(NOT_FINITE):
+        if error.fault is Fault.NOT_FINITE:
             cause = _diagnosed(algorithm, engine, progress, context, error.agent)
             reason = f"{error.reason}: {cause}"
-            explained[place] = UpdateError(error.agent, error.round, reason)
+            explained[place] = UpdateError(error.agent, error.round, reason, error.fault)
             break
     return explained
 

@@ -9,7 +9,8 @@ from flower.app.in_memory import MemoryGrid, agents_data, plan_of
 from flower.app.test_apps import AGENTS, TEXT, app_of, start
 from flower.app.test_faults import FEDAVG
 from nufed.errors import RunError, TrainingError, UpdateError
-from nufed.flower.app.monitor import Monitor, kind_of, size_of
+from nufed.flower.app.messaging import _failure
+from nufed.flower.app.monitor import OFFLINE, Monitor, size_of
 from nufed.flower.app.payload import content
 from nufed.lab.runs.federation_records import STATUS, TRAFFIC, read_status, read_traffic
 from nufed.server import TOO_LATE, Progress
@@ -131,19 +132,12 @@ def test_epsilon_and_sites_without_a_valid_number():
     assert status.epsilon == {"released": 1.5, "server": 3.0}
 
 
-@pytest.mark.parametrize(
-    ("reason", "kind"),
-    [
-        (TOO_LATE, "late"),
-        ("it failed: no data", "failed at the site"),
-        ("'model' is not finite", "not finite"),
-        ("'model' has numbers up to 1e+30, above 1.8e+19: it diverges", "diverged"),
-        ("its change has norm 8, above 3 times the median", "norm"),
-        ("the update is of round 4", "invalid"),
-    ],
-)
-def test_reasons_have_few_kinds(reason, kind):
-    assert kind_of(reason) == kind
+@pytest.mark.parametrize("text", [OFFLINE, TOO_LATE, "'model' is not finite"])
+def test_a_site_cannot_choose_the_kind_of_its_failure(text):
+    failure = _failure(f"<class 'builtins.ValueError'>:<'{text}'>")
+    monitor = Monitor(plan_of(FEDAVG))
+    monitor.leaves_out([UpdateError(0, 1, failure.reason, failure.fault)])
+    assert monitor.status().left_out == {"failed at the site": 1}
 
 
 def test_a_status_that_is_missing_or_damaged_is_named(tmp_path):

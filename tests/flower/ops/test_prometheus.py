@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flower.app.in_memory import plan_of
 from flower.app.test_apps import TEXT, app_of, start
 from flower.app.test_faults import FEDAVG
-from nufed.errors import InputError, UpdateError
+from nufed.errors import Fault, InputError, UpdateError
 from nufed.flower.app.monitor import Monitor
 from nufed.flower.ops.flower_processes import free_ports
 from nufed.flower.ops.prometheus import run_metrics, serving, site_metrics
@@ -84,7 +84,8 @@ def test_a_request_that_names_another_host_is_refused(host):
 def test_epsilon_is_a_metric_and_no_sites_of_a_round_are():
     monitor = Monitor(plan_of(FEDAVG))
     monitor.sees([0, 1], {0: "Ward 0", 1: "Ward 1"})
-    monitor.closes(Progress(1, {}, cohort=(0, 1), rejected=(UpdateError(1, 1, "it failed: x"),)))
+    failed = UpdateError(1, 1, "it failed: x", Fault.AT_SITE)
+    monitor.closes(Progress(1, {}, cohort=(0, 1), rejected=(failed,)))
     monitor.records(Progress(1, {}), {"released": 1.5, "server": float("inf")})
     (port,) = free_ports(1)
     with serving(port, lambda: run_metrics(monitor.status())):

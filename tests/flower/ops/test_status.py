@@ -8,7 +8,7 @@ import pytest
 
 from flower.app.in_memory import plan_of
 from flower.app.test_faults import FEDAVG
-from nufed.errors import RunError, UpdateError
+from nufed.errors import Fault, RunError, UpdateError
 from nufed.flower.app.monitor import Monitor
 from nufed.flower.ops.status import STALE, has_ended, newest_run, summary
 from nufed.lab.runs.federation_records import STATUS, StatusRecord, read_status
@@ -23,7 +23,7 @@ def run(tmp_path):
     monitor = Monitor(plan_of(FEDAVG, rounds=5), "ours", folder)
     monitor.sees([0, 1, 2], {0: "Ward 0", 1: "Ward \x1b[2J1", 2: "Ward 2"})
     monitor.begins(Progress(0, {}))
-    error = UpdateError(1, 1, "it failed: no samples")
+    error = UpdateError(1, 1, "it failed: no samples", Fault.AT_SITE)
     monitor.closes(Progress(1, {}, cohort=(0, 1, 3), rejected=(error,), dropped=(3,)))
     monitor.records(Progress(1, {}), {"released": 1.25, "server": 2.5})
     return folder

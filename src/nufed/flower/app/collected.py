@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from nufed.algorithms.protocol import Cost, State, SummedUpdates
 from nufed.errors import RunError, UpdateError, shown
-from nufed.flower.app.payload import PayloadError, read_update
+from nufed.flower.app.payload import NoReply, PayloadError, Reply, read_update
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Account, implausible
 from nufed.server import Incoming
@@ -59,24 +59,21 @@ class Collector:
             found.began[agent] = began
             found.cost += spent
         except PayloadError as error:
-            found.failed.append(UpdateError(agent, self._round, str(error)))
+            found.failed.append(UpdateError(agent, self._round, str(error), error.fault))
         return RecordDict()
 
-    def close(self, replies: Mapping[int, RecordDict | str], dropped: list[int]) -> Collected:
+    def close(self, replies: Mapping[int, Reply], dropped: list[int]) -> Collected:
         """What was collected, in the order of agents; ``replies`` has the reasons of the others."""
-        found, missing = self._found, {a: r for a, r in replies.items() if isinstance(r, str)}
-        found.failed += [UpdateError(a, self._round, reason) for a, reason in missing.items()]
+        found = self._found
+        found.failed += [
+            UpdateError(agent, self._round, reply.reason, reply.fault)
+            for agent, reply in replies.items()
+            if isinstance(reply, NoReply)
+        ]
         found.failed.sort(key=lambda error: error.agent)
         found.began = dict(sorted(found.began.items()))
         found.dropped = dropped
         return found
-
-
-def usable(reply: RecordDict | str) -> RecordDict:
-    """A reply; raises the reason why there is none."""
-    if isinstance(reply, str):
-        raise PayloadError(reply)
-    return reply
 
 
 def read_taken(record: object) -> dict[int, int]:

@@ -11,8 +11,9 @@ from flwr.serverapp import Grid
 from nufed.algorithms.protocol import State
 from nufed.files import sha256, tensor_pieces
 from nufed.flower.app.exclusions import Exclusions, Refusals
-from nufed.flower.app.messaging import Reply, request
+from nufed.flower.app.messaging import request
 from nufed.flower.app.monitor import Monitor
+from nufed.flower.app.payload import NoReply, Reply
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.roster import Roster
 from nufed.flower.secure_sum.messages import TRAINS
@@ -74,10 +75,10 @@ class Exchange:
 
         def on_reply(node: int, reply: Reply) -> Reply:
             agent, seconds = agents[node], time.monotonic() - began
-            if phase == "train" and not isinstance(reply, str):
+            if phase == "train" and not isinstance(reply, NoReply):
                 self.longest = max(self.longest, seconds)
             self._monitor.exchanged(phase, round, agent, contents[agent], reply, seconds)
-            return reply if isinstance(reply, str) else keep(agent, reply)
+            return reply if isinstance(reply, NoReply) else keep(agent, reply)
 
         messages = {nodes[agent]: content for agent, content in contents.items()}
         found = request(

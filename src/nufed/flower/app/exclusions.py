@@ -12,22 +12,15 @@ import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from flwr.app import RecordDict
-
 from nufed.errors import TrainingError
 from nufed.files import read_sealed, write_sealed
+from nufed.flower.app.payload import NoReply, Reply
 from nufed.flower.app.plan import Plan
 from nufed.lab.runs.federation_records import Exclusion, ExclusionsRecord
 from nufed.lab.runs.records import checked
 
 LOG = logging.getLogger("nufed")
 EXCLUDED = "excluded.json"
-
-
-class Excluding(str):
-    """A reason for which a site is excluded from the rest of a run."""
-
-    __slots__ = ()
 
 
 class Exclusions:
@@ -44,14 +37,13 @@ class Exclusions:
             record = checked(ExclusionsRecord, read_sealed(self._path).about, self._path)
             self._agents = {int(agent): found for agent, found in record.agents.items()}
 
-    def note(
-        self, round: int, replies: Mapping[int, RecordDict | str], names: Mapping[int, str]
-    ) -> None:
+    def note(self, round: int, replies: Mapping[int, Reply], names: Mapping[int, str]) -> None:
         """Exclude the agents whose reply requires it."""
         for agent, reply in replies.items():
-            if isinstance(reply, Excluding):
-                LOG.error("%s is excluded from this run: %s", site_label(agent, names), reply)
-                self.add(agent, round, reply)
+            if isinstance(reply, NoReply) and reply.excluded:
+                who = site_label(agent, names)
+                LOG.error("%s is excluded from this run: %s", who, reply.reason)
+                self.add(agent, round, reply.reason)
 
     def add(self, agent: int, round: int, reason: str) -> None:
         """Exclude an agent from now on."""
@@ -69,12 +61,6 @@ class Exclusions:
 LISTED = 10  # sites named for each reason
 
 
-class Refusal(str):
-    """Why a site can't take part, in its own words: its data or settings can't be used."""
-
-    __slots__ = ()
-
-
 class TooFewSitesError(TrainingError):
     """Too few sites can take part, whatever method is trained."""
 
@@ -87,14 +73,14 @@ class Refusals:
         self._reasons: dict[int, str] = {}
         self._worked: set[int] = set()
 
-    def note(self, replies: Mapping[int, RecordDict | str]) -> None:
+    def note(self, replies: Mapping[int, Reply]) -> None:
         """Note the replies of agents."""
         for agent, reply in replies.items():
-            if not isinstance(reply, str):
+            if not isinstance(reply, NoReply):
                 self._worked.add(agent)
                 self._reasons.pop(agent, None)
-            elif isinstance(reply, Refusal) and agent not in self._worked:
-                self._reasons[agent] = reply
+            elif reply.refused and agent not in self._worked:
+                self._reasons[agent] = reply.reason
 
     def check(self, names: Mapping[int, str]) -> None:
         """Stop the training if the sites that are left can't reach a quorum."""

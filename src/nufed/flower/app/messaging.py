@@ -14,22 +14,20 @@ from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from nufed.errors import InputError, shown, visible
+from nufed.errors import Fault, InputError, shown, visible
 from nufed.flower.app.bounded_pull import ReplyLimit, ReplyTooLargeError, pull_replies
-from nufed.flower.app.exclusions import Excluding, Refusal
-from nufed.flower.app.payload import PayloadError
+from nufed.flower.app.payload import NoReply, PayloadError, Reply
 from nufed.flower.app.registry import Authentication
 from nufed.server import TOO_LATE
 
 LOG = logging.getLogger("nufed")
 REFUSED = f"{InputError.__module__}.{InputError.__qualname__}"  # raised at a site
-NOT_SENT = "the request could not be sent to it"
+NOT_SENT = NoReply("the request could not be sent to it")
+LATE = NoReply(TOO_LATE, Fault.LATE)
 MAX_REASON = 500  # characters kept of a site's error message
 POLL_INTERVAL = 0.25  # seconds
 MAX_TRANSFERS = 2  # replies that are pulled in the background at once
 STALLED = 30.0  # seconds after which a transfer no longer makes others wait
-Reply: TypeAlias = RecordDict | str
-"""A reply, or the reason why there is none."""
 OnReply: TypeAlias = Callable[[int, Reply], Reply]
 TTL_MARGIN = 60.0  # seconds that Flower keeps a message beyond the deadline: clocks differ
 
@@ -51,7 +49,7 @@ def request(
     requests = Requests(grid, authentication, limit)
     silent = dict.fromkeys(requests.send(kind, contents, seconds + TTL_MARGIN), NOT_SENT)
     replies = requests.replies(seconds, on_reply)
-    silent |= dict.fromkeys(contents.keys() - replies.keys() - silent.keys(), TOO_LATE)
+    silent |= dict.fromkeys(contents.keys() - replies.keys() - silent.keys(), LATE)
     return {**{node: on_reply(node, reason) for node, reason in silent.items()}, **replies}
 
 
@@ -119,9 +117,9 @@ class Requests:
             if isinstance(reply, RecordDict):
                 return self._authentication.accept(node, message_id, reply)
         except PayloadError as error:
-            return str(error)
+            return NoReply(str(error), error.fault)
         except (TypeError, ValueError, RecursionError) as error:  # values of unexpected types
-            return f"its reply can't be read ({type(error).__name__})"
+            return NoReply(f"its reply can't be read ({type(error).__name__})")
         return reply
 
     def keep(self, nodes: set[int]) -> None:
@@ -167,9 +165,9 @@ def _pull(grid: Grid, message_id: str, limit: ReplyLimit) -> Reply | None:
     except (httpx.HTTPError, OSError):  # the SuperLink is unreachable
         raise
     except ReplyTooLargeError as error:
-        return Excluding(f"its reply is too large: {error}")
+        return NoReply(f"its reply is too large: {error}", excluded=True)
     except Exception as error:
-        return f"its reply can't be read ({type(error).__name__})"
+        return NoReply(f"its reply can't be read ({type(error).__name__})")
     for reply in replies:
         if reply.metadata.reply_to_message_id != message_id:
             LOG.warning("discarded a reply that matches no request of this run")
@@ -180,16 +178,15 @@ def _pull(grid: Grid, message_id: str, limit: ReplyLimit) -> Reply | None:
     return None
 
 
-def _failure(text: str, code: int = ErrorCode.UNKNOWN) -> str:
+def _failure(text: str, code: int = ErrorCode.UNKNOWN) -> NoReply:
     """A site's failure from Flower's error text: the class and message of an exception.
 
     A line break would forge a log line, and control characters may steer a terminal.
     """
     raised = re.fullmatch(r"<class '([\w.]+)'>:<'(.*)'>", text, re.DOTALL)
     if not raised:
-        return f"it failed: {shown(text)}"
+        return NoReply(f"it failed: {shown(text)}", Fault.AT_SITE)
     said = visible(raised[2][:MAX_REASON])
     if code == ErrorCode.INVALID_FAB:  # from the site itself: the app did not run
-        return Refusal(f"it {said}")
-    reason = f"it failed: {said}"
-    return Refusal(reason) if raised[1] == REFUSED else reason
+        return NoReply(f"it {said}", refused=True)
+    return NoReply(f"it failed: {said}", Fault.AT_SITE, refused=raised[1] == REFUSED)

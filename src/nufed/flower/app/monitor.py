@@ -18,7 +18,8 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from nufed.errors import RunError, UpdateError
+from nufed.errors import Fault, RunError, UpdateError
+from nufed.flower.app.payload import NoReply, Reply
 from nufed.flower.app.plan import Plan
 from nufed.lab.runs.federation_records import (
     STATUS,
@@ -31,29 +32,10 @@ from nufed.lab.runs.federation_records import (
     read_status,
 )
 from nufed.lab.runs.json_files import finite, write_json
-from nufed.server import TOO_LATE, Progress
-from nufed.server.checks import DIVERGES, NOT_FINITE
+from nufed.server import Progress
 
 HEARTBEAT = 5.0  # seconds between writes of an unchanged status
 OFFLINE = "its site is offline"
-# reasons of left-out updates and scores, by a part of their text; others are "invalid"
-KINDS = {
-    "offline": OFFLINE,
-    "late": TOO_LATE,
-    "failed at the site": "it failed: ",
-    "not finite": NOT_FINITE,
-    "diverged": DIVERGES,
-    "norm": "times the median",
-}
-
-
-def kind_of(reason: str) -> str:
-    """The kind of a reason why an update or scores were left out.
-
-    >>> kind_of("'model' is not finite"), kind_of("a duplicate update of this agent")
-    ('not finite', 'invalid')
-    """
-    return next((kind for kind, part in KINDS.items() if part in reason), "invalid")
 
 
 def size_of(content: RecordDict) -> int:
@@ -173,15 +155,15 @@ class Monitor:
         self._write()
 
     def exchanged(
-        self, phase: Phase, round: int, agent: int, sent: RecordDict, reply: RecordDict | str,
+        self, phase: Phase, round: int, agent: int, sent: RecordDict, reply: Reply,
         seconds: float,
     ) -> None:  # fmt: skip
         """A site has answered a request, or its deadline has passed."""
-        down, up = size_of(sent), 0 if isinstance(reply, str) else size_of(reply)
+        down, up = size_of(sent), 0 if isinstance(reply, NoReply) else size_of(reply)
         with self._lock:
             self._counts["bytes_down"] += down
             self._counts["bytes_up"] += up
-            if not isinstance(reply, str):
+            if not isinstance(reply, NoReply):
                 self._sites[agent].last_seen = time.time()
         if self._folder is not None:
             line = TrafficLine(
@@ -194,7 +176,7 @@ class Monitor:
         """These agents' updates or scores are left out."""
         with self._lock:
             for error in errors:
-                self._left_out[kind_of(error.reason)] += 1
+                self._left_out[error.fault.value] += 1
                 if 0 <= error.agent < len(self._sites):
                     site = self._sites[error.agent]
                     site.left_out += 1
@@ -202,7 +184,8 @@ class Monitor:
 
     def closes(self, progress: Progress) -> None:
         """A round is trained; updates that it left out are recorded."""
-        offline = [UpdateError(agent, progress.round, OFFLINE) for agent in progress.dropped]
+        k = progress.round
+        offline = [UpdateError(agent, k, OFFLINE, Fault.OFFLINE) for agent in progress.dropped]
         self.leaves_out([*progress.rejected, *offline])
         self._round = progress.round
 

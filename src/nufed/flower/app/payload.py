@@ -19,9 +19,9 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any, cast, get_args
+from typing import Any, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from nufed.algorithms.compression import (
 )
 from nufed.algorithms.protocol import AgentUpdate, Cost, State
 from nufed.data import ScoredOn
-from nufed.errors import InputError, shown
+from nufed.errors import Fault, InputError, shown
 from nufed.evaluate import GROUPS, RESAMPLES, AgentScores
 from nufed.server.checks import MOST_SAMPLES, Unreadable
 
@@ -73,6 +73,37 @@ MAX_RELEASES = 10**6  # noisy updates that a site may report
 
 class PayloadError(Exception):
     """A message can't be used; says why."""
+
+    def __init__(self, reason: str, fault: Fault = Fault.INVALID) -> None:
+        super().__init__(reason)
+        self.fault = fault
+
+
+@dataclass(frozen=True)
+class NoReply:
+    """Why a site sent no usable reply.
+
+    Args:
+        reason: in words.
+        fault: its kind.
+        refused: the site can't take part because of its own data or settings, in its own words.
+        excluded: the site is sent no further request of this run.
+    """
+
+    reason: str
+    fault: Fault = Fault.INVALID
+    refused: bool = False
+    excluded: bool = False
+
+
+Reply: TypeAlias = RecordDict | NoReply
+
+
+def usable(reply: Reply) -> RecordDict:
+    """A reply; raises the reason why there is none."""
+    if isinstance(reply, NoReply):
+        raise PayloadError(reply.reason, reply.fault)
+    return reply
 
 
 def content(vectors: State | None = None, **about: int | str | list[float]) -> RecordDict:

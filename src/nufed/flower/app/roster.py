@@ -6,12 +6,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from flwr.app import MessageType, RecordDict
+from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from nufed.flower.app.exclusions import TooFewSitesError, by_reason, site_label
 from nufed.flower.app.messaging import LOG, POLL_INTERVAL, Requests
-from nufed.flower.app.payload import VERSION, PayloadError, content, read_identity
+from nufed.flower.app.payload import (
+    VERSION,
+    PayloadError,
+    Reply,
+    content,
+    read_identity,
+    usable,
+)
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.registry import Authentication
 from nufed.lab.runs.audit_log import Audit, not_audited
@@ -96,11 +103,9 @@ class Roster:
             if claim is None or site is None or site.number != claim[0]:
                 del self._claims[node]
 
-    def _claim(self, node: int, reply: RecordDict | str) -> tuple[int, str] | None:
+    def _claim(self, node: int, reply: Reply) -> tuple[int, str] | None:
         try:
-            if isinstance(reply, str):
-                raise PayloadError(reply)
-            agent, name = read_identity(reply, self._plan.agents)
+            agent, name = read_identity(usable(reply), self._plan.agents)
             if self.authentication.registry is None:
                 return agent, name
             site = self.authentication.site_of(node)

@@ -12,13 +12,12 @@ from typing import Any
 from flwr.app import MessageType
 
 from nufed.data import ScoredOn
-from nufed.errors import UpdateError
+from nufed.errors import Fault, UpdateError
 from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice, preferred
-from nufed.flower.app.collected import usable
 from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.monitor import OFFLINE
-from nufed.flower.app.payload import BASELINE, KEEP, PayloadError, read_scores
+from nufed.flower.app.payload import BASELINE, KEEP, NoReply, PayloadError, read_scores, usable
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.roster import Roster
 from nufed.flower.app.site_baselines import LOCAL, UNTRAINED, baselines
@@ -116,9 +115,9 @@ class Scoring:
         kind, agents = f"{MessageType.EVALUATE}.{KEEP}", range(self._plan.agents)
         replies, _ = self._request(kind, progress.server, progress.round, agents, scales=[scale])
         for agent, reply in replies.items():
-            if isinstance(reply, str):
+            if isinstance(reply, NoReply):
                 who = self._roster.label(agent)
-                LOG.warning("%s did not confirm its personal model: %s", who, reply)
+                LOG.warning("%s did not confirm its personal model: %s", who, reply.reason)
 
     def _scores(
         self,
@@ -147,7 +146,8 @@ class Scoring:
         replies, offline = self._request(
             kind, progress.server, k, agents, deadline=deadline, **options
         )
-        missing = [UpdateError(agent, k, OFFLINE, self._roster.label(agent)) for agent in offline]
+        who = self._roster.label
+        missing = [UpdateError(a, k, OFFLINE, Fault.OFFLINE, who(a)) for a in offline]
         scores: list[list[AgentScores]] = [[] for _ in scales]
         majority: list[AgentScores] = []
         for agent, reply in replies.items():
@@ -164,13 +164,13 @@ class Scoring:
                     has_global=has_global,
                     diverged=diverged,
                 )
-            except PayloadError as reason:
-                missing.append(UpdateError(agent, k, str(reason), self._roster.label(agent)))
+            except PayloadError as error:
+                missing.append(UpdateError(agent, k, str(error), error.fault, who(agent)))
                 continue
             for by_scale, each in zip(scores, own, strict=True):
                 by_scale.append(each)
             majority += [null] if null else []
-        for error in missing:
-            LOG.warning("scores left out: %s", error)
+        for left_out in missing:
+            LOG.warning("scores left out: %s", left_out)
         self._leave_out(k, missing)
         return scores, missing, majority

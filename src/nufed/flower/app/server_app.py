@@ -17,7 +17,7 @@ from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.exclusions import Exclusions
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.monitor import Monitor
-from nufed.flower.app.payload import ARRAYS, content, method_record, to_arrays
+from nufed.flower.app.payload import ARRAYS, NoReply, content, method_record, to_arrays
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Account
 from nufed.flower.app.registry import Authentication
@@ -220,7 +220,7 @@ class Server:
         """
         agents = list(agents)
         self._roster.refresh()
-        excluded = {agent: why for agent in agents if (why := self._exclusions.reason(agent))}
+        excluded = {a: NoReply(why) for a in agents if (why := self._exclusions.reason(a))}
         nodes = {agent: self._roster.nodes.get(agent) for agent in agents if agent not in excluded}
         offline = [agent for agent, node in nodes.items() if node is None]
         if offline:

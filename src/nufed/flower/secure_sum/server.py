@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord, MessageType, RecordDict
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 
 from nufed.algorithms.protocol import Cost, State, SummedUpdates
-from nufed.errors import UpdateError
+from nufed.errors import Fault, UpdateError
 from nufed.flower.app.collected import Collected
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.monitor import OFFLINE
@@ -23,11 +23,14 @@ from nufed.flower.app.payload import (
     ABOUT,
     ARRAYS,
     MAX_GRADIENTS,
+    NoReply,
     PayloadError,
+    Reply,
     check_agent,
     check_keys,
     read_about,
     read_int,
+    usable,
 )
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Account
@@ -111,7 +114,7 @@ def _recovered(terms: SumTerms, shares: list[bytes | None], site: int) -> bytes:
         raise SecureSumError(f"the shares of site {site}'s secrets can't be combined") from error
 
 
-Replies: TypeAlias = tuple[Mapping[int, RecordDict | str], list[int]]
+Replies: TypeAlias = tuple[Mapping[int, Reply], list[int]]
 Send: TypeAlias = Callable[[str, Iterable[int], Callable[[int], ConfigRecord]], Replies]
 Charge: TypeAlias = Callable[[int, Mapping[str, object]], Mapping[str, object]]
 Found = TypeVar("Found")
@@ -189,15 +192,14 @@ class SecureRound:
         if action == ADVERTISE:
             self.dropped = offline
         else:
-            replies = {**replies, **dict.fromkeys(offline, OFFLINE)}
+            replies = {**replies, **dict.fromkeys(offline, NoReply(OFFLINE, Fault.OFFLINE))}
         found = {}
         for site, reply in replies.items():
             try:
-                if isinstance(reply, str):
-                    raise PayloadError(reply)
-                found[site] = read(site, reply)
+                found[site] = read(site, usable(reply))
             except PayloadError as error:
-                self.failed.append(UpdateError(site, self.terms.round, str(error), self.who(site)))
+                round, who = self.terms.round, self.who(site)
+                self.failed.append(UpdateError(site, round, str(error), error.fault, who))
         return found
 
     def _read_advert(self, site: int, reply: RecordDict) -> Advert:
