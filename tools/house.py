@@ -1,4 +1,4 @@
-"""Measures of the house: files, lines of code, members, parameters and lengths of functions.
+"""Measures of the house: files, lines of code, members, functions, messages, names, call stacks.
 
     python tools/house.py            # prints a table
     python tools/house.py --list     # and what exceeds a limit
@@ -9,13 +9,17 @@ figures.
 
 import argparse
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).parent.parent / "src" / "nufed"
 FLOORS = ("lab", "flower")
+PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 MOST_PARAMETERS, MOST_LINES = 8, 60
+VAGUE = ("own", "found")  # names that say nothing of the thing
+PARSERS = ("partition", "replace", "split", "startswith", "endswith", "removeprefix")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -30,13 +34,13 @@ class Module(NamedTuple):
 
 def modules() -> list[Module]:
     """All files of the package."""
-    found = []
+    files = []
     for path in sorted(SOURCE.rglob("*.py")):
         text, name = path.read_text("utf-8"), path.relative_to(SOURCE)
         tree = ast.parse(text)
         floor = name.parts[0] if name.parts[0] in FLOORS else "core"
-        found.append(Module(name.as_posix(), floor, tree, code_lines(text, tree)))
-    return found
+        files.append(Module(name.as_posix(), floor, tree, code_lines(text, tree)))
+    return files
 
 
 def code_lines(text: str, tree: ast.Module) -> int:
@@ -76,11 +80,49 @@ def is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(each.annotation and "typer" in ast.unparse(each.annotation) for each in given)
 
 
-def members(found: list[Module], name: str) -> int:
+def vague_names(module: Module) -> Iterator[str]:
+    """Variables and parameters whose name does not name the thing."""
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in VAGUE:
+                yield f"{module.name}:{node.lineno} {name}"
+
+
+def parsed_messages(module: Module) -> Iterator[str]:
+    """Where the text of an error or of its reason is compared or taken apart."""
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[text]) if is_message(text):
+                yield f"{module.name}:{node.lineno}"
+            case ast.Call(func=ast.Attribute(attr=name, value=text)) if (
+                name in PARSERS and is_message(text)
+            ):
+                yield f"{module.name}:{node.lineno}"
+
+
+def is_message(node: ast.expr) -> bool:
+    """Whether it is ``str(error)`` or the reason of something."""
+    match node:
+        case ast.Call(func=ast.Name(id="str"), args=[ast.Name(id="error" | "e" | "exception")]):
+            return True
+        case ast.Attribute(attr="reason" | "message") | ast.Name(id="reason" | "message"):
+            return True
+    return False
+
+
+def walks() -> Iterator[tuple[str, int]]:
+    """The call stacks in docs/architecture.md, which tests trace, with their lengths."""
+    for section in PAGE.read_text("utf-8").split("\n### ")[1:]:
+        heading, _, text = section.partition("\n")
+        text = text.split("\n## ")[0]
+        yield heading, len(re.findall(r"^\| \d+ \|", text, re.MULTILINE))
+
+
+def members(files: list[Module], name: str) -> int:
     """The public members of a class, with those that it inherits inside nufed."""
     classes = {
         node.name: node
-        for module in found
+        for module in files
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ClassDef)
     }
@@ -93,8 +135,8 @@ def members(found: list[Module], name: str) -> int:
         left += [ast.unparse(base) for base in node.bases]
         for each in node.body:
             match each:
-                case ast.FunctionDef(name=own) | ast.AnnAssign(target=ast.Name(id=own)):
-                    names.add(own)
+                case ast.FunctionDef(name=member) | ast.AnnAssign(target=ast.Name(id=member)):
+                    names.add(member)
                 case ast.Assign(targets=targets):
                     names |= {t.id for t in targets if isinstance(t, ast.Name)}
     return len([each for each in names if not each.startswith("_")])
@@ -104,24 +146,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="list what exceeds a limit")
     options = parser.parse_args()
-    found = modules()
+    files = modules()
     for floor in ("core", *FLOORS):
-        own = [module for module in found if module.floor == floor]
-        print(f"{floor:10} {len(own):4} files {sum(m.lines for m in own):7,} lines of code")
-    print(f"{'all':10} {len(found):4} files {sum(m.lines for m in found):7,} lines of code")
+        here = [module for module in files if module.floor == floor]
+        lines = sum(module.lines for module in here)
+        print(f"{floor:10} {len(here):4} files {lines:7,} lines of code")
+    print(f"{'all':10} {len(files):4} files {sum(m.lines for m in files):7,} lines of code")
     for name in ("Objective", "Algorithm"):
-        print(f"{name:10} {members(found, name):4} public members")
-    every = [pair for module in found for pair in functions(module)]
-    wide = [
-        name for name, node in every if parameters(node) > MOST_PARAMETERS and not is_command(node)
-    ]
-    long = [
-        name for name, node in every if (node.end_lineno or 0) - node.body[0].lineno >= MOST_LINES
-    ]
-    print(f"{len(wide):4} functions with more than {MOST_PARAMETERS} parameters, commands aside")
-    print(f"{len(long):4} functions with bodies of more than {MOST_LINES} lines")
+        print(f"{name:10} {members(files, name):4} public members")
+    every = [pair for module in files for pair in functions(module)]
+    limits = {
+        f"functions with more than {MOST_PARAMETERS} parameters, commands aside": [
+            name
+            for name, node in every
+            if parameters(node) > MOST_PARAMETERS and not is_command(node)
+        ],
+        f"functions with bodies of more than {MOST_LINES} lines": [
+            name
+            for name, node in every
+            if (node.end_lineno or 0) - node.body[0].lineno >= MOST_LINES
+        ],
+        "messages that are taken apart": [each for m in files for each in parsed_messages(m)],
+        f"variables called {' or '.join(VAGUE)}": [each for m in files for each in vague_names(m)],
+    }
+    for what, places in limits.items():
+        print(f"{len(places):4} {what}")
+    for heading, calls in walks():
+        print(f"{calls:4} calls: {heading}")
     if options.list:
-        print("\n".join(["", "parameters:", *wide, "", "lines:", *long]))
+        for what, places in limits.items():
+            print("\n".join(["", f"{what}:", *places]))
 
 
 if __name__ == "__main__":
