@@ -29,7 +29,23 @@ class NufedError(Exception):
 
 
 class InputError(NufedError, ValueError):
-    """A value, key, file or module that was given can't be used."""
+    """A value, key, file or module that was given can't be used.
+
+    Args:
+        message: what was given, what is allowed, and what to do.
+        key: the argument or configuration key with which the message begins, if any.
+    """
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.message, self.key = message, key
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.message}" if self.key else self.message
+
+    def within(self, table: str) -> InputError:
+        """The same error about the key in a table of the configuration."""
+        return InputError(self.message, f"{table}.{self.key}")
 
 
 class Fault(StrEnum):
@@ -84,7 +100,7 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
     nufed.errors.InputError: adapt_steps = -1: must be a whole number, 0 or more
     """
     if not ok:
-        raise InputError(f"{name} = {shown(value)}: {allowed}")
+        raise InputError(f"= {shown(value)}: {allowed}", name)
 
 
 def shown(value: object) -> str:

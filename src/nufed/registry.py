@@ -82,23 +82,24 @@ class Registry(Mapping[str, T]):
             return self[name]
         if not is_code(name):
             raise InputError(
-                f"{key} = {shown(name)}: must be one of {self.listed()}" + suggest(name, self)
+                f"= {shown(name)}: must be one of {self.listed()}" + suggest(name, self), key
             )
         module, _, attribute = name.partition(":")
         if module not in sys.modules:
             raise InputError(
-                f"{key} = {shown(name)} is not part of nufed and its module is not imported: "
-                "import it first if you trust it"
+                f"= {shown(name)} is not part of nufed and its module is not imported: import it "
+                "first if you trust it",
+                key,
             )
         found = vars(sys.modules[module]).get(attribute)
         if found is None:
-            raise InputError(f"{key} = {shown(name)}: {module} has no {attribute}")
-        return self._checked(found, f"{key} = {shown(name)}")
+            raise InputError(f"= {shown(name)}: {module} has no {attribute}", key)
+        return self._checked(found, f"= {shown(name)}", key)
 
-    def _checked(self, found: Any, what: str) -> T:
+    def _checked(self, found: Any, what: str, key: str = "") -> T:
         reason = self._refuse(found)
         if reason:
-            raise InputError(f"{what} {reason}")
+            raise InputError(f"{what} {reason}", key)
         typed: T = found
         return typed
 
@@ -136,8 +137,9 @@ def import_named(key: str, name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # importing the user's module may raise anything
         raise InputError(
-            f"{key} = {shown(name)} can't be imported ({in_short(error)}); modules are searched in "
-            "the working directory, then in installed packages"
+            f"= {shown(name)} can't be imported ({in_short(error)}); modules are searched in the "
+            "working directory, then in installed packages",
+            key,
         ) from error
 
 

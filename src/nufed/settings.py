@@ -147,9 +147,10 @@ class Field:
         words = [str(word) for kind in self.kinds for word in _literals(kind)]
         return words + (["true", "false"] if bool in self.kinds else [])
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, key: str = "") -> None:
         """Raise an :class:`~nufed.errors.InputError` unless the setting may have this value.
 
+        ``key`` is what it is called in the error, by default its name.
         Of values that only Python can pass (a tensor, an object) just a tensor's range is checked;
         the rest is up to the class.
         """
@@ -159,7 +160,7 @@ class Field:
         else:
             ok = self.setting.choices is not None or not self.kinds or self._accepts(value)
         if not ok:
-            require(ok, self.name, value, f"must be {self.allowed()}")
+            require(ok, key or self.name, value, f"must be {self.allowed()}")
 
     def _accepts(self, value: Any) -> bool:
         words = [word for kind in self.kinds for word in _literals(kind)]

@@ -406,8 +406,9 @@ def _by_class(function: Callable[..., list[Rows]]) -> Partition:
     ) -> list[Rows]:
         if not samples.classes:
             raise InputError(
-                f"data.partition = {function.__name__!r}: this data has no classes; use 'iid', "
-                "'quantity_skew', or 'given' with owners"
+                f"= {function.__name__!r}: this data has no classes; use 'iid', 'quantity_skew', "
+                "or 'given' with owners",
+                "data.partition",
             )
         labels = samples.targets.numpy()
         return function(labels, agents, samples_per_agent=size, rng=rng, **settings)
@@ -433,8 +434,9 @@ def _by_owner(
 ) -> dict[str, Rows]:
     if samples.owners is None:
         raise InputError(
-            "data.partition = 'given': this data has no owners of its samples; give owners with "
-            "the data, or use another partition"
+            "= 'given': this data has no owners of its samples; give owners with the data, or use "
+            "another partition",
+            "data.partition",
         )
     rows, names = given(samples.owners)
     return dict(zip(names, rows, strict=True))
@@ -472,8 +474,9 @@ def check_arguments(name: str, partition: Partition, arguments: Mapping[str, Any
         return
     own = [n for n, p in found.items() if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
     raise InputError(
-        f"data.partition_args = {shown(dict(arguments))}: the partition {name!r} takes "
-        f"{', '.join(own) or 'none'}; remove or rename what it does not take"
+        f"= {shown(dict(arguments))}: the partition {name!r} takes "
+        f"{', '.join(own) or 'none'}; remove or rename what it does not take",
+        "data.partition_args",
     )
 
 

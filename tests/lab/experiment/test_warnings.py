@@ -199,5 +199,5 @@ def test_a_difference_within_the_spread_of_agents_is_no_alarm(before, after, los
     ]  # fmt: skip
     agents = [AgentScores(k, f"{k}", True, 5, 5, (1.0,), (0.4 + 0.2 * (k % 2),)) for k in range(20)]
     trained = Trained(metrics, agents)
-    found = below_start(Line("m", "m", "method", 0, {0: trained}), trained, Measure("accuracy"))
+    found = below_start(Line("m", "method", 0, {0: trained}), trained, Measure("accuracy"))
     assert found is None if said is None else said in found

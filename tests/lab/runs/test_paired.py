@@ -25,7 +25,7 @@ def run_of(methods, measure=ACCURACY, **baselines):
             )
             for seed, own in enumerate(np.atleast_2d(scores).tolist())
         }
-        return Line(name, name, kind, 0, seeds)
+        return Line(name, kind, 0, seeds)
 
     lines = [line(name, scores, "method") for name, scores in methods.items()]
     lines += [line(name, scores, "baseline") for name, scores in baselines.items()]

@@ -23,7 +23,7 @@ from nufed.algorithms import GMeta
 from nufed.algorithms.protocol import Algorithm, TheorySettings
 from nufed.errors import InputError, NumericalWarning
 from nufed.lab.analysis.estimate import Estimator, LowerEstimate, spread
-from nufed.lab.config.describe import sentence
+from nufed.lab.config.describe import input_error
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.runs import Run
 from nufed.lab.runs.bounds_record import (
@@ -149,7 +149,7 @@ def bounds_of_numbers(path: Path) -> BoundsRecord:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{path} can't be read as TOML: {error}") from None
     except ValidationError as error:
-        raise InputError(f"{path}: {sentence(error, fields, fields)}") from None
+        raise InputError(f"{path}: {input_error(error, fields, fields)}") from None
     names = {greek: name for name, greek in theory.GREEK.items()}
     given = {names.get(key, key): value for key, value in numbers.constants.items()}
     if set(given) != set(theory.GREEK):

@@ -50,16 +50,17 @@ def described(cls: type) -> list[Described]:
     >>> print(*described(TrimmedMean))
     share trimmed at each end; a finite number, 0 or more and below 0.5 (default 0.2)
     """
-    return [
-        Described(
-            field.name,
-            field.setting.about + (f", with {where}" if where else ""),
-            field.allowed() or "only in Python",
-            _default(field),
-            str(field.setting.search or ""),
-        )
-        for field, where in every_setting(cls)
-    ]
+    return [_described(field, where) for field, where in every_setting(cls)]
+
+
+def _described(field: Field, where: str = "") -> Described:
+    return Described(
+        field.name,
+        field.setting.about + (f", with {where}" if where else ""),
+        field.allowed() or "only in Python",
+        _default(field),
+        str(field.setting.search or ""),
+    )
 
 
 def described_by_key(cls: type) -> dict[str, str]:
@@ -71,19 +72,19 @@ def described_by_key(cls: type) -> dict[str, str]:
 default 0.001; with server_optimizer = "adam": default 0.001; with server_optimizer = "yogi": \
 default 0.001)
     """
-    found: dict[str, list[Described]] = {}
-    for each in described(cls):
-        found.setdefault(each.key, []).append(each)
-    return {key: _together(same) for key, same in found.items()}
+    by_key: dict[str, list[tuple[Field, str]]] = {}
+    for field, where in every_setting(cls):
+        by_key.setdefault(field.name, []).append((field, where))
+    return {key: _together(same) for key, same in by_key.items()}
 
 
-def _together(same: list[Described]) -> str:
-    first, *others = same
-    if not others:
-        return str(first)
-    defaults = [f"with {each.about.rpartition(', with ')[2]}: {each.usual}" for each in same]
-    about = first.about.rpartition(", with ")[0]
-    return f"{about}; {first.allowed} ({'; '.join(defaults)})"
+def _together(same: list[tuple[Field, str]]) -> str:
+    """The description of a setting under several conditions."""
+    if len(same) == 1:
+        return str(_described(*same[0]))
+    first = _described(same[0][0])
+    defaults = [f"with {where}: {_described(field).usual}" for field, where in same]
+    return f"{first.about}; {first.allowed} ({'; '.join(defaults)})"
 
 
 def known_settings() -> dict[str, str]:
@@ -132,25 +133,28 @@ def _default(field: Field) -> str:
 _BOUNDS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
 
 
-def sentence(error: ValidationError, known: Iterable[str], fields: Mapping[str, FieldInfo]) -> str:
-    """The first of pydantic's validation errors as a sentence.
+def input_error(
+    error: ValidationError, known: Iterable[str], fields: Mapping[str, FieldInfo]
+) -> InputError:
+    """The first of pydantic's validation errors.
 
     ``known`` are candidates for a misspelt key; ``fields`` give the allowed ranges.
     """
     errors = [(_key(e), e) for e in error.errors(include_url=False)]
     key, first = errors[0]
     if first["type"] == "extra_forbidden":
-        return f"unknown key {shown(key)}" + (
-            suggest_key(key, known) or "; `nufed list` shows all keys"
-        )
+        near = suggest_key(key, known) or "; `nufed list` shows all keys"
+        return InputError(f"unknown key {shown(key)}{near}")
     if first["type"] in ("invalid_key", "string_unicode"):
-        return f"{shown(first['input'])} in {shown(key) if key else 'the settings'} is not text"
+        where = shown(key) if key else "the settings"
+        return InputError(f"{shown(first['input'])} in {where} is not text")
     if first["type"] == "missing":
-        return f"the key {key!r} is missing"
+        return InputError(f"the key {key!r} is missing")
     # a union reports one error per member: any of them is allowed
     reasons = [_reason(e, fields.get(key)) for k, e in errors if k == key]
     name = key if key.isprintable() and len(key) < 200 else shown(key)
-    return f"{name} = {shown(first['input'])}: must be {' or '.join(dict.fromkeys(reasons))}"
+    allowed = " or ".join(dict.fromkeys(reasons))
+    return InputError(f"= {shown(first['input'])}: must be {allowed}", name)
 
 
 def suggest_key(given: str, known: Iterable[str]) -> str:

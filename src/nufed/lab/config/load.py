@@ -16,8 +16,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from nufed.algorithms.protocol import Algorithm
-from nufed.errors import InputError, shown
-from nufed.lab.config.describe import known_settings, sentence
+from nufed.errors import InputError, require, shown
+from nufed.lab.config.describe import input_error, known_settings
 from nufed.lab.config.methods import MethodConfig
 from nufed.lab.config.schema import Config
 from nufed.lab.config.trust import import_methods
@@ -62,11 +62,9 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
-        raise InputError(
-            sentence(error, _keys_with_methods(tables), dict(known_fields()))
-        ) from None
-    if len(set(config.seeds)) < len(config.seeds):
-        raise InputError(f"seeds = {shown(config.seeds)}: seeds must be distinct")
+        raise input_error(error, _keys_with_methods(tables), dict(known_fields())) from None
+    distinct = len(set(config.seeds)) == len(config.seeds)
+    require(distinct, "seeds", config.seeds, "seeds must be distinct")
     return config
 
 

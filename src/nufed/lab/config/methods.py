@@ -36,7 +36,7 @@ from torch import Tensor
 
 from nufed.algorithms import ALGORITHMS
 from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, State
-from nufed.errors import InputError, in_short, shown
+from nufed.errors import InputError, in_short, require, shown
 from nufed.lab.config.describe import (
     OWN,
     Name,
@@ -267,7 +267,6 @@ class _Tables:
 
     def method(self, given: Algorithm | None) -> Method:
         """The algorithm, built from the settings that it has."""
-        where = self._where("algorithm")
         given_names = [n for n in (self.own.algorithm, self.shared.algorithm) if n is not None]
         name = given_names[0] if given_names else named_after(self.name)
         if name == OWN:
@@ -275,20 +274,15 @@ class _Tables:
                 return Method(GivenInPython(self.own.settings), {})
             recorded = _Tables(self.name, MethodConfig(), self.own)
             return Method(recorded.completed(given), recorded.defaults)
-        cls = ALGORITHMS.find(f"{where}.algorithm", name)
+        cls = ALGORITHMS.find(f"{self._where('algorithm')}.algorithm", name)
         settings = self._settings(cls)
         for key in self.own.settings:
             if key not in self.defaults:
                 raise self._lacks(key, name)
         try:
             return Method(cls(**settings), self.defaults)
-        except InputError as error:
-            raise InputError(f"{self._where(str(error).partition(' ')[0])}.{error}") from None
         except Exception as error:  # the user's class may raise anything
-            raise InputError(
-                f"{where}.algorithm = {shown(name)} can't be made with these settings: "
-                f"{in_short(error)}"
-            ) from error
+            raise self._not_made("algorithm", name, error) from error
 
     def completed(self, given: Algorithm) -> Algorithm:
         """An object given in Python, with the tables' values of what it does not set itself."""
@@ -314,8 +308,9 @@ class _Tables:
             default = setting.default if base is None else getattr(base, key)
             if default is MISSING and value is MISSING:
                 raise InputError(
-                    f"methods.{self.name}.{key} is missing: {cls.__name__} needs it "
-                    f"({setting.setting.about}), {setting.allowed()}"
+                    f"is missing: {cls.__name__} needs it ({setting.setting.about}), "
+                    f"{setting.allowed()}",
+                    f"methods.{self.name}.{key}",
                 )
             if setting.setting.choices is not None:
                 if base is not None and value == name_of(type(default), setting.setting.choices):
@@ -339,8 +334,17 @@ class _Tables:
         parts = self._settings(cls)
         try:
             return {key: cls(**parts)}
-        except InputError as error:
-            raise InputError(f"{self._where(str(error).partition(' ')[0])}.{error}") from None
+        except Exception as error:  # the user's class may raise anything
+            raise self._not_made(key, value, error) from error
+
+    def _not_made(self, key: str, name: str, error: Exception) -> InputError:
+        """A class refuses a setting, or fails with all of them."""
+        if isinstance(error, InputError) and error.key:
+            return error.within(self._where(error.key))
+        return InputError(
+            f"= {shown(name)} can't be made with these settings: {in_short(error)}",
+            f"{self._where(key)}.{key}",
+        )
 
     def _chosen(self, where: str, name: Any, choices: Mapping[str, type]) -> type:
         if isinstance(name, str) and isinstance(choices, Registry):
@@ -352,33 +356,26 @@ class _Tables:
         # a value of [method] may suit other methods of the run
         whose = "" if where.startswith("methods.") else f" for {self.name}"
         raise InputError(
-            f"{where} = {shown(name)}: must be one of {', '.join(choices)}{whose}{near}"
+            f"= {shown(name)}: must be one of {', '.join(choices)}{whose}{near}", where
         )
 
     def _value(self, setting: SettingField, value: Any) -> Any:
-        key = setting.name
-        if not setting.kinds:
-            raise InputError(
-                f"{self._where(key)}.{key} = {shown(value)}: can only be set in Python"
-            )
-        try:
-            setting.check(value)
-        except InputError as error:
-            raise InputError(f"{self._where(key)}.{error}") from None
-        if isinstance(value, str) and not value.isprintable():
-            raise InputError(f"{self._where(key)}.{key} = {shown(value)}: must be printable text")
+        key = f"{self._where(setting.name)}.{setting.name}"
+        require(bool(setting.kinds), key, value, "can only be set in Python")
+        setting.check(value, key)
+        printable = not isinstance(value, str) or value.isprintable()
+        require(printable, key, value, "must be printable text")
         whole = isinstance(value, int) and not isinstance(value, bool) and int not in setting.kinds
         return float(value) if whole else value
 
     def _lacks(self, key: str, algorithm: str) -> InputError:
-        has = ", ".join(sorted(self.defaults))
-        value = shown(self.own.settings[key])
+        has, full = ", ".join(sorted(self.defaults)), f"methods.{self.name}.{key}"
         if key in known_settings():
             return InputError(
-                f"methods.{self.name}.{key} = {value}: {algorithm} has no such setting"
-                f"{_belongs(key)}, it takes {has}; remove it or use another algorithm"
+                f"= {shown(self.own.settings[key])}: {algorithm} has no such setting"
+                f"{_belongs(key)}, it takes {has}; remove it or use another algorithm",
+                full,
             )
-        full = f"methods.{self.name}.{key}"
         near = suggest_key(full, [f"methods.{self.name}.{k}" for k in self.defaults])
         return InputError(f"unknown key {shown(full)}: {algorithm} takes {has}{near}")
 
@@ -390,8 +387,9 @@ def _refuse_unused(shared: MethodConfig, made: Mapping[str, Method]) -> None:
             continue
         if key in known_settings():
             raise InputError(
-                f"method.{key} = {shown(value)}: no method of this run ({', '.join(made)}) has "
-                f"this setting{_belongs(key)}; remove it"
+                f"= {shown(value)}: no method of this run ({', '.join(made)}) has this setting"
+                f"{_belongs(key)}; remove it",
+                f"method.{key}",
             )
         takes = {key for method in made.values() for key in method.defaults}
         near = suggest_key(f"method.{key}", [f"method.{k}" for k in sorted(takes)])

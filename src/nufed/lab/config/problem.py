@@ -41,7 +41,7 @@ from nufed.data import (
     rows_by_agent,
     settings_taken,
 )
-from nufed.errors import InputError, RunError, in_short, shown
+from nufed.errors import InputError, RunError, in_short, require, shown
 from nufed.evaluate import METRICS, Measure, Metric
 from nufed.lab.config.methods import GivenInPython
 from nufed.lab.config.schema import AT_SITES, OWN, Config, DataConfig
@@ -115,8 +115,8 @@ def _deal(
         raise
     except Exception as error:  # the user's function may raise anything
         raise InputError(
-            f"data.partition = {config.partition!r} fails with arguments {shown(arguments)}: "
-            f"{in_short(error)}"
+            f"= {config.partition!r} fails with arguments {shown(arguments)}: {in_short(error)}",
+            "data.partition",
         ) from error
     return check_dealt(dealt, len(samples), config.agents)
 
@@ -124,22 +124,20 @@ def _deal(
 def build_shift(config: DataConfig, samples: Samples, split: Split, seed: int) -> Samples:
     """The samples after the shift that ``[data]`` names: a copy, changed agent by agent."""
     if config.shift == "none":
-        if config.shift_args:
-            raise InputError(
-                f"data.shift_args = {shown(config.shift_args)}: there is no shift; set data.shift "
-                f"to one of {', '.join(SHIFTS)}, or remove it"
-            )
+        allowed = f"there is no shift; set data.shift to one of {', '.join(SHIFTS)}, or remove it"
+        require(not config.shift_args, "data.shift_args", config.shift_args, allowed)
         return samples
     changed = {"samples": samples, "agents": rows_by_agent(split), "seed": seed}
     if clash := sorted(changed.keys() & config.shift_args.keys()):
-        raise InputError(f"data.shift_args = {shown(config.shift_args)}: must not set {clash[0]}")
+        require(False, "data.shift_args", config.shift_args, f"must not set {clash[0]}")
     function = SHIFTS[config.shift]
     try:
         return function(**changed, **config.shift_args)
     except TypeError as error:
         raise InputError(
-            f"data.shift = {config.shift!r} fails with arguments {shown(config.shift_args)}: "
-            f"{in_short(error)}"
+            f"= {config.shift!r} fails with arguments {shown(config.shift_args)}: "
+            f"{in_short(error)}",
+            "data.shift",
         ) from error
 
 
@@ -154,9 +152,9 @@ def build_federation(
     empty = next((agent for agent in agents if not len(federation.scored_rows(agent))), None)
     if empty is not None:
         raise InputError(
-            f'eval_on = "{config.eval_on}": agent {shown(split.names[empty])} has no '
-            f"{config.eval_on} part; set "
-            f"data.{config.eval_on}, for example to 0.1, or give a split that has one"
+            f'= "{config.eval_on}": agent {shown(split.names[empty])} has no {config.eval_on} '
+            f"part; set data.{config.eval_on}, for example to 0.1, or give a split that has one",
+            "eval_on",
         )
     return federation
 
@@ -194,8 +192,9 @@ def _device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(
-            f"device = {name!r}: torch can't use it here ({str(error).splitlines()[0]}); "
-            'use "cpu", or install the build of torch for it'
+            f"= {name!r}: torch can't use it here ({str(error).splitlines()[0]}); "
+            'use "cpu", or install the build of torch for it',
+            "device",
         ) from None
     return device
 
@@ -214,8 +213,9 @@ def build_loss(config: Config, samples: Samples) -> Loss:
     numbers = not samples.classes and samples.targets.is_floating_point()
     if name == "cross_entropy" and numbers and samples.outputs == 1:
         raise InputError(
-            'loss = "cross_entropy": this data has no classes, its targets are single numbers; set '
-            'loss = "mse" or "auto", or name your own'
+            '= "cross_entropy": this data has no classes, its targets are single numbers; set '
+            'loss = "mse" or "auto", or name your own',
+            "loss",
         )
     loss: Loss = find_named("loss", name, LOSSES)
     return loss
@@ -241,13 +241,14 @@ def build_measure(config: Config, samples: Samples, own: Metric | None = None) -
     metric = find_named("metric", name, METRICS)
     if name in METRICS and metric is not None and not samples.classes:
         raise InputError(
-            f'metric = "{name}": this data has no classes, its targets are numbers; set metric = '
-            '"none" or "auto" to score by the loss, or name your own'
+            f'= "{name}": this data has no classes, its targets are numbers; set metric = '
+            '"none" or "auto" to score by the loss, or name your own',
+            "metric",
         )
     if name in METRICS and config.metric_better == "lower":
         raise InputError(
-            f'metric_better = "lower": is for a metric of your own, and metric is "{config.metric}"'
-            "; remove it"
+            f'= "lower": is for a metric of your own, and metric is "{config.metric}"; remove it',
+            "metric_better",
         )
     shown_name = "loss" if metric is None else name.rpartition(":")[2]
     return Measure(shown_name, metric, config.metric_better)
@@ -264,7 +265,7 @@ def call_named(
         raise
     except Exception as error:  # the user's function may raise anything
         raise InputError(
-            f"{key} = {name!r} fails with arguments {dict(arguments)}: {in_short(error)}"
+            f"= {name!r} fails with arguments {dict(arguments)}: {in_short(error)}", key
         ) from error
 
 
@@ -274,8 +275,9 @@ def find_named(key: str, name: str, known: Mapping[str, Any]) -> Any:
         return known[name]
     if ":" not in name:
         raise InputError(
-            f"{key} = {name!r}: must be one of {', '.join(known)}, or your own as "
-            "package.module:function" + suggest(name, known)
+            f"= {name!r}: must be one of {', '.join(known)}, or your own as "
+            "package.module:function" + suggest(name, known),
+            key,
         )
     return import_named(key, name)
 

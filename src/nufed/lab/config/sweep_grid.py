@@ -133,9 +133,9 @@ def _config(
 
 
 def of_run(error: InputError, chosen: Mapping[str, Any]) -> InputError:
-    """The same error, which names the run's values unless it names a swept key."""
-    named = any(key in str(error) for key in chosen)
-    return error if named else InputError(f"{error} (in the run with {in_words(chosen)})")
+    """The same error, which names the run's values unless it is about a swept key."""
+    about_swept = any(f"{error.key}.".startswith(f"{key}.") for key in chosen)
+    return error if about_swept else InputError(f"{error} (in the run with {in_words(chosen)})")
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -138,12 +138,11 @@ class Run:
         for name, part in self.methods.items():
             shown = self.config.steps_of(name)
             for steps in shown:
-                words = f" after {steps} step{'s' * (steps != 1)}"
-                label = name if shown == [usual] else name + words
-                found.append(Line(label, name, "method", steps, part))
+                after = "" if shown == [usual] else f"after {steps} step{'s' * (steps != 1)}"
+                found.append(Line(name, "method", steps, part, after))
         for name, part in self.baselines.items():  # a locally trained model is not fine-tuned
             steps = 0 if name == "local" else usual
-            found.append(Line(name, name, "baseline", steps, part))
+            found.append(Line(name, "baseline", steps, part))
         return found
 
     def rows(self) -> list[Row]:

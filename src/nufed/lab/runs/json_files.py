@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,23 +28,19 @@ def check_entries(path: Path) -> None:
             continue
         except OSError as error:
             raise RunError(f"{entry} can't be read: {error.strerror}") from error
-        kind = _forbidden_kind(about)
-        if kind is None:
+        mode, advice = about.st_mode, "remove it"
+        if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and about.st_nlink == 1):
             continue
-        copy = f"if you trust its target, copy the run with `cp -RL {path} COPY` and use the copy"
+        kind = "special file (a FIFO, socket or device)"
+        if stat.S_ISLNK(mode) or stat.S_ISREG(mode):
+            kind = "symbolic link" if stat.S_ISLNK(mode) else "hard link to another file"
+            advice = (
+                f"if you trust its target, copy the run with `cp -RL {path} COPY` and use the copy"
+            )
         raise RunError(
             f"{entry} is a {kind}; a run directory may contain only directories and regular files: "
-            + (copy if "link" in kind else "remove it")
+            f"{advice}"
         )
-
-
-def _forbidden_kind(about: os.stat_result) -> str | None:
-    """The kind of an entry that must not be in a run directory; None if it may."""
-    if stat.S_ISLNK(about.st_mode):
-        return "symbolic link"
-    if stat.S_ISREG(about.st_mode):
-        return "hard link to another file" if about.st_nlink > 1 else None
-    return None if stat.S_ISDIR(about.st_mode) else "special file (a FIFO, socket or device)"
 
 
 def write_json(path: Path, value: Any) -> None:

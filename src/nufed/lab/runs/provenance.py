@@ -23,7 +23,7 @@ from nufed.data.samples import InputRange, input_ranges, scale_warnings
 from nufed.errors import InputError, NumericalWarning, RunError, shown
 from nufed.evaluate import Measure
 from nufed.files import write_durably, write_sealed
-from nufed.lab.config.describe import sentence
+from nufed.lab.config.describe import input_error
 from nufed.lab.config.load import known_fields, read_config
 from nufed.lab.config.problem import Recorded
 from nufed.lab.config.schema import Config
@@ -160,7 +160,7 @@ class Provenance:
         try:
             original = Config.model_validate(about.config)
         except ValidationError as error:
-            reason = sentence(error, (), dict(known_fields()))
+            reason = input_error(error, (), dict(known_fields()))
             raise RunError(f"{path} is invalid: in its config, {reason}") from None
         changed = flat_differences(plain_settings(original), plain_settings(config))
         orders = list(original.methods), list(config.methods)  # baselines use the first's settings

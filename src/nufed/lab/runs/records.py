@@ -339,7 +339,8 @@ def checked(model: type[T], content: Any, path: Path, line: int | None = None) -
         first = error.errors(include_url=False)[0]
         key = shown(".".join(map(str, first["loc"])))[1:-1]
         where = f"{path}" if line is None else f"{path}, line {line}"
-        reason = first["msg"].removeprefix("Value error, ").splitlines()[0]
+        raised = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
+        reason = str(raised).splitlines()[0]
         raise RunError(f"{where} is invalid: {key}{': ' if key else ''}{reason}") from None
 
 

@@ -84,13 +84,21 @@ class Trained:
 
 @dataclass(frozen=True)
 class Line:
-    """A method or baseline after a number of fine-tuning steps, as results show it."""
+    """A method or baseline after a number of fine-tuning steps, as results show it.
 
-    label: str
+    ``after`` says how many, where the label needs it: "after 3 steps".
+    """
+
     name: str
     kind: str
     steps: int
     seeds: dict[int, Trained]
+    after: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name in results."""
+        return f"{self.name} {self.after}".rstrip()
 
     def scores(self, group: str) -> list[list[AgentScores]]:
         """The final scores of a group's agents by seed, with chosen step sizes if available."""

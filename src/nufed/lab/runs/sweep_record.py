@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from nufed.errors import RunError, shown
 from nufed.evaluate import summarise
 from nufed.files import write_sealed
-from nufed.lab.config.describe import Name, sentence
+from nufed.lab.config.describe import Name, input_error
 from nufed.lab.config.load import known_fields
 from nufed.lab.config.schema import Config
 from nufed.lab.config.sweep_grid import Grid, GridPoint, in_words
@@ -106,7 +106,7 @@ def _config(settings: Mapping[str, Any], file: Path) -> Config:
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
-        reason = sentence(error, (), dict(known_fields()))
+        reason = input_error(error, (), dict(known_fields()))
         raise RunError(f"{file} is invalid: in its config, {reason}") from None
 
 

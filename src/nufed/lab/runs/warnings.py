@@ -44,14 +44,14 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
     worse = worse and _differ(before, after) and not abs(after - before) <= error
     if not (worse or math.isnan(after)):
         return None
-    shown = line.label.removeprefix(line.name).lstrip()
+    shown = f"{line.after} " if line.after else ""
     finite = [s for s in trained.final if s.seen and math.isfinite(s.loss[line.steps])]
     undefined = [s.name for s in finite if math.isnan(s.score[line.steps])]
     if undefined:
         agents = f"agent{'s' * (len(undefined) > 1)} {', '.join(undefined[:LISTED])}"
         more = f" and {len(undefined) - LISTED} more" if len(undefined) > LISTED else ""
         return (
-            f"{shown + ' ' if shown else ''}has no mean {measure.name}: {measure.name} is NaN for "
+            f"{shown}has no mean {measure.name}: {measure.name} is NaN for "
             f"{agents}{more}, whose loss is finite; a metric must give a number for every agent"
         )
     loss_before, loss_after = (_number(end.loss[line.steps]) for end in ends)
@@ -59,7 +59,7 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
     cause = "diverged" if diverged else "rose" if loss_after > loss_before else "fell"
     cause = cause if diverged or _differ(loss_before, loss_after) else "stayed"
     return (
-        f"{shown + ' ' if shown else ''}ends below its untrained start on the agents it was "
+        f"{shown}ends below its untrained start on the agents it was "
         f"trained on ({measure.name} {before:.3g} before, {after:.3g} after training); "
         + CAUSES[cause].format(before=loss_before, after=loss_after)
     )
