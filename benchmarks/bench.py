@@ -42,9 +42,10 @@ from states import states_job
 from nufed import Objective
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import Problem, build_module
-from nufed.lab.experiment.run_parts import BASELINE_PART, parts_of, run_method
+from nufed.lab.experiment.jobs import BASELINE_PART
+from nufed.lab.experiment.session import Stop
 from nufed.lab.experiment.setup import Setup
-from nufed.lab.experiment.stopping import Stop
+from nufed.lab.experiment.training import jobs_of
 from nufed.lab.runs import RunDirectory
 from nufed.simulation import DirectEngine, Workers, usable_cores
 
@@ -125,12 +126,11 @@ def digits_job(sizes, cores):
     def ours():
         with tempfile.TemporaryDirectory() as folder:
             directory = RunDirectory(Path(folder))
-            parts = [part for part in parts_of(setup) if part.method != BASELINE_PART]
+            jobs = [job for job in jobs_of(setup, directory) if job.part.method != BASELINE_PART]
             stop = Stop()
-            workers = Workers(
-                cores, lambda p, notify: run_method(setup, p, directory, notify, 1, stop)
-            )
-            workers.map(sorted(parts, key=lambda p: -p.work), lambda part, last: str(part))
+            workers = Workers(cores, lambda number, notify: jobs[number](notify, 1, stop))
+            longest_first = sorted(range(len(jobs)), key=lambda number: -jobs[number].part.work)
+            workers.map(longest_first, lambda number, last: str(jobs[number]))
             workers.close()
 
     works = {"plain loop, 1 thread": by_hand, f"nufed, {cores} workers": ours}

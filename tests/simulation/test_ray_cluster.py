@@ -15,8 +15,8 @@ from nufed import InputError
 from nufed.errors import TrainingError
 from nufed.lab.experiment import jobs as node_jobs
 from nufed.lab.experiment.jobs import Changes, Tracked
+from nufed.lab.experiment.session import Stop
 from nufed.lab.experiment.setup import Setup
-from nufed.lab.experiment.stopping import Stop
 from nufed.simulation import RayCluster, ray_cluster
 from simulation import fake_ray
 from support import Killed, file_hashes, without_report
@@ -230,7 +230,7 @@ def test_a_signal_stops_parts_at_their_next_round(tmp_path, monkeypatch):
 
     before = ray_cluster._Mailbox.put
     monkeypatch.setattr(ray_cluster._Mailbox, "put", put)
-    monkeypatch.setattr("nufed.lab.experiment.runner.Stop", Signalled)
+    monkeypatch.setattr("nufed.lab.experiment.session.Stop", Signalled)
     with pytest.raises(KeyboardInterrupt):
         nufed.run({**PARTS, "baselines": []}, out=tmp_path / "run", ray="auto")
     saved = list((tmp_path / "run").rglob("checkpoint-*"))

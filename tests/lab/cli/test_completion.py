@@ -5,7 +5,7 @@ import typer
 from typer.testing import CliRunner
 
 from nufed.lab.cli import app
-from nufed.lab.cli.examples import EXAMPLES
+from nufed.lab.cli.commands import EXAMPLES
 from nufed.lab.config.load import read_config
 
 

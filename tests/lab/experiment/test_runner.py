@@ -21,7 +21,7 @@ from nufed.errors import TrainingError
 from nufed.files import read_sealed
 from nufed.lab.config import load_config
 from nufed.lab.config import problem as build
-from nufed.lab.experiment import run_parts
+from nufed.lab.experiment import training
 from nufed.lab.readers.sources import SOURCES
 from support import context, file_hashes, json_lines, with_figures
 
@@ -346,13 +346,13 @@ def test_divergence_while_fine_tuning_is_shown_not_hidden(tmp_path):
 
 def test_settings_take_effect(tmp_path, monkeypatch):
     seen = []
-    original = run_parts.train
+    original = training.train
 
     def spy(algorithm, engine, *arguments, **keywords):
         seen.append((algorithm, engine.federation))
         return original(algorithm, engine, *arguments, **keywords)
 
-    monkeypatch.setattr(run_parts, "train", spy)
+    monkeypatch.setattr(training, "train", spy)
     overrides = [
         "seeds=[0]",
         "workers=1",
@@ -495,13 +495,13 @@ def test_an_agent_without_a_part_to_score_on_is_named(finished, tmp_path):
 
 def test_threads_are_set_and_restored(tmp_path, monkeypatch):
     used = []
-    original = run_parts.train
+    original = training.train
 
     def spy(*arguments, **keywords):
         used.append(torch.get_num_threads())
         return original(*arguments, **keywords)
 
-    monkeypatch.setattr(run_parts, "train", spy)
+    monkeypatch.setattr(training, "train", spy)
     torch.set_num_threads(2)
     nufed.run({**SMALL, "seeds": [0]}, ["rounds=1", "threads=3"], out=tmp_path / "run")
     assert set(used) == {3} and torch.get_num_threads() == 2

@@ -15,8 +15,8 @@ from nufed import InputError
 from nufed.errors import RunError
 from nufed.files import read_sealed, write_sealed
 from nufed.lab.config.sweep_grid import make_grid
-from nufed.lab.experiment import jobs
 from nufed.lab.experiment import sweeping as sweep_runs
+from nufed.lab.experiment.training import MethodJob
 from nufed.lab.report import sweep_page
 from nufed.lab.report.sweep_page import keyed_scores, marginal_scores, sweep_charts
 from nufed.lab.report.sweep_tables import sweep_headline, sweep_notes, sweep_table, write_results
@@ -176,14 +176,14 @@ def test_a_full_disk_keeps_what_was_finished(whole, tmp_path, monkeypatch):
 
 
 def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path, monkeypatch):
-    run_method = jobs.run_method
+    train = MethodJob.__call__
 
-    def broken(setup, part, directory, *rest):
-        if directory.path.name.startswith("02") and part.method == "ditto":
+    def broken(job, *arguments):
+        if job.directory.path.name.startswith("02") and job.part.method == "ditto":
             raise ZeroDivisionError("in your metric")
-        run_method(setup, part, directory, *rest)
+        train(job, *arguments)
 
-    monkeypatch.setattr(jobs, "run_method", broken)
+    monkeypatch.setattr(MethodJob, "__call__", broken)
     changed = {**CONFIG, "seeds": [0], "sweep": {"method.meta_lr": [0.1, 0.2, 1e30]}}
     sweep = nufed.sweep(changed, out=tmp_path / "sweep", figures=False)
     ditto, diverged, also = sweep.failures

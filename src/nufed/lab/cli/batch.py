@@ -243,7 +243,7 @@ class SweepDisplay:
 
     def start(self, begun: SweepStart) -> None:
         """Called before training."""
-        from nufed.lab.experiment.run_parts import BASELINE_PART
+        from nufed.lab.experiment.jobs import BASELINE_PART
 
         where = shlex.quote(str(begun.path))
         self.resume = f"nufed sweep --resume {where}" + " --trust" * begun.names_code

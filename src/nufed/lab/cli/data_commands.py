@@ -11,7 +11,6 @@ import typer
 
 from nufed.errors import InputError, visible
 from nufed.lab.cli.catalogue import complete_data_set, complete_override, complete_source
-from nufed.lab.cli.examples import add_examples
 from nufed.lab.cli.terminal import console, say
 
 if TYPE_CHECKING:
@@ -131,9 +130,6 @@ def data_show(
     first = f"the first {len(names)} of " if len(names) < len(split.names) else ""
     total = sum(map(sum, counts))
     say(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
-
-
-add_examples(data_app, "data ")
 
 
 def _state(stored: Stored | None) -> dict[str, str]:

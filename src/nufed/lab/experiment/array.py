@@ -29,8 +29,9 @@ from nufed.errors import InputError, RunError, in_short, shown
 from nufed.files import locked, make_private
 from nufed.lab.config import load_config
 from nufed.lab.config.trust import named_code
-from nufed.lab.experiment.run_parts import RunPart, parts_of
+from nufed.lab.experiment.jobs import RunPart
 from nufed.lab.experiment.setup import Setup, begin_run, check_simulated
+from nufed.lab.experiment.training import parts_of
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.provenance import Provenance
 

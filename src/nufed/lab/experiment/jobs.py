@@ -1,79 +1,99 @@
-"""Runs the parts of one or several runs, spread over worker processes together.
+"""Runs jobs one by one, in worker processes, or on the nodes of a cluster.
 
-Runs jobs on the nodes of a cluster, which need not share a file system with this machine.
-
-A job starts on a node from the files that this machine has of it. Whenever it has saved a
-checkpoint, and at its end, the files that it changed are sent and written here. So a job whose node
-is lost resumes elsewhere from that checkpoint, and so does a run whose driver was killed.
+Nodes need not share a file system with this machine. A job starts on a node from the files that
+this machine has of it. Whenever it has saved a checkpoint, and at its end, the files that it
+changed are sent and written here. So a job whose node is lost resumes elsewhere from that
+checkpoint, and so does a run whose driver was killed.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeVar
 
 from nufed.files import TEMPORARY, cannot_write, make_private, write_durably
 from nufed.lab.experiment.observers import Event, Listener
-from nufed.lab.experiment.run_parts import (
-    BASELINE_PART,
-    RunPart,
-    part_files,
-    run_baselines,
-    run_method,
-)
+from nufed.lab.experiment.session import Stop
 from nufed.lab.experiment.setup import Setup
-from nufed.lab.experiment.stopping import Stop
 from nufed.lab.runs import RunDirectory
+from nufed.lab.runs.part_files import PartFiles
 from nufed.simulation import RayCluster, Workers
+
+BASELINE_PART = "null baselines"
 
 
 @dataclass(frozen=True)
-class Job:
-    """A part of a run, the run's setup and its directory."""
+class RunPart:
+    """One method (or the null baselines) with one seed, and an estimate of its work."""
+
+    seed: int
+    method: str
+    work: float
+
+    def __str__(self) -> str:
+        return f"{self.method} with seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Job(ABC):
+    """A part of a run as a function with its data: the run's setup and its directory.
+
+    It runs in this process, a worker process or on a node of a cluster.
+    """
 
     setup: Setup
     directory: RunDirectory
     part: RunPart
 
+    @abstractmethod
+    def __call__(self, listener: Listener, workers: int, stop: Stop) -> None:
+        """Do what is left of it with so many processes; after a stop, save a checkpoint and end."""
+
+    @abstractmethod
+    def files(self) -> dict[str, PartFiles]:
+        """Its files by the name of the method, or of each null baseline."""
+
     def __str__(self) -> str:
         return str(self.part)
 
-    @property
-    def root(self) -> Path:
-        """The directory below which the part writes."""
-        return self.directory.path
-
-    @property
-    def folders(self) -> list[Path]:
-        """The directories in ``root`` that the part reads and writes."""
-        files = part_files(self.setup, self.part, self.directory).values()
-        return [own.folder.relative_to(self.root) for own in files]
-
-    def moved(self, root: Path) -> Job:
-        """The same part below another directory."""
-        return replace(self, directory=RunDirectory(root))
-
     def is_done(self) -> bool:
         """Whether nothing is left to do."""
-        files = part_files(self.setup, self.part, self.directory).values()
-        return all(own.is_done(self.setup.config.rounds) for own in files)
-
-    @property
-    def run(self) -> Callable[[Listener, int, Stop], None]:
-        """Runs the part, given a listener, a number of processes and a stop flag."""
-        run_part = run_baselines if self.part.method == BASELINE_PART else run_method
-        return partial(run_part, self.setup, self.part, self.directory)
+        return all(files.is_done(self.setup.config.rounds) for files in self.files().values())
 
 
-JobListener: TypeAlias = Callable[[Job, Event], None]
+JobT = TypeVar("JobT", bound=Job)
 
 
-def run_jobs(jobs: Sequence[Job], workers: int, listener: JobListener, stop: Stop) -> None:
+@dataclass(frozen=True)
+class _Spread(Generic[JobT]):
+    """Jobs that run at the same time, known by their numbers, whose events are passed on."""
+
+    jobs: Sequence[JobT]
+    listener: Callable[[JobT, Event], None]
+    stop: Stop
+
+    def longest_first(self) -> list[int]:
+        return sorted(range(len(self.jobs)), key=lambda number: -self.jobs[number].part.work)
+
+    def describe(self, number: int, last: Any) -> str:
+        """A job, with the round that it has told last."""
+        job = self.jobs[number]
+        return f"{job}, after round {last[1].round}" if last else str(job)
+
+    def can_abandon(self, busy: list[int]) -> bool:
+        """After a stop, null baselines are abandoned: they save no checkpoints."""
+        return self.stop() and all(self.jobs[n].part.method == BASELINE_PART for n in busy)
+
+
+def run_jobs(
+    jobs: Sequence[JobT], workers: int, listener: Callable[[JobT, Event], None], stop: Stop
+) -> None:
     """Run all jobs: several at the same time if there are several workers, else one by one.
 
     The number of workers changes no bit. After a signal that ``stop`` handles, running jobs save a
@@ -84,18 +104,18 @@ def run_jobs(jobs: Sequence[Job], workers: int, listener: JobListener, stop: Sto
     if cluster is not None:
         left = [job for job in jobs if not job.is_done()]
         if len(left) > 1 and 2 * len(left) >= cluster.slots:
-            run_on_nodes(left, cluster, listener, stop)
+            _run_on_nodes(_Spread(left, listener, stop), cluster)
             jobs = [job for job in jobs if not any(job is other for other in left)]
     elif workers > 1 and len(jobs) > 1:
-        _run_in_parallel(jobs, workers, listener, stop)
+        _run_in_processes(_Spread(jobs, listener, stop), workers)
         return
     for job in jobs:
         if not stop():
-            job.run(partial(listener, job), workers, stop)
+            job(partial(listener, job), workers, stop)
 
 
 @dataclass(frozen=True)
-class _Work:
+class _ProcessWork:
     """What a worker process does: the job of a number."""
 
     jobs: Sequence[Job]
@@ -104,25 +124,19 @@ class _Work:
 
     def __call__(self, number: int, notify: Callable[[tuple[int, Event]], None]) -> None:
         if not self.stop():
-            self.jobs[number].run(lambda event: notify((number, event)), self.workers, self.stop)
+            self.jobs[number](lambda event: notify((number, event)), self.workers, self.stop)
 
 
-def _run_in_parallel(jobs: Sequence[Job], workers: int, listener: JobListener, stop: Stop) -> None:
+def _run_in_processes(spread: _Spread[JobT], workers: int) -> None:
     """Run several jobs at the same time, in worker processes, the longest first."""
-    processes = min(workers, len(jobs))
-
-    def describe(number: int, last: tuple[int, Event] | None) -> str:
-        job = jobs[number]
-        return f"{job}, after round {last[1].round}" if last else str(job)
-
-    def can_abandon(busy: list[int]) -> bool:
-        return stop() and all(jobs[number].part.method == BASELINE_PART for number in busy)
-
-    pool = Workers(processes, _Work(jobs, workers // processes, stop))
+    jobs, processes = spread.jobs, min(workers, len(spread.jobs))
+    pool = Workers(processes, _ProcessWork(jobs, workers // processes, spread.stop))
     try:
-        longest_first = sorted(range(len(jobs)), key=lambda number: -jobs[number].part.work)
         pool.map(
-            longest_first, describe, lambda sent: listener(jobs[sent[0]], sent[1]), can_abandon
+            spread.longest_first(),
+            spread.describe,
+            lambda sent: spread.listener(jobs[sent[0]], sent[1]),
+            spread.can_abandon,
         )
     finally:
         pool.close()
@@ -195,8 +209,9 @@ class _NodeWork:
 
     def __call__(self, task: tuple[int, Changes], notify: Callable[[Any], Any]) -> Changes:
         number, files = task
+        job = self.jobs[number]
         with TemporaryDirectory(prefix="nufed-") as place:
-            root = Path(place) / self.jobs[number].root.name
+            root = Path(place) / job.directory.path.name
             files.apply(root)
             tracked, stop = Tracked(root), Stop()
             tracked.changes()
@@ -210,45 +225,37 @@ class _NodeWork:
                 if notify((number, event, changes)):
                     stop.request()
 
-            self.jobs[number].moved(root).run(listen, 1, stop)
+            replace(job, directory=RunDirectory(root))(listen, 1, stop)
             return tracked.changes()
 
 
-def run_on_nodes(
-    jobs: Sequence[Job], cluster: RayCluster, listener: JobListener, stop: Stop
-) -> None:
+def _run_on_nodes(spread: _Spread[JobT], cluster: RayCluster) -> None:
     """Run jobs on a cluster, the longest first, and write here what they write there."""
+    jobs = spread.jobs
 
-    def files(number: int) -> tuple[int, Changes]:
-        root, found = jobs[number].root, dict[str, bytes]()
-        for folder in jobs[number].folders:
-            for path in sorted((root / folder).rglob("*")):
+    def read_files(number: int) -> tuple[int, Changes]:
+        root, contents = jobs[number].directory.path, dict[str, bytes]()
+        for files in jobs[number].files().values():
+            for path in sorted(files.folder.rglob("*")):
                 if path.is_file():
-                    found[str(path.relative_to(root))] = path.read_bytes()
-        return number, Changes(found, [])
-
-    def describe(number: int, last: Any) -> str:
-        return f"{jobs[number]}, after round {last[1].round}" if last else str(jobs[number])
+                    contents[str(path.relative_to(root))] = path.read_bytes()
+        return number, Changes(contents, [])
 
     def follow(sent: tuple[int, Event, Changes | None]) -> None:
         number, event, changes = sent
         if changes:
-            changes.apply(jobs[number].root)
-        listener(jobs[number], event)
+            changes.apply(jobs[number].directory.path)
+        spread.listener(jobs[number], event)
 
-    def can_abandon(busy: list[int]) -> bool:
-        return stop() and all(jobs[number].part.method == BASELINE_PART for number in busy)
-
-    longest_first = sorted(range(len(jobs)), key=lambda number: -jobs[number].part.work)
-    pool = cluster.workers(_NodeWork(jobs), stop)
+    pool = cluster.workers(_NodeWork(jobs), spread.stop)
     try:
         pool.map(
-            longest_first,
-            describe,
+            spread.longest_first(),
+            spread.describe,
             follow,
-            can_abandon,
-            prepare=files,
-            on_result=lambda number, changes: changes.apply(jobs[number].root),
+            spread.can_abandon,
+            prepare=read_files,
+            on_result=lambda number, changes: changes.apply(jobs[number].directory.path),
         )
     finally:
         pool.close()

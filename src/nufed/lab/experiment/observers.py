@@ -130,8 +130,12 @@ class Observer:
 class Observers:
     """Tells observers, and the callbacks ``on_start`` and ``on_progress``, about a run.
 
-    An exception of a callback ends the run, one of an observer does not.
+    An exception of a callback ends the run, one of an observer does not. In a notebook a bar is
+    shown, unless ``on_progress`` shows progress. ``finished`` is the run that observers are given
+    at the end: None if it was stopped, or failed.
     """
+
+    finished: Run | None = None
 
     def __init__(
         self,
@@ -139,7 +143,8 @@ class Observers:
         on_start: Callable[[Config, Path], None] | None = None,
         on_progress: Listener | None = None,
     ) -> None:
-        self._observers = list(observers)
+        display = None if on_progress else notebook_display()
+        self._observers = [*observers, *([] if display is None else [NotebookBar(display)])]
         self._on_start, self._on_progress = on_start, on_progress
         self._failed: list[Observer] = []
 
@@ -160,8 +165,8 @@ class Observers:
         if event.evaluated:
             self._tell(lambda observer: observer.evaluation(event))
 
-    def end(self, run: Run | None) -> None:
-        self._tell(lambda observer: observer.end(run))
+    def end(self) -> None:
+        self._tell(lambda observer: observer.end(self.finished))
 
     def _tell(self, call: Callable[[Observer], None]) -> None:
         for observer in self._observers:
@@ -241,14 +246,6 @@ class NotebookBar(Observer):
 
     def __repr__(self) -> str:
         return f"{sum(self._done.values())} of {self._total} rounds, {visible(self._text)}"
-
-
-def with_notebook_bar(
-    observers: Sequence[Observer], on_progress: Listener | None
-) -> list[Observer]:
-    """The observers, and in a notebook a bar, unless progress is shown by ``on_progress``."""
-    display = None if on_progress else notebook_display()
-    return [*observers, *([] if display is None else [NotebookBar(display)])]
 
 
 def notebook_display() -> Any:

@@ -14,14 +14,14 @@ from nufed.errors import InputError
 from nufed.evaluate import Metric
 from nufed.files import locked
 from nufed.lab.config import Config, load_config
-from nufed.lab.config.problem import Given, Problem
+from nufed.lab.config.problem import Given
 from nufed.lab.experiment.array import Share, check_share, end_sharing, shared_run
 from nufed.lab.experiment.finish import finish
-from nufed.lab.experiment.jobs import Job, run_jobs
-from nufed.lab.experiment.observers import Listener, Observer, Observers, with_notebook_bar
-from nufed.lab.experiment.run_parts import RunPart, parts_of
+from nufed.lab.experiment.jobs import run_jobs
+from nufed.lab.experiment.observers import Listener, Observer
+from nufed.lab.experiment.session import Session
 from nufed.lab.experiment.setup import Setup, begin_run, check_simulated, reopen_run
-from nufed.lab.experiment.stopping import Stop
+from nufed.lab.experiment.training import job_of, jobs_of
 from nufed.lab.report.notebook import ShownRun
 from nufed.lab.runs import RunDirectory, load_run
 from nufed.lab.runs.provenance import Provenance
@@ -88,18 +88,31 @@ def run(
         )
     if part is not None and out is None:
         raise InputError("a part of a run needs the directory that all parts share: give --out DIR")
+    session = Session(
+        Given(model, data, loss, metric, methods, partition),
+        ray=ray,
+        figures=figures,
+        on_start=on_start,
+        on_progress=on_progress,
+        on_stop=on_stop,
+        observers=observers,
+    )
     with torch_threads(checked.threads):
-        given = Given(model, data, loss, metric, methods, partition)
-        setup = Setup.make(Problem.make(checked, given)).on_ray(ray)
-        told = Observers(with_notebook_bar(observers, on_progress), on_start, on_progress)
+        setup = session.setup(checked).on_ray(ray)
         if part is not None:
             assert out is not None
-            with shared_run(setup, Path(out), check_share(part)) as own:
-                return _train(own.setup, own.directory, own.parts, told, on_stop, whole=False)
+            return _run_share(setup, Path(out), check_share(part), session)
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
         with locked(directory.path):
             begin_run(setup, directory)
-            return _train(setup, directory, parts_of(setup), told, on_stop, figures=figures)
+            with session.observed(setup.config, directory.path) as told:
+                with session.training(setup) as stop:
+                    jobs = jobs_of(setup, directory)
+                    run_jobs(jobs, setup.workers, lambda _, event: told.tell(event), stop)
+                told.finished = run = finish(
+                    directory, setup.objectives, setup.problem.algorithms, figures=figures
+                )
+            return run
 
 
 def resume(
@@ -131,40 +144,37 @@ def resume(
             whoever wrote the directory can have changed it.
         ray, figures, on_start, on_progress, on_stop, observers: as for :func:`run`.
     """
+    session = Session(
+        Given(model, data, loss, metric, methods, partition),
+        trust=trust,
+        ray=ray,
+        figures=figures,
+        on_start=on_start,
+        on_progress=on_progress,
+        on_stop=on_stop,
+        observers=observers,
+    )
     directory = RunDirectory(Path(path))
     with locked(directory.existing()):
         end_sharing(directory)
-        given = Given(model, data, loss, metric, methods, partition)
-        setup = reopen_run(directory, overrides, given, trust=trust).on_ray(ray)
+        setup = reopen_run(directory, overrides, session.given, trust=trust).on_ray(ray)
         with torch_threads(setup.config.threads):
             Provenance(directory).write_resumed(setup.config)
-            told = Observers(with_notebook_bar(observers, on_progress), on_start, on_progress)
-            return _train(setup, directory, parts_of(setup), told, on_stop, figures=figures)
+            with session.observed(setup.config, directory.path) as told:
+                with session.training(setup) as stop:
+                    jobs = jobs_of(setup, directory)
+                    run_jobs(jobs, setup.workers, lambda _, event: told.tell(event), stop)
+                told.finished = run = finish(
+                    directory, setup.objectives, setup.problem.algorithms, figures=figures
+                )
+            return run
 
 
-def _train(
-    setup: Setup,
-    directory: RunDirectory,
-    parts: Sequence[RunPart],
-    observers: Observers,
-    on_stop: Callable[[], None] | None,
-    *,
-    figures: bool | None = None,
-    whole: bool = True,
-) -> ShownRun:
-    """Run those of the parts that are unfinished, then read the run back and write its report,
-    unless these are not the ``whole`` run."""
-    observers.start(setup.config, directory.path)
-    stop, finished = Stop(on_stop or (lambda: None)), None
-    jobs = [Job(setup, directory, part) for part in parts]
-    try:
-        with setup.closing(), stop.on_signals():
-            run_jobs(jobs, setup.workers, lambda job, event: observers.tell(event), stop)
-        if stop():
-            raise KeyboardInterrupt
-        if not whole:
-            return ShownRun.of(load_run(directory.path, partial=True))
-        finished = finish(directory, setup.objectives, setup.problem.algorithms, figures=figures)
-        return finished
-    finally:
-        observers.end(finished)
+def _run_share(setup: Setup, out: Path, share: Share, session: Session) -> ShownRun:
+    """Train some of the parts of a run whose directory several processes share."""
+    with shared_run(setup, out, share) as shared:
+        jobs = [job_of(shared.setup, shared.directory, part) for part in shared.parts]
+        with session.observed(shared.setup.config, out) as told:
+            with session.training(shared.setup) as stop:
+                run_jobs(jobs, shared.setup.workers, lambda _, event: told.tell(event), stop)
+            return ShownRun.of(load_run(out, partial=True))

@@ -175,11 +175,14 @@ class Setup:
         """For spawned processes, which rebuild it; the samples are in shared memory."""
         given = replace(self.problem.given, data=None)
         parts = self.algorithms, self.engine_names, self.workers
-        return _rebuilt, (self.config, given, self.samples, *parts)
+        return _rebuilt, (self.problem.config, self.config, given, self.samples, *parts)
 
 
-def _rebuilt(config: Config, given: Given, samples: Samples, *parts: Any) -> Setup:
-    return Setup._assembled(Problem.make(config, given, samples=samples), *parts)
+def _rebuilt(
+    of_problem: Config, config: Config, given: Given, samples: Samples, *parts: Any
+) -> Setup:
+    problem = Problem.make(of_problem, given, samples=samples)
+    return replace(Setup._assembled(problem, *parts), config=config)
 
 
 def _check_labels(setup: Setup) -> None:

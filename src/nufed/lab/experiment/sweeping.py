@@ -1,7 +1,4 @@
-"""Runs the grid of a sweep, the parts of all runs spread over workers together; resumes it.
-
-The runs of a sweep before they are trained: setups that share data, checks, and their parts.
-"""
+"""Runs the grid of a sweep, the parts of all runs spread over workers together; resumes it."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ from nufed.errors import InputError, RunError, TrainingError, in_short
 from nufed.evaluate import Metric
 from nufed.files import locked
 from nufed.lab.config.load import read_config
-from nufed.lab.config.problem import Given, Problem, Recorded, build_samples
+from nufed.lab.config.problem import Given, Recorded, build_samples
 from nufed.lab.config.schema import OWN, DataConfig
 from nufed.lab.config.sweep_grid import MAX_RUNS, Grid, GridPoint, in_words, make_grid, of_run
 from nufed.lab.config.trust import named_code, require_trust
 from nufed.lab.experiment.finish import finish
-from nufed.lab.experiment.jobs import Job, run_jobs
+from nufed.lab.experiment.jobs import BASELINE_PART, Job, run_jobs
 from nufed.lab.experiment.observers import Event, Listener
-from nufed.lab.experiment.run_parts import BASELINE_PART, parts_of
+from nufed.lab.experiment.session import Session, Stop
 from nufed.lab.experiment.setup import Setup, begin_run, check_simulated, reopen_run, worker_count
-from nufed.lab.experiment.stopping import Stop
+from nufed.lab.experiment.training import job_of, parts_of
 from nufed.lab.report.sweep_tables import write_results
 from nufed.lab.runs import Run, RunDirectory, load_run
 from nufed.lab.runs.part_files import PartFiles
@@ -46,19 +43,11 @@ LOG = logging.getLogger("nufed")
 class SweepJob(Job):
     """A part of a run of a sweep. If it fails, the others continue."""
 
-    def __str__(self) -> str:
-        return f"{self.directory.path.name}: {self.part}"
-
-    @property
-    def run(self) -> Callable[[Listener, int, Stop], None]:
-        return self._run
-
-    def _run(self, listener: Listener, workers: int, stop: Stop) -> None:
-        """Run the part on engines of its own, whose memory is freed at its end."""
+    def __call__(self, listener: Listener, workers: int, stop: Stop) -> None:
         engines = {self.part.seed: self.setup.engines[self.part.seed].fresh()}
-        job = Job(replace(self.setup, engines=engines), self.directory, self.part)
+        job = job_of(replace(self.setup, engines=engines), self.directory, self.part)
         try:
-            job.run(listener, workers, stop)
+            job(listener, workers, stop)  # on engines of its own, whose memory is freed at its end
         except RunError:  # for example a full disk, which the others would find, too
             raise
         except Exception as error:  # the user's model, loss, metric or algorithm may raise anything
@@ -67,13 +56,19 @@ class SweepJob(Job):
                 self.directory.write_failure(self.part.method, self.part.seed, reason)
             LOG.warning("%s failed: %s", self, reason)
 
+    def __str__(self) -> str:
+        return f"{self.directory.path.name}: {self.part}"
+
+    def files(self) -> dict[str, PartFiles]:
+        return job_of(self.setup, self.directory, self.part).files()
+
 
 @dataclass(frozen=True)
 class LoadedSamples:
     """Data by its source, so that runs with the same data share it."""
 
     given: Given
-    _found: dict[str, Samples] = field(default_factory=dict)
+    _loaded: dict[str, Samples] = field(default_factory=dict)
 
     def __call__(self, data: DataConfig) -> Samples | None:
         """The samples; None if they were given in Python then but not now."""
@@ -82,10 +77,10 @@ class LoadedSamples:
         key = json.dumps([data.source, data.args], sort_keys=True, default=repr)
         if self.given.data is not None:
             key = OWN
-        if key not in self._found:
-            own = self.given.data
-            self._found[key] = build_samples(data) if own is None else as_samples(own)
-        return self._found[key]
+        if key not in self._loaded:
+            given = self.given.data
+            self._loaded[key] = build_samples(data) if given is None else as_samples(given)
+        return self._loaded[key]
 
 
 @dataclass(frozen=True)
@@ -98,14 +93,11 @@ class PreparedRun:
     new: bool = False
 
     def jobs(self) -> Iterator[SweepJob]:
-        """Its unfinished parts."""
+        """Its unfinished parts, and its null baselines."""
         for part in parts_of(self.setup):
-            if part.method != BASELINE_PART:
-                folder = self.directory.part("methods", part.method, part.seed)
-                files = PartFiles(folder, self.setup.problem.belongs_to(part.seed))
-                if files.is_done(self.setup.config.rounds):
-                    continue
-            yield SweepJob(self.setup, self.directory, part)
+            job = SweepJob(self.setup, self.directory, part)
+            if part.method == BASELINE_PART or not job.is_done():
+                yield job
 
 
 def light(setup: Setup) -> Setup:
@@ -140,21 +132,22 @@ def prepare_new(path: Path, point: GridPoint, setup: Setup, stack: ExitStack) ->
 
 
 def prepare_again(
-    path: Path, point: GridPoint, given: Given, loaded: LoadedSamples, trust: bool, stack: ExitStack
+    path: Path, point: GridPoint, session: Session, loaded: LoadedSamples, stack: ExitStack
 ) -> PreparedRun:
     """A run of a sweep to resume, or one whose directory is still to be written (``new``)."""
     directory = RunDirectory(run_path(path, point.name))
     if not (directory.path / "run.json").exists():
         recorded = Recorded(path, point.config, "", {})
-        recorded.check_given(given, ("data.source", "data.partition", "model.name", "loss"))
-        problem = Problem.make(point.config, given, None, loaded(point.config.data))
-        setup = light(Setup.make(problem))
+        recorded.check_given(session.given, ("data.source", "data.partition", "model.name", "loss"))
+        setup = light(session.setup(point.config, loaded(point.config.data)))
         if not directory.path.exists():
             RunDirectory.create(point.name, directory.path)
         stack.enter_context(locked(directory.path))
         return PreparedRun(point, setup, directory, new=True)
     stack.enter_context(locked(directory.path))
-    setup = light(reopen_run(directory, (), given, trust=trust, load_samples=loaded))
+    setup = light(
+        reopen_run(directory, (), session.given, trust=session.trust, load_samples=loaded)
+    )
     then, now = point.config, setup.config
     if (then.fingerprint, then.rounds) != (now.fingerprint, now.rounds):
         raise RunError(
@@ -173,9 +166,6 @@ def naming(point: GridPoint) -> Iterator[None]:
         raise of_run(error, point.values) from error
 
 
-LOG = logging.getLogger("nufed")
-
-
 @dataclass(frozen=True)
 class SweepStart:
     """What a sweep is about to do: its directory, the parts to run, and whether it names code."""
@@ -183,17 +173,6 @@ class SweepStart:
     path: Path
     jobs: Sequence[Job]
     names_code: bool
-
-
-@dataclass(frozen=True)
-class _Follow:
-    """Where to train, whom to tell about progress, and whether to draw figures."""
-
-    ray: str | None
-    figures: bool
-    on_start: Callable[[SweepStart], None] | None
-    on_progress: Callable[[str, Event], None] | None
-    on_stop: Callable[[], None] | None
 
 
 def sweep(
@@ -236,15 +215,21 @@ def sweep(
         The finished sweep, read back from its directory (``sweep.runs``, ``sweep.records()``).
     """
     grid = make_grid(config, values, overrides, max_runs=max_runs, methods=methods)
-    given = Given(model, data, loss, metric, methods, partition)
-    loaded = LoadedSamples(given)
+    session = Session(
+        Given(model, data, loss, metric, methods, partition),
+        ray=ray,
+        figures=figures,
+        on_start=on_start,
+        on_progress=on_progress,
+        on_stop=on_stop,
+    )
+    loaded = LoadedSamples(session.given)
     with torch_threads(grid.base.threads):
         setups = []
         for point in grid.points:
             check_simulated(point.config)
             with naming(point):
-                samples = loaded(point.config.data)
-                setups.append(light(Setup.make(Problem.make(point.config, given, None, samples))))
+                setups.append(light(session.setup(point.config, loaded(point.config.data))))
         check_comparable(grid, setups)
         configs = zip(grid.points, setups, strict=True)
         grid = replace(grid, points=[replace(p, config=s.config) for p, s in configs])
@@ -257,8 +242,7 @@ def sweep(
                 prepare_new(path, point, setup, stack)
                 for point, setup in zip(grid.points, setups, strict=True)
             ]
-            follow = _Follow(ray, figures, on_start, on_progress, on_stop)
-            return _train(path, grid, prepared, follow)
+            return _train(path, grid, prepared, session)
 
 
 def resume_sweep(
@@ -294,16 +278,22 @@ def resume_sweep(
     path = Path(path)
     grid = read_manifest(path)
     workers = _changed_workers(grid, overrides)
-    given = Given(model, data, loss, metric, methods, partition)
+    session = Session(
+        Given(model, data, loss, metric, methods, partition),
+        trust=trust,
+        ray=ray,
+        figures=figures,
+        on_start=on_start,
+        on_progress=on_progress,
+        on_stop=on_stop,
+    )
     for point in grid.points:
-        require_trust(path, given.with_placeholders(point.config), trust)
-    loaded = LoadedSamples(given)
+        require_trust(path, session.given.with_placeholders(point.config), trust)
+    loaded = LoadedSamples(session.given)
     with ExitStack() as stack:
         for context in (_resumable(path), locked(path), torch_threads(grid.base.threads)):
             stack.enter_context(context)
-        prepared = [
-            prepare_again(path, point, given, loaded, trust, stack) for point in grid.points
-        ]
+        prepared = [prepare_again(path, point, session, loaded, stack) for point in grid.points]
         for run in prepared:
             if run.new:
                 begin_run(run.setup, run.directory)
@@ -311,29 +301,25 @@ def resume_sweep(
                 Provenance(run.directory).write_resumed(run.setup.config)
         if workers is not None:
             prepared = [replace(r, setup=replace(r.setup, workers=workers)) for r in prepared]
-        follow = _Follow(ray, figures, on_start, on_progress, on_stop)
-        return _train(path, grid, prepared, follow)
+        return _train(path, grid, prepared, session)
 
 
-def _train(path: Path, grid: Grid, prepared: Sequence[PreparedRun], follow: _Follow) -> Sweep:
+def _train(path: Path, grid: Grid, prepared: Sequence[PreparedRun], session: Session) -> Sweep:
     """Run all unfinished parts; then write the runs' reports, the results and the page."""
-    spread = prepared[0].setup.on_ray(follow.ray)
+    spread = prepared[0].setup.on_ray(session.ray)
     if spread.cluster is not None:
         where, slots = spread.cluster, spread.workers
         prepared = [
             replace(run, setup=replace(run.setup, cluster=where, workers=slots)) for run in prepared
         ]
     jobs = [job for run in prepared for job in run.jobs()]
-    if follow.on_start:
+    if session.on_start:
         code = any(named_code(point.config) for point in grid.points)
-        follow.on_start(SweepStart(path, jobs, code))
-    tell = follow.on_progress or (lambda run, event: None)
-    stop = Stop(follow.on_stop or (lambda: None))
+        session.on_start(SweepStart(path, jobs, code))
+    tell = session.on_progress or (lambda run, event: None)
     workers = min(run.setup.workers for run in prepared)
-    with spread.closing(), stop.on_signals():
+    with session.training(spread) as stop:
         run_jobs(jobs, workers, lambda job, event: tell(job.directory.path.name, event), stop)
-    if stop():
-        raise KeyboardInterrupt
     trained = {job.directory.path.name for job in jobs if job.part.method != BASELINE_PART}
     runs: dict[str, Run] = {}
     unread: dict[str, str] = {}
@@ -343,13 +329,13 @@ def _train(path: Path, grid: Grid, prepared: Sequence[PreparedRun], follow: _Fol
             runs[name] = _finished(run, changed=name in trained)
         except RunError as error:  # a part that failed is missing
             unread[name] = str(error)
-    found = Sweep.of(path, grid, runs, unread)
-    if left_out := write_results(found):
+    finished = Sweep.of(path, grid, runs, unread)
+    if left_out := write_results(finished):
         LOG.warning(left_out)
     from nufed.lab.report.sweep_page import build_sweep_page  # charts are slow to import
 
-    build_sweep_page(found, figures=follow.figures)
-    return found
+    build_sweep_page(finished, figures=bool(session.figures))
+    return finished
 
 
 def _finished(run: PreparedRun, *, changed: bool) -> Run:

@@ -1,7 +1,4 @@
-"""Trains the trials of a search over one pool of workers, and keeps their records on disk.
-
-Trains one trial to its next rung and scores it on validation samples, never on test samples.
-"""
+"""Trains the trials of a search, spread over workers together, and keeps their records on disk."""
 
 from __future__ import annotations
 
@@ -13,64 +10,89 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from nufed.algorithms.protocol import Algorithm, State
+from nufed.algorithms.protocol import Algorithm
 from nufed.errors import InputError, RunError, TrainingError, UpdateError, shown
 from nufed.evaluate import ByScale, choose_step_sizes, preferred, summarise
 from nufed.files import cannot_write, make_private, write_sealed
 from nufed.lab.config.methods import MethodConfig
 from nufed.lab.config.schema import ScoredAgents
-from nufed.lab.experiment.jobs import Job, run_jobs
-from nufed.lab.experiment.observers import Event, Listener
-from nufed.lab.experiment.run_parts import RunPart, open_engine
+from nufed.lab.experiment.evaluation import scorer
+from nufed.lab.experiment.jobs import RunPart, run_jobs
+from nufed.lab.experiment.observers import Event
+from nufed.lab.experiment.session import Stop
 from nufed.lab.experiment.setup import Setup
-from nufed.lab.experiment.stopping import Stop
+from nufed.lab.experiment.training import Finish, MethodJob
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.json_files import finite, read_lines, read_record
-from nufed.lab.runs.part_files import PartFiles, Recorder, is_due
+from nufed.lab.runs.part_files import PartFiles, Recorder
 from nufed.lab.runs.records import MetricsLine
 from nufed.lab.runs.tuning_record import AskedTrial, RungScore, SearchRecord
 from nufed.lab.tuning.halving import KEEP, Predict
-from nufed.server import AgentStates, StatesOf, to_send
-from nufed.simulation import Engine, train
+from nufed.server import Progress
+from nufed.simulation import Engine
 
 METRICS = "metrics.jsonl"
 KEPT = ("trial.json", "rung-*.json")  # of a trial that is over
 
 
 @dataclass(frozen=True)
-class TrialJob(Job):
-    """A trial's training to ``rounds``; ``setup`` is its own, with its settings.
+class TrialJob(MethodJob):
+    """Trains a trial to its next rung and scores it on validation samples, never on test samples.
 
-    ``chosen``: whether the step size of fine-tuning is chosen for its score, as for results.
+    A training that fails gets no score; the reason is recorded instead.
+
+    Args:
+        setup: the trial's own, with its settings, and with the rounds of the rung.
+        trial: as it was asked.
+        folder: its directory, below that of the search.
+        agents: those whose validation samples score it.
+        chosen: whether the step size of fine-tuning is chosen for its score, as for results.
     """
 
     trial: AskedTrial
-    rounds: int
     folder: Path
     agents: ScoredAgents
     chosen: bool = True
 
-    @property
-    def root(self) -> Path:
-        return self.folder
+    checks_curvature = False
 
-    @property
-    def folders(self) -> list[Path]:
-        return [Path()]
+    def files(self) -> dict[str, PartFiles]:
+        belongs_to = self.setup.problem.belongs_to(self.trial.seed)
+        return {self.trial.method: PartFiles(self.directory.path / self.folder, belongs_to)}
 
-    def moved(self, root: Path) -> TrialJob:
-        return dataclasses.replace(self, folder=root)
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        config, name, seed = self.setup.config, self.trial.method, self.trial.seed
+        files, algorithm = self.files()[name], self.setup.algorithms[name]
+        try:
+            with (
+                _quiet(),
+                Recorder(self.directory, files, config, name, algorithm, seed) as recorder,
+            ):
+                yield recorder
+        except (TrainingError, UpdateError, InputError) as error:
+            self._write(files.folder, RungScore(rounds=config.rounds, failure=str(error)))
 
-    def is_done(self) -> bool:
-        return rung_path(self.folder, self.rounds).exists()
+    def evaluate(
+        self, engine: Engine, progress: Progress, recorder: Recorder
+    ) -> tuple[dict[str, Any], Finish | None]:
+        if not recorder.is_last(progress):
+            return {}, None
 
-    @property
-    def run(self) -> Callable[[Listener, int, Stop], None]:
-        return partial(run_trial, self)
+        def finish() -> None:
+            self._write(recorder.files.folder, validation_score(self, engine, progress))
+
+        return {}, finish
+
+    def _write(self, folder: Path, score: RungScore) -> None:
+        """Write the score with the work of all rounds so far."""
+        path = folder / METRICS
+        spent = read_lines(path, MetricsLine) if path.exists() else []
+        work = {key: sum(getattr(line, key) for line in spent) for key in ("gradients", "hvps")}
+        write_rung(folder, score.model_copy(update=work))
 
 
 def setup_of(base: Setup, method: str, settings: Mapping[str, Any]) -> Setup:
@@ -82,11 +104,11 @@ def setup_of(base: Setup, method: str, settings: Mapping[str, Any]) -> Setup:
     shared = MethodConfig(algorithm=config.method.algorithm)
     table = config.methods.get(method, shared).model_dump()
     tables = {**config.methods, method: MethodConfig(**{**table, **settings})}
-    own = dict(problem.given.methods or {})
-    if method in own:
-        own[method] = dataclasses.replace(own[method], **settings)
+    given = dict(problem.given.methods or {})
+    if method in given:
+        given[method] = dataclasses.replace(given[method], **settings)
     changed = config.model_copy(update={"methods": tables})
-    algorithm = changed.algorithms(own)[method].without_checks()
+    algorithm = changed.algorithms(given)[method].without_checks()
     engine = base.engine_names[method]
     if _engine_key(algorithm) != _engine_key(base.algorithms[method]):
         engine = base.engines[config.seeds[0]].choose(algorithm, config.engine)
@@ -129,73 +151,7 @@ def discard_training(folder: Path) -> None:
             path.unlink()
 
 
-def run_trial(job: TrialJob, listener: Listener, workers: int, stop: Stop) -> None:
-    """Train a trial from its last checkpoint to ``job.rounds`` rounds and write its score.
-
-    A training that fails gets no score, and the reason is recorded instead.
-    """
-    setup, trial = job.setup, job.trial
-    listener(Event(trial.seed, trial.method, 0, None))
-    if rung_path(job.folder, job.rounds).exists():
-        return
-    files = PartFiles(job.folder, setup.problem.belongs_to(trial.seed))
-    try:
-        with _quiet():
-            found = _train(job, files, listener, workers, stop)
-    except (TrainingError, UpdateError, InputError) as error:
-        found = RungScore(rounds=job.rounds, failure=str(error))
-    if found is not None:
-        path = job.folder / METRICS
-        spent = read_lines(path, MetricsLine) if path.exists() else []
-        work = {key: sum(getattr(line, key) for line in spent) for key in ("gradients", "hvps")}
-        write_rung(job.folder, found.model_copy(update=work))
-
-
-def _train(
-    job: TrialJob, files: PartFiles, listener: Listener, workers: int, stop: Stop
-) -> RungScore | None:
-    """The score after the last round; None if stopped before."""
-    setup, name, seed = job.setup, job.trial.method, job.trial.seed
-    config = setup.config.model_copy(update={"rounds": job.rounds, "save_every": 0})
-    algorithm = setup.algorithms[name]
-    with (
-        open_engine(setup, seed, setup.engine_names[name], workers) as engine,
-        Recorder(job.directory, files, config, name, algorithm, seed) as recorder,
-    ):
-        objective = engine.objective
-        start = recorder.resume(
-            lambda: algorithm.initial_server(objective, objective.initial()), eval_every=1
-        )
-        training = train(
-            algorithm,
-            engine,
-            objective.initial(),
-            rounds=job.rounds,
-            participation=config.participation,
-            start=start,
-            states=files.states,
-            rules=setup.rules,
-            faults=setup.faults,
-        )
-        del start
-        for progress in training:
-            last, stopped = recorder.is_last(progress), stop()
-            due = last or stopped or is_due(config.checkpoint_every, progress.round)
-            recorder.record(progress, {}, checkpoint=due)
-            if last:
-                received = to_send(algorithm, progress.server)
-                found = validation_score(job, engine, algorithm, received, progress.states)
-                listener(Event(seed, name, progress.round, found.score))
-                return found
-            listener(Event(seed, name, progress.round, None))
-            if stopped:
-                break
-    return None
-
-
-def validation_score(
-    job: TrialJob, engine: Engine, algorithm: Algorithm, received: State, states: AgentStates
-) -> RungScore:
+def validation_score(job: TrialJob, engine: Engine, progress: Progress) -> RungScore:
     """The mean score of agents on their validation samples, after the steps that are shown.
 
     After the last rung, the step size of fine-tuning is chosen on the validation samples of seen
@@ -205,31 +161,23 @@ def validation_score(
     """
     setup, seed, measure = job.setup, job.trial.seed, job.setup.measure
     config, steps = setup.config, setup.config.steps_of(job.trial.method)[0]
+    algorithm = setup.algorithms[job.trial.method]
 
     def on(agents: Sequence[int]) -> ByScale:
-        own = StatesOf(agents, states)
-        return lambda scales: engine.evaluate_scales(
-            algorithm,
-            received,
-            own,
-            steps=steps,
-            measure=measure,
-            scales=scales,
-            part="validation",
-        )
+        return scorer(setup, engine, algorithm, progress, "validation", agents, steps)
 
     def with_scale(scale: float, gradients: int = 0, hvps: int = 0) -> RungScore:
         (scores,) = on(scored_agents(setup, seed, job.agents))([scale])
         gradients += len(scores) * steps + sum(each.personal_gradients for each in scores)
         hvps += sum(each.personal_hvps for each in scores)
-        found = summarise(scores, steps, measure)
-        return _rung(job, found.mean, found.loss, scale, gradients, hvps)
+        summary = summarise(scores, steps, measure)
+        return _rung(job, summary.mean, summary.loss, scale, gradients, hvps)
 
     may_choose = steps and config.eval_lr != "as_trained"
     if may_choose and not job.chosen:
-        found = with_scale(1.0)
-        if found.failure is None:
-            return found
+        as_trained = with_scale(1.0)
+        if as_trained.failure is None:
+            return as_trained
     scale, gradients, hvps = 1.0, 0, 0
     if may_choose:
         seen = on(sorted(setup.validated(seed)))
@@ -237,27 +185,29 @@ def validation_score(
         if sizes is not None:
             scale, gradients, hvps = sizes.scale(steps), sizes.gradients, sizes.hvps
             if job.agents == "seen":
-                own = sizes.chosen[0]
-                return _rung(job, own.score, own.loss, scale, gradients, hvps)
+                chosen = sizes.chosen[0]
+                return _rung(job, chosen.score, chosen.loss, scale, gradients, hvps)
     return with_scale(scale, gradients, hvps)
 
 
 def _rung(
     job: TrialJob, score: float, loss: float, scale: float, gradients: int, hvps: int
 ) -> RungScore:
-    cause = "it diverged"
-    if math.isfinite(loss):
+    rounds, failure = job.setup.config.rounds, None
+    if not math.isfinite(score):
         name = job.setup.measure.name
         cause = f"{name} is NaN for some agent although the loss is finite"
-    failure = f"the validation score after {job.rounds} rounds is not finite: {cause}"
+        failure = f"the validation score after {rounds} rounds is not finite: " + (
+            cause if math.isfinite(loss) else "it diverged"
+        )
     return RungScore(
-        rounds=job.rounds,
+        rounds=rounds,
         score=finite(score),
         loss=finite(loss),
         scale=scale,
         evaluation_gradients=gradients,
         evaluation_hvps=hvps,
-        failure=None if math.isfinite(score) else failure,
+        failure=failure,
     )
 
 
@@ -331,21 +281,21 @@ class Trainer:
         self._over = 0
         self._done, self._new, self._began = 0.0, 0.0, time.monotonic()
         repeated = len(plan.repeat_seeds) * setup.config.tune.finalists
-        repeats = repeated * sum(own.work for own in plan.methods.values())
+        repeats = repeated * sum(method.work for method in plan.methods.values())
         searched = plan.allowed * len(plan.methods)
         if plan.per == "trial":
             pairs = zip([0, *plan.rungs], plan.rungs, strict=False)
             share = sum((b - a) / KEEP**k for k, (a, b) in enumerate(pairs)) / plan.rungs[-1]
-            searched = plan.budget * share * sum(own.work for own in plan.methods.values())
+            searched = plan.budget * share * sum(method.work for method in plan.methods.values())
         self._total = searched + repeats
 
     def repeat(self, asked: Sequence[AskedTrial], rounds: int) -> Sequence[RungScore]:
         """Train finalists with other seeds, all at once."""
         self._stage = "repeats"
-        found = self(asked, rounds)
+        scores = self(asked, rounds)
         for each in asked:
             self.discard(each)
-        return found
+        return scores
 
     def __call__(self, asked: Sequence[AskedTrial], rounds: int) -> Sequence[RungScore]:
         """Train trials further, to so many rounds; their scores.
@@ -353,17 +303,17 @@ class Trainer:
         Those that have a score of that rung are not trained again. Raises KeyboardInterrupt if
         stopped; checkpoints are then saved.
         """
-        jobs = [job for each in asked for job in self._job(each, rounds)]
-        run_jobs(jobs, self._setup.workers, lambda job, event: self._show(job, event), self._stop)
+        jobs = [job for each in asked if (job := self._job(each, rounds)) is not None]
+        run_jobs(jobs, self._setup.workers, self._show, self._stop)
         if self._stop():
             raise KeyboardInterrupt
-        found = []
+        scores = []
         for each in asked:
             score = read_rung(self._folder(each), rounds)
             assert score is not None
-            found.append(score)
+            scores.append(score)
             self._note(each, score)
-        return found
+        return scores
 
     def discard(self, asked: AskedTrial) -> None:
         """Called for a trial that is over."""
@@ -373,23 +323,28 @@ class Trainer:
         except OSError as error:
             raise cannot_write(self._folder(asked), error) from error
 
-    def _job(self, asked: AskedTrial, rounds: int) -> list[TrialJob]:
-        """The job that trains a trial; none if its score is known."""
-        folder = self._folder(asked)
+    def _job(self, asked: AskedTrial, rounds: int) -> TrialJob | None:
+        """The job that trains a trial; None if its score is known."""
+        folder, plan = self._folder(asked), self._plan
         self._record(asked, folder)
         if read_rung(folder, rounds) is not None:
             self._done += self._work(asked, rounds)
-            return []
+            return None
         try:
             setup = setup_of(self._setup, asked.method, asked.settings)
         except InputError as error:
             write_rung(folder, RungScore(rounds=rounds, failure=str(error)))
-            return []
-        part = RunPart(asked.seed, asked.method, self._work(asked, rounds))
-        directory = RunDirectory(self._path)
-        plan = self._plan
-        chosen = plan.format == 1 or rounds == plan.rungs[-1]
-        return [TrialJob(setup, directory, part, asked, rounds, folder, plan.agents, chosen)]
+            return None
+        update = {"rounds": rounds, "eval_every": 1, "save_every": 0}
+        return TrialJob(
+            dataclasses.replace(setup, config=setup.config.model_copy(update=update)),
+            RunDirectory(self._path),
+            RunPart(asked.seed, asked.method, self._work(asked, rounds)),
+            asked,
+            folder.relative_to(self._path),
+            plan.agents,
+            chosen=plan.format == 1 or rounds == plan.rungs[-1],
+        )
 
     def _folder(self, asked: AskedTrial) -> Path:
         name = f"{asked.method}-{asked.number:04d}"
@@ -427,9 +382,8 @@ class Trainer:
             if best is None or (new > best) == self._plan.higher_is_better:
                 self._best[asked.method] = new
 
-    def _show(self, job: Job, event: Event) -> None:
-        assert isinstance(job, TrialJob)
-        if event.round:
+    def _show(self, job: TrialJob, event: Event) -> None:
+        if event.round and not event.starts:
             work = self._predict(job.trial.method, job.trial.settings)
             self._done, self._new = self._done + work, self._new + work
         spent = time.monotonic() - self._began
@@ -439,7 +393,7 @@ class Trainer:
                 self._stage,
                 job.trial,
                 event.round,
-                job.rounds,
+                job.setup.config.rounds,
                 self._over,
                 min(1.0, self._done / self._total) if self._total else 1.0,
                 dict(self._best),

@@ -1,8 +1,7 @@
 """``nufed tune``: searches the settings of every method with the same budget.
 
-The plan of a search: what is searched with which budget, from a configuration or a record.
-
-The configuration with the settings that a search chose, ready for ``nufed run``.
+A search has a plan (what is searched with which budget), is resumed from its record, and ends with
+a configuration with the chosen settings, ready for ``nufed run``.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from nufed.files import locked, write_durably, write_sealed
 from nufed.lab.config import Config, load_config
 from nufed.lab.config.load import read_config
 from nufed.lab.config.methods import MethodConfig
-from nufed.lab.config.problem import Given, Problem
+from nufed.lab.config.problem import Given
 from nufed.lab.config.schema import BudgetUnit, TunedTable, TuneTable
 from nufed.lab.config.trust import require_trust
+from nufed.lab.experiment.session import Session
 from nufed.lab.experiment.setup import Setup, check_simulated
-from nufed.lab.experiment.stopping import Stop
 from nufed.lab.runs import RunDirectory, load_run
 from nufed.lab.runs.json_files import check_entries, read_record
 from nufed.lab.runs.provenance import flat_differences, plain_settings
@@ -82,16 +81,16 @@ def make_plan(
         rungs=rungs_of(config.rounds, config.tune.halvings),
         methods={
             name: MethodSearch(
-                ranges=own,
+                ranges=searched,
                 configured={
                     key: value
                     for key, value in configured(algorithms[name]).items()
-                    if key in {each.setting for each in own}
+                    if key in {each.setting for each in searched}
                 },
                 work=work[name],
                 notes=notes,
             )
-            for name, (own, notes) in ranges.items()
+            for name, (searched, notes) in ranges.items()
         },
         software={package: version(package) for package in packages},
     )
@@ -249,14 +248,22 @@ def tune(
         on_start, on_progress, on_stop: called with the directory, after every round, and on Ctrl-C
             or SIGTERM: checkpoints are then saved before KeyboardInterrupt is raised.
     """
-    given = Given(model, data, loss, metric, methods, partition)
+    session = Session(
+        Given(model, data, loss, metric, methods, partition),
+        trust=trust,
+        ray=ray,
+        figures=figures,
+        on_start=on_start,
+        on_progress=on_progress,
+        on_stop=on_stop,
+    )
     overrides = [*overrides, *([] if per is None else [f"tune.per={per}"])]
-    checked = _configuration(config, overrides, budget, resume, given, trust)
+    checked = _configuration(config, overrides, budget, resume, session)
     check_simulated(checked)
     if resume is not None and bounds is not None:
         raise InputError("bounds can't be given to a resumed search: it keeps its ranges")
     with torch_threads(checked.threads):
-        setup = _setup(checked, given)
+        setup = _setup(checked, session)
         predict = Predictor(setup)
         if resume is None:
             smoothness = None if bounds is None else _smoothness(Path(bounds), checked, trust)
@@ -274,8 +281,7 @@ def tune(
                 write_sealed(directory.path / SEARCH, plan.model_dump())
             if on_start:
                 on_start(directory.path)
-            with setup.on_ray(ray).closing() as spread:
-                record = _search(spread, plan, directory.path, predict, on_progress, on_stop)
+            record = _search(setup.on_ray(ray), plan, directory.path, predict, session)
             return _finish(checked, record, directory.path, figures)
 
 
@@ -284,15 +290,14 @@ def _configuration(
     overrides: Sequence[str],
     budget: float | None,
     resume: str | Path | None,
-    given: Given,
-    trust: bool,
+    session: Session,
 ) -> Config:
     """The configuration to tune; that of a search to resume if none is given."""
     more = [*overrides, *([] if budget is None else [f"tune.budget={float(budget)!r}"])]
     if resume is None and config is None:
         raise InputError("give a preset (see `nufed list`) or a TOML file, or --resume DIR")
     if config is not None:
-        return load_config(config, more, given.methods)
+        return load_config(config, more, session.given.methods)
     path = Path(str(resume))
     if not (path / SEARCH).is_file():
         raise RunError(
@@ -300,17 +305,17 @@ def _configuration(
             "was killed while it started, remove it and start again"
         )
     check_entries(path)
-    found = read_config(path / "config.toml", more)
-    require_trust(path, given.with_placeholders(found), trust)
-    return found
+    recorded = read_config(path / "config.toml", more)
+    require_trust(path, session.given.with_placeholders(recorded), session.trust)
+    return recorded
 
 
-def _setup(config: Config, given: Given) -> Setup:
+def _setup(config: Config, session: Session) -> Setup:
     """The setup of the search: with the seeds of repeats, and what depends on all methods fixed."""
     _check_validation(config)
     seeds = [config.seeds[0], *_other_seeds(config)]
     fixed = {"seeds": seeds, "eval_steps": config.steps_shown, "baselines": [], "tune_local": False}
-    setup = Setup.make(Problem.make(config.model_copy(update=fixed), given))
+    setup = session.setup(config.model_copy(update=fixed))
     for seed in seeds:
         if not scored_agents(setup, seed, config.tune.agents):
             raise InputError(
@@ -350,8 +355,8 @@ def _smoothness(path: Path, config: Config, trust: bool) -> Smoothness:
                 f"the bounds of {path} are about another problem, its {table} differs: run `nufed "
                 "bounds` on a run of this configuration"
             )
-    found = run.bounds()
-    constant = None if found is None else found.constants.get("smoothness")
+    estimated = run.bounds()
+    constant = None if estimated is None else estimated.constants.get("smoothness")
     value = None if constant is None else constant.value
     if not value or not 0 < value < float("inf"):
         raise InputError(
@@ -374,29 +379,28 @@ def _search(
     plan: SearchRecord,
     path: Path,
     predict: Predictor,
-    on_progress: TuneListener | None,
-    on_stop: Callable[[], None] | None,
+    session: Session,
 ) -> TuningRecord:
     """Run all trials and repeats that are not done, and choose."""
-    stop = Stop(on_stop or (lambda: None))
-    trainer = Trainer(setup, plan, path, predict, stop, on_progress or (lambda event: None))
+    listener = session.on_progress or (lambda event: None)
     rounds, better = plan.rungs[-1], plan.higher_is_better
-    with stop.on_signals():
+    with session.training(setup) as stop:
+        trainer = Trainer(setup, plan, path, predict, stop, listener)
         trials = search(plan, predict, trainer, trainer.discard)
         by_method = {name: [t for t in trials if t.method == name] for name in plan.methods}
         number = setup.config.tune.finalists
-        best = {name: finalists(own, rounds, number, better) for name, own in by_method.items()}
+        best = {name: finalists(each, rounds, number, better) for name, each in by_method.items()}
         asked = [
             AskedTrial(**{**trial.model_dump(exclude={"rungs"}), "seed": seed})
             for seed in plan.repeat_seeds
-            for own in best.values()
-            for trial in own
+            for of_method in best.values()
+            for trial in of_method
         ]
         scores = trainer.repeat(asked, rounds)
     repeats = [
         Trial(**each.model_dump(), rungs=[score]) for each, score in zip(asked, scores, strict=True)
     ]
-    chosen = {name: own[0].number for name, own in best.items() if own}
+    chosen = {name: ranked[0].number for name, ranked in best.items() if ranked}
     return TuningRecord(search=plan, trials=trials, repeats=repeats, chosen=chosen)
 
 

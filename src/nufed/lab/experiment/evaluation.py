@@ -1,25 +1,18 @@
-"""The independent parts of a run: each method, and the null baselines, for each seed.
+"""Scores of a method with one seed between rounds and at the end; the null baselines.
 
-The evaluation of one method and seed on an engine.
-
-The null baselines: the majority class, the untrained model, and local training.
+The null baselines are the majority class, the untrained model and local training.
 """
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nufed.algorithms.gmeta import GMeta
 from nufed.algorithms.protocol import Algorithm, Context, State
 from nufed.data import ScoredOn
-from nufed.errors import NumericalWarning, TrainingError
 from nufed.evaluate import (
     AgentScores,
     ByScale,
@@ -38,15 +31,12 @@ from nufed.evaluate import (
 )
 from nufed.evaluate.null_baselines import OwnModel
 from nufed.evaluate.null_baselines import local_training as training_alone
-from nufed.lab.experiment.observers import Event, Listener
 from nufed.lab.experiment.setup import Setup
-from nufed.lab.experiment.stopping import Stop
-from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.agent_states import personal_after, write_personal
-from nufed.lab.runs.part_files import PartFiles, Recorder, ValidationScores, is_due
+from nufed.lab.runs.part_files import Recorder
 from nufed.lab.runs.records import evaluation_line
 from nufed.server import Progress, StatesOf, choose_cohort, to_send
-from nufed.simulation import Engine, EngineName, RayEngine, WorkerEngine, train
+from nufed.simulation import Engine, EngineName
 from nufed.simulation.choose_engine import STACK
 
 
@@ -98,9 +88,9 @@ def evaluate(
     steps, agents = setup.config.steps_evaluated, setup.evaluated[engine.seed]
     measure = setup.measure.resampled(len(agents)) if final else setup.measure
     part = setup.config.eval_on
-    score = _scorer(setup, engine, algorithm, progress, part, agents, steps, measure)
+    score = scorer(setup, engine, algorithm, progress, part, agents, steps, measure)
     seen = [agent for agent in agents if agent in setup.validated(engine.seed)]
-    validate = _scorer(setup, engine, algorithm, progress, "validation", seen, steps)
+    validate = scorer(setup, engine, algorithm, progress, "validation", seen, steps)
     return evaluate_with_choice(
         score, validate if choose and seen else None, steps, setup.measure, preferred(algorithm)
     )
@@ -125,7 +115,7 @@ def with_fits(setup: Setup, engine: Engine, name: str, final: Final) -> Evaluati
     return replace(evaluation, fits=curves)
 
 
-def _scorer(
+def scorer(
     setup: Setup,
     engine: Engine,
     algorithm: Algorithm,
@@ -150,15 +140,15 @@ def _validate(
     if recorder.files.validation is None:
         return {}
     steps, agents = setup.config.steps_of(name)[0], sorted(setup.validated(engine.seed))
-    score = _scorer(setup, engine, setup.algorithms[name], progress, "validation", agents, steps)
+    score = scorer(setup, engine, setup.algorithms[name], progress, "validation", agents, steps)
     prefer = preferred(setup.algorithms[name])
-    found = evaluate_with_choice(score, None, steps, setup.measure, prefer)
-    mean = summarise(found.as_trained, steps, setup.measure).mean
+    evaluation = evaluate_with_choice(score, None, steps, setup.measure, prefer)
+    mean = summarise(evaluation.as_trained, steps, setup.measure).mean
     recorder.files.validation.add(progress.round, mean)
     return {
         "validation_score": mean,
-        "evaluation_gradients": found.gradients,
-        "evaluation_hvps": found.hvps,
+        "evaluation_gradients": evaluation.gradients,
+        "evaluation_hvps": evaluation.hvps,
     }
 
 
@@ -191,9 +181,10 @@ def baselines(
     agents, engines = setup.evaluated[seed], setup.engines[seed]
     local, measure = local_training(setup), setup.measure.resampled(len(agents))
     short = local_training(setup, rounds=1)
-    own, own_short = OwnModel.like(local), OwnModel.like(short)
+    own_model, own_model_short = OwnModel.like(local), OwnModel.like(short)
     named = config.engine
-    engine = get_engine(engines.choose(own, "auto" if named == "gram" else named, own_short))
+    scorer = engines.choose(own_model, "auto" if named == "gram" else named, own_model_short)
+    engine = get_engine(scorer)
     if "majority" in wanted:
         scores = [majority_class(engine.federation, a, steps, measure.resamples) for a in agents]
         yield "majority", Evaluation(scores)
@@ -210,17 +201,17 @@ def baselines(
     ) -> list[AgentScores]:
         """Agents' scores after local training with ``scale`` times the step size."""
         sized = replace(local, meta_lr=scale * float(local.meta_lr))
-        found: dict[int, AgentScores] = {}
+        by_agent: dict[int, AgentScores] = {}
         for group in _groups(trainer, sized, agents, setup.workers):
             context = Context(1, len(agents), len(agents))
             results = trainer.agent_updates(sized, initial, {a: {} for a in group}, context)
             scores = score({agent: result.vectors for agent, result in results.items()})
-            found |= {own.agent: own for own in scores}
-        return [found[agent] for agent in agents if agent in found]
+            by_agent |= {agent_scores.agent: agent_scores for agent_scores in scores}
+        return [by_agent[agent] for agent in agents if agent in by_agent]
 
     def validation(models: dict[int, State]) -> list[AgentScores]:
         (scores,) = engine.evaluate_scales(
-            own,
+            own_model,
             initial,
             {agent: model for agent, model in models.items() if agent in setup.validated(seed)},
             steps=0,
@@ -231,7 +222,7 @@ def baselines(
         return scores
 
     def final(models: dict[int, State]) -> list[AgentScores]:
-        return engine.evaluate(own, initial, models, steps=steps, measure=measure)
+        return engine.evaluate(own_model, initial, models, steps=steps, measure=measure)
 
     sizes = None
     if config.tune_local:
@@ -271,191 +262,20 @@ def local_training(setup: Setup, rounds: int | None = None) -> GMeta:
     return training_alone(first, setup.config.rounds if rounds is None else rounds)
 
 
-BASELINE_PART = "null baselines"
-
-
-@dataclass(frozen=True)
-class RunPart:
-    """One method (or the null baselines) with one seed, and an estimate of its work."""
-
-    seed: int
-    method: str
-    work: float
-
-    def __str__(self) -> str:
-        return f"{self.method} with seed {self.seed}"
-
-
-def parts_of(setup: Setup) -> list[RunPart]:
-    """The parts of a run, seed by seed."""
-    config, agents = setup.config, len(setup.federations[setup.config.seeds[0]].split.agents)
-    evaluated = len(setup.evaluated[config.seeds[0]])
-    works: dict[str, float] = {}
-    if config.baselines:
-        local = "local" in config.baselines
-        alone = local_training(setup)
-        works[BASELINE_PART] = float(evaluated * (alone.local_epochs or alone.local_steps) * local)
-    for name, algorithm in setup.algorithms.items():
-        batches = sum(draw.number for draw in algorithm.update_draws()) or 1
-        works[name] = config.rounds * config.participation * agents * batches
-    return [RunPart(seed, name, work) for seed in config.seeds for name, work in works.items()]
-
-
-def part_files(setup: Setup, part: RunPart, directory: RunDirectory) -> dict[str, PartFiles]:
-    """The files of a part by the name of the method, or of each null baseline."""
-    kind, names = "methods", [part.method]
-    if part.method == BASELINE_PART:
-        kind, names = "baselines", setup.baselines()
-    return {name: _files(setup, directory, kind, name, part.seed) for name in names}
-
-
-def run_method(
-    setup: Setup,
-    part: RunPart,
-    directory: RunDirectory,
-    listener: Listener,
-    workers: int,
-    stop: Stop,
+def write_personal_models(
+    setup: Setup, engine: Engine, name: str, final: Final, folder: Path
 ) -> None:
-    """Train and evaluate a method with one seed, with ``workers`` processes; write its results.
-
-    A finished one is skipped; an interrupted one resumes from its last checkpoint.
-    """
-    config, name, seed = setup.config, part.method, part.seed
-    event, steps = Event(seed, name, 0), config.steps_of(name)[0]
-    files = part_files(setup, part, directory)[name]
-    if files.is_done(config.rounds):
-        listener(Event(seed, name, config.rounds, starts=True))
-        return
-    began, algorithm = time.perf_counter(), setup.algorithms[name]
-
-    def doubt(round: int, message: str) -> None:
-        files.warnings.append({"round": round, "message": message})
-        warnings.warn(f"{name}, seed {seed}: {message}", NumericalWarning, stacklevel=2)
-
-    with (
-        open_engine(setup, seed, setup.engine_names[name], workers) as engine,
-        _failure_written(directory, part, files),
-        Recorder(directory, files, config, name, algorithm, seed) as recorder,
-    ):
-        objective = engine.objective
-        start = recorder.resume(lambda: algorithm.initial_server(objective, objective.initial()))
-        for line in files.lines():
-            event = event.after(line, steps)
-        listener(replace(event, starts=True))
-        training = train(
-            algorithm,
-            engine,
-            objective.initial(),
-            rounds=config.rounds,
-            participation=config.participation,
-            start=start,
-            states=files.states,
-            rules=setup.rules,
-            faults=setup.faults,
-            label=f"{name}, seed {seed}",
-            on_doubt=doubt,
-        )
-        del start  # frees its vectors after the first round
-        for progress in training:
-            if recorder.is_done(progress):
-                continue
-            entries, final = dict[str, Any](), None
-            if recorder.is_evaluated(progress):
-                entries, final = evaluate_round(setup, engine, name, progress, recorder)
-            save = is_due(config.checkpoint_every, progress.round) or recorder.is_kept(progress)
-            last = stop() or final is not None  # asked once: the round it ends at is saved
-            recorded = recorder.record(progress, entries, checkpoint=save or last)
-            if final:
-                _write_personal(setup, engine, name, final, files.folder)
-                curves = with_fits(setup, engine, name, final)
-                recorder.finish(curves, progress, final.shown)
-            event = event.after(recorded, steps) if recorded else event
-            listener(replace(event, last=final is not None))
-            if last:
-                break
-        directory.write_timing(method=name, seed=seed, seconds=time.perf_counter() - began)
-
-
-def run_baselines(
-    setup: Setup,
-    part: RunPart,
-    directory: RunDirectory,
-    listener: Listener,
-    workers: int,
-    stop: Stop,
-) -> None:
-    """Evaluate the unfinished null baselines with one seed, and write their results."""
-    rounds, seed = setup.config.rounds, part.seed
-    listener(Event(seed, part.method, 0, starts=True))
-    files = part_files(setup, part, directory)
-    missing = [name for name, own in files.items() if not own.is_done(rounds)]
-    if missing:
-        with _engines(setup, seed, workers) as get_engine, stop.immediately():
-            for name, evaluation in baselines(setup, seed, get_engine, missing):
-                files[name].finish_baseline(rounds, evaluation)
-
-
-@contextmanager
-def _engines(setup: Setup, seed: int, workers: int) -> Iterator[Callable[[EngineName], Engine]]:
-    """A function that gives the engines of a seed, with ``workers`` processes."""
-    with ExitStack() as stack:
-
-        def get_engine(name: EngineName) -> Engine:
-            engine = setup.engines[seed].get(name)
-            rebuild = partial(_engine_of, setup, seed, name)
-            if setup.cluster is not None:
-                return stack.enter_context(RayEngine(setup.cluster, engine, rebuild))
-            if workers == 1:
-                return engine
-            return stack.enter_context(WorkerEngine(engine, workers, rebuild))
-
-        yield get_engine
-
-
-def _engine_of(setup: Setup, seed: int, name: EngineName) -> Engine:
-    return setup.engines[seed].get(name)
-
-
-@contextmanager
-def open_engine(setup: Setup, seed: int, name: EngineName, workers: int) -> Iterator[Engine]:
-    """An engine of a seed, with ``workers`` processes."""
-    with _engines(setup, seed, workers) as get_engine:
-        yield get_engine(name)
-
-
-@contextmanager
-def _failure_written(directory: RunDirectory, part: RunPart, files: PartFiles) -> Iterator[None]:
-    """Write why training failed, so that the other methods continue."""
-    try:
-        yield
-    except TrainingError as error:
-        directory.write_failure(part.method, part.seed, str(error), files.warnings)
-
-
-def _write_personal(setup: Setup, engine: Engine, name: str, final: Final, folder: Path) -> None:
     """Write the personal models of all agents that have a state, as results show them.
 
     Other agents' are made from the global model, and can be recomputed.
     """
     config, federation, algorithm = setup.config, engine.federation, setup.algorithms[name]
     steps, (shown, evaluation) = config.steps_of(name)[0], final
-    received, states, scale = (
-        to_send(algorithm, shown.server),
-        shown.states,
-        evaluation.scale(steps),
-    )
+    received, states = to_send(algorithm, shown.server), shown.states
+    scale = evaluation.scale(steps)
     about = {"method": name, "round": shown.round, "fine_tuning_steps": steps, "lr_scale": scale}
     for agent in states.agents():
         batches = federation.batches(agent, engine.seed, "evaluate")
-        own = evaluation_context(federation, engine.objective, batches, batches.samples)
-        tensors = personal_after(algorithm, own, received, states.get(agent), steps, scale)
+        context = evaluation_context(federation, engine.objective, batches, batches.samples)
+        tensors = personal_after(algorithm, context, received, states.get(agent), steps, scale)
         write_personal(folder, agent, tensors, about)
-
-
-def _files(setup: Setup, directory: RunDirectory, kind: str, name: str, seed: int) -> PartFiles:
-    config, scores = setup.config, None
-    if kind == "methods" and setup.validates:
-        higher, best = setup.measure.higher_is_better, config.keep == "best"
-        scores = ValidationScores(higher, config.stop_when, best)
-    return PartFiles(directory.part(kind, name, seed), setup.problem.belongs_to(seed), scores)

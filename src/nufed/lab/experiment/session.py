@@ -1,0 +1,125 @@
+"""A call of run, sweep or tune: what the user gave beside the configuration, and how it is stopped.
+
+On Ctrl-C or SIGTERM a run saves a checkpoint before it ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nufed.data import Samples
+from nufed.lab.config import Config
+from nufed.lab.config.problem import Given, Problem
+from nufed.lab.experiment.observers import Observer, Observers
+from nufed.lab.experiment.setup import Setup
+from nufed.simulation.worker_pool import shared_bytes
+
+
+class Stop:
+    """A stop flag set by Ctrl-C or SIGTERM, shared with all worker processes started later.
+
+    On the first signal every part finishes and saves its round; a second one ends immediately.
+    """
+
+    def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
+        self._requested = shared_bytes(1)
+        self._on_stop = on_stop
+        self._immediately = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_on_stop": None}  # for spawned processes, which get no signals
+
+    def __call__(self) -> bool:
+        return bool(self._requested[0])
+
+    def request(self) -> None:
+        """Set the flag without a signal."""
+        self._requested[0] = 1
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Handle signals inside this context; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._handle) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def immediately(self) -> Iterator[None]:
+        """For work without checkpoints: the first signal already ends it immediately."""
+        self._immediately = True
+        try:
+            if self():
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._immediately = False
+
+    def _handle(self, *_: Any) -> None:
+        if self() or self._immediately:
+            self._requested[0] = 1
+            raise KeyboardInterrupt
+        self._requested[0] = 1
+        self._on_stop()
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the user gave to :func:`nufed.run`, ``resume``, ``sweep``, ``resume_sweep`` or ``tune``
+    beside the configuration.
+
+    Args:
+        given: the objects.
+        trust: allow importing the code that a directory names.
+        ray: the address of a cluster.
+        figures: whether to write charts as files; None: no charts at all.
+        on_start, on_progress, on_stop: callbacks; what the first two are given depends on the call.
+        observers: of a run.
+    """
+
+    given: Given
+    trust: bool = False
+    ray: str | None = None
+    figures: bool | None = True
+    on_start: Callable[..., None] | None = None
+    on_progress: Callable[..., None] | None = None
+    on_stop: Callable[[], None] | None = None
+    observers: Sequence[Observer] = ()
+
+    def setup(self, config: Config, samples: Samples | None = None) -> Setup:
+        """Everything that training needs, on this machine."""
+        return Setup.make(Problem.make(config, self.given, samples=samples))
+
+    @contextmanager
+    def observed(self, config: Config, path: Path) -> Iterator[Observers]:
+        """Tells observers and callbacks about a run from its start to its end."""
+        told = Observers(self.observers, self.on_start, self.on_progress)
+        told.start(config, path)
+        try:
+            yield told
+        finally:
+            told.end()
+
+    @contextmanager
+    def training(self, setup: Setup) -> Iterator[Stop]:
+        """Training with a setup, whose cluster is left at the end.
+
+        A signal sets the stop flag; KeyboardInterrupt is raised when training has ended.
+        """
+        stop = Stop(self.on_stop or (lambda: None))
+        with setup.closing(), stop.on_signals():
+            yield stop
+        if stop():
+            raise KeyboardInterrupt

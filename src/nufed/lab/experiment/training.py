@@ -1,0 +1,202 @@
+"""The jobs of a run: every method, and the null baselines, with every seed."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
+
+from nufed.errors import NumericalWarning, TrainingError
+from nufed.lab.experiment.evaluation import (
+    baselines,
+    evaluate_round,
+    local_training,
+    with_fits,
+    write_personal_models,
+)
+from nufed.lab.experiment.jobs import BASELINE_PART, Job, RunPart
+from nufed.lab.experiment.observers import Event, Listener
+from nufed.lab.experiment.session import Stop
+from nufed.lab.experiment.setup import Setup
+from nufed.lab.runs import RunDirectory
+from nufed.lab.runs.part_files import PartFiles, Recorder, ValidationScores, is_due
+from nufed.server import Progress
+from nufed.simulation import Engine, EngineName, RayEngine, WorkerEngine, train
+
+
+def parts_of(setup: Setup) -> list[RunPart]:
+    """The parts of a run, seed by seed."""
+    config, agents = setup.config, len(setup.federations[setup.config.seeds[0]].split.agents)
+    evaluated = len(setup.evaluated[config.seeds[0]])
+    works: dict[str, float] = {}
+    if config.baselines:
+        local = "local" in config.baselines
+        alone = local_training(setup)
+        works[BASELINE_PART] = float(evaluated * (alone.local_epochs or alone.local_steps) * local)
+    for name, algorithm in setup.algorithms.items():
+        batches = sum(draw.number for draw in algorithm.update_draws()) or 1
+        works[name] = config.rounds * config.participation * agents * batches
+    return [RunPart(seed, name, work) for seed in config.seeds for name, work in works.items()]
+
+
+def job_of(setup: Setup, directory: RunDirectory, part: RunPart) -> Job:
+    """The job of a part of a run."""
+    kind = BaselineJob if part.method == BASELINE_PART else MethodJob
+    return kind(setup, directory, part)
+
+
+def jobs_of(setup: Setup, directory: RunDirectory) -> list[Job]:
+    """The jobs of a run, seed by seed."""
+    return [job_of(setup, directory, part) for part in parts_of(setup)]
+
+
+Finish: TypeAlias = Callable[[], None]
+"""Writes the results of a training after its last round."""
+
+
+class MethodJob(Job):
+    """Trains a method with one seed from its last checkpoint, and records and evaluates its rounds.
+
+    Trainings that are scored and recorded in another way override :meth:`files`,
+    :meth:`recording` and :meth:`evaluate`.
+    """
+
+    checks_curvature: ClassVar[bool] = True
+
+    def __call__(self, listener: Listener, workers: int, stop: Stop) -> None:
+        setup, name, seed = self.setup, self.part.method, self.part.seed
+        config, algorithm = setup.config, setup.algorithms[name]
+        event, steps = Event(seed, name, 0), config.steps_of(name)[0]
+        if self.is_done():
+            listener(replace(event, round=config.rounds, starts=True))
+            return
+        with self.recording() as recorder, open_engines(setup, seed, workers) as get_engine:
+            engine, files = get_engine(setup.engine_names[name]), recorder.files
+            objective = engine.objective
+            start = recorder.resume(
+                lambda: algorithm.initial_server(objective, objective.initial())
+            )
+            for line in files.lines():
+                event = event.after(line, steps)
+            listener(replace(event, starts=True))
+            training = train(
+                algorithm,
+                engine,
+                objective.initial(),
+                rounds=config.rounds,
+                participation=config.participation,
+                start=start,
+                states=files.states,
+                rules=setup.rules,
+                faults=setup.faults,
+                label=f"{name}, seed {seed}",
+                on_doubt=partial(self._doubt, files) if self.checks_curvature else None,
+            )
+            del start  # frees its vectors after the first round
+            for progress in training:
+                if recorder.is_done(progress):
+                    continue
+                entries, finish = dict[str, Any](), None
+                if recorder.is_evaluated(progress):
+                    entries, finish = self.evaluate(engine, progress, recorder)
+                save = is_due(config.checkpoint_every, progress.round) or recorder.is_kept(progress)
+                last = stop() or finish is not None  # asked once: the round it ends at is saved
+                recorded = recorder.record(progress, entries, checkpoint=save or last)
+                if finish is not None:
+                    finish()
+                event = event.after(recorded, steps) if recorded else event
+                listener(replace(event, last=finish is not None))
+                if last:
+                    break
+
+    def files(self) -> dict[str, PartFiles]:
+        setup, name, seed = self.setup, self.part.method, self.part.seed
+        scores = None
+        if setup.validates:
+            higher, best = setup.measure.higher_is_better, setup.config.keep == "best"
+            scores = ValidationScores(higher, setup.config.stop_when, best)
+        folder = self.directory.part("methods", name, seed)
+        return {name: PartFiles(folder, setup.problem.belongs_to(seed), scores)}
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Records rounds in the files of the training, or why it failed, and the time it took."""
+        name, seed, began = self.part.method, self.part.seed, time.perf_counter()
+        files, algorithm = self.files()[name], self.setup.algorithms[name]
+        try:
+            with Recorder(
+                self.directory, files, self.setup.config, name, algorithm, seed
+            ) as recorder:
+                yield recorder
+        except TrainingError as error:  # the other methods continue
+            self.directory.write_failure(name, seed, str(error), files.warnings)
+        else:
+            seconds = time.perf_counter() - began
+            self.directory.write_timing(method=name, seed=seed, seconds=seconds)
+
+    def evaluate(
+        self, engine: Engine, progress: Progress, recorder: Recorder
+    ) -> tuple[dict[str, Any], Finish | None]:
+        """Further entries of the metrics of a round; of the last one also what finishes it."""
+        setup, name = self.setup, self.part.method
+        entries, final = evaluate_round(setup, engine, name, progress, recorder)
+        if final is None:
+            return entries, None
+
+        def finish() -> None:
+            write_personal_models(setup, engine, name, final, recorder.files.folder)
+            recorder.finish(with_fits(setup, engine, name, final), progress, final.shown)
+
+        return entries, finish
+
+    def _doubt(self, files: PartFiles, round: int, message: str) -> None:
+        files.warnings.append({"round": round, "message": message})
+        text = f"{self.part.method}, seed {self.part.seed}: {message}"
+        warnings.warn(text, NumericalWarning, stacklevel=2)
+
+
+class BaselineJob(Job):
+    """Evaluates the null baselines with one seed that are not done yet."""
+
+    def __call__(self, listener: Listener, workers: int, stop: Stop) -> None:
+        setup, seed, rounds = self.setup, self.part.seed, self.setup.config.rounds
+        listener(Event(seed, self.part.method, 0, starts=True))
+        files = self.files()
+        missing = [name for name, baseline in files.items() if not baseline.is_done(rounds)]
+        if missing:
+            with open_engines(setup, seed, workers) as get_engine, stop.immediately():
+                for name, evaluation in baselines(setup, seed, get_engine, missing):
+                    files[name].finish_baseline(rounds, evaluation)
+
+    def files(self) -> dict[str, PartFiles]:
+        seed = self.part.seed
+        belongs_to = self.setup.problem.belongs_to(seed)
+        return {
+            name: PartFiles(self.directory.part("baselines", name, seed), belongs_to)
+            for name in self.setup.baselines()
+        }
+
+
+@contextmanager
+def open_engines(setup: Setup, seed: int, workers: int) -> Iterator[Callable[[EngineName], Engine]]:
+    """A function that gives the engines of a seed, with ``workers`` processes."""
+    with ExitStack() as stack:
+
+        def get_engine(name: EngineName) -> Engine:
+            engine = setup.engines[seed].get(name)
+            rebuild = partial(_engine_of, setup, seed, name)
+            if setup.cluster is not None:
+                return stack.enter_context(RayEngine(setup.cluster, engine, rebuild))
+            if workers == 1:
+                return engine
+            return stack.enter_context(WorkerEngine(engine, workers, rebuild))
+
+        yield get_engine
+
+
+def _engine_of(setup: Setup, seed: int, name: EngineName) -> Engine:
+    return setup.engines[seed].get(name)
