@@ -7,6 +7,7 @@
     ├── UpdateError            one agent's update is left out: agent, round, reason and its kind
     ├── TrainingError          training has to stop
     └── RunError               a run directory can't be written or read
+        └── ResumableError     until something is done; then the run can be resumed
     NumericalWarning           a result was computed, but is numerically unreliable
     ReportWarning              a report was written, but without some of its charts
     ObserverWarning            an observer of a run failed, and the run continued
@@ -78,6 +79,30 @@ class TrainingError(NufedError):
 
 class RunError(NufedError):
     """A run directory can't be written or read."""
+
+
+class ResumableError(RunError):
+    """A run directory can't be used until something is done; then the run can be resumed.
+
+    Args:
+        problem: what can't be done, and why.
+        remedy: what to do before the run is resumed.
+        then: what the resumed run does.
+        command: resumes it.
+    """
+
+    def __init__(
+        self, problem: str, remedy: str, then: str = "", command: str = "nufed run --resume"
+    ) -> None:
+        super().__init__(problem, remedy, then, command)
+        self.problem, self.remedy, self.then, self.command = problem, remedy, then, command
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.remedy} and continue with `{self.command}`{self.then}"
+
+    def resumed_by(self, command: str) -> ResumableError:
+        """The same error of a run that another command resumes."""
+        return ResumableError(self.problem, self.remedy, self.then, command)
 
 
 class NumericalWarning(UserWarning):

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from nufed.errors import RunError
+from nufed.errors import ResumableError, RunError
 
 TEMPORARY = ".tmp"
 Pieces: TypeAlias = Sequence[bytes | memoryview]
@@ -82,14 +82,11 @@ def is_full(error: OSError) -> bool:
 
 def cannot_write(path: Path, error: OSError) -> RunError:
     """The error for a file of a run that can't be written."""
+    why, remedy = f" ({error.strerror})", "make it writable"
     if is_full(error):
-        return RunError(
-            f"{path} can't be written, the disk is full: free some space there and continue with "
-            f"`nufed run --resume`; what was saved before is kept"
-        )
-    return RunError(
-        f"{path} can't be written ({error.strerror}): make it writable and continue with "
-        "`nufed run --resume`; what was saved before is kept"
+        why, remedy = ", the disk is full", "free some space there"
+    return ResumableError(
+        f"{path} can't be written{why}", remedy, "; what was saved before is kept"
     )
 
 

@@ -27,7 +27,7 @@ from nufed.lab.bundle.adapting import Array, cross_validate, fine_tuned
 from nufed.lab.bundle.from_run import NoBundleError, bundle_of, check_inputs, shown_steps
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.runs import Estimate, Run
-from nufed.lab.runs.json_files import finite
+from nufed.lab.runs.json_files import finite, write_json
 from nufed.objective.threads import torch_threads
 from nufed.seeding import stream
 
@@ -247,6 +247,19 @@ def advise(
     with torch_threads(run.config.threads):
         problem = Problem.rebuild(run.recorded, given, trust=trust)
         return _advise(run, problem, max_steps, on_progress)
+
+
+def write_advice(
+    run: Run,
+    max_steps: int | None = None,
+    on_progress: OnProgress = lambda what, share: None,
+    *,
+    trust: bool = False,
+) -> Advice:
+    """The advice from a run, which is also written to its ``advice.json``."""
+    advice = advise(run, max_steps, on_progress, trust=trust)
+    write_json(run.path / "advice.json", advice.record())
+    return advice
 
 
 def _advise(run: Run, problem: Problem, max_steps: int | None, on_progress: OnProgress) -> Advice:

@@ -22,6 +22,7 @@ from nufed import theory
 from nufed.algorithms import GMeta
 from nufed.algorithms.protocol import Algorithm, TheorySettings
 from nufed.errors import InputError, NumericalWarning
+from nufed.files import write_sealed
 from nufed.lab.analysis.estimate import Estimator, LowerEstimate, spread
 from nufed.lab.config.describe import input_error
 from nufed.lab.config.problem import Given, Problem
@@ -39,8 +40,10 @@ from nufed.lab.runs.bounds_record import (
     StepsRow,
     Terms,
 )
+from nufed.lab.runs.directory import BOUNDS
 from nufed.lab.runs.part_files import read_received
 from nufed.meta.curvature import CURVATURES, HessianFree
+from nufed.objective.threads import torch_threads
 from nufed.server import choose_cohort
 from nufed.theory import BatchSizes, GradientError, ProblemConstants, Training
 
@@ -195,6 +198,14 @@ def _bounds(numbers: Numbers, constants: ProblemConstants) -> BoundsRecord:
         ),
         methods=[MethodBounds(method=GIVEN, steps=numbers.adapt_steps, promised=promised)],
     )
+
+
+def write_bounds(run: Run, *, trust: bool = False) -> BoundsRecord:
+    """The bounds of a run, which are also written to its ``bounds.json``."""
+    with torch_threads(run.config.threads):
+        record = bounds_of_run(run, trust=trust)
+    write_sealed(run.path / BOUNDS, record.record())
+    return record
 
 
 def bounds_of_run(run: Run, *, given: Given | None = None, trust: bool = False) -> BoundsRecord:

@@ -301,31 +301,26 @@ def bounds(
     as_json: AsJson = False,
 ) -> None:
     """Theoretical guarantees: constants, bounds per ν, allowed step sizes, Theorem 1."""
-    from nufed.files import write_sealed
-    from nufed.lab.analysis.bounds import bounds_of_numbers, bounds_of_run
+    from nufed.lab.analysis.bounds import bounds_of_numbers, write_bounds
     from nufed.lab.cli.printed_results import print_notes
     from nufed.lab.report import build_report, save_bounds_charts
     from nufed.lab.report.bounds_tables import bounds_notes, bounds_tables
     from nufed.lab.runs import load_run
-    from nufed.lab.runs.directory import BOUNDS
-    from nufed.objective.threads import torch_threads
 
     if source.is_dir():
         finished = load_run(source, trust=trust)
-        status = console(stderr=True).status("estimating constants, about half a minute")
-        with status, torch_threads(finished.config.threads):
-            found = bounds_of_run(finished, trust=trust)
-        write_sealed(source / BOUNDS, found.record())
+        with console(stderr=True).status("estimating constants, about half a minute"):
+            record = write_bounds(finished, trust=trust)
         if add_to_report:
             build_report([finished], source)
     else:
-        found = bounds_of_numbers(source)
+        record = bounds_of_numbers(source)
     if as_json:
-        print(json.dumps(found.record()))
+        print(json.dumps(record.record()))
         return
-    print_notes(bounds_tables(found), bounds_notes(found))
+    print_notes(bounds_tables(record), bounds_notes(record))
     if source.is_dir():
-        for figure in save_bounds_charts(found, source / "figures"):
+        for figure in save_bounds_charts(record, source / "figures"):
             say(f"chart: {figure}")
 
 
@@ -341,12 +336,11 @@ def advise_on(
     as_json: AsJson = False,
 ) -> None:
     """Advise on number and size of fine-tuning steps and amount of data, from held-out agents."""
-    from nufed.lab.analysis.advise import advise
+    from nufed.lab.analysis.advise import write_advice
     from nufed.lab.cli.printed_results import print_notes
     from nufed.lab.report import save_advice_chart
     from nufed.lab.report.advice_tables import advice_notes, advice_tables
     from nufed.lab.runs import load_run
-    from nufed.lab.runs.json_files import write_json
 
     finished = load_run(run, trust=trust)
     with console(stderr=True).status("trying") as status:
@@ -354,13 +348,12 @@ def advise_on(
         def show(what: str, share: float) -> None:
             status.update(styled(f"trying {what}, {share:.0%} done"))
 
-        found = advise(finished, max_steps, show, trust=trust)
-    write_json(run / "advice.json", found.record())
+        advice = write_advice(finished, max_steps, show, trust=trust)
     if as_json:
-        print(json.dumps(found.record()))
+        print(json.dumps(advice.record()))
         return
-    print_notes(advice_tables(found), advice_notes(found))
-    for figure in save_advice_chart(found, run / "figures"):
+    print_notes(advice_tables(advice), advice_notes(advice))
+    for figure in save_advice_chart(advice, run / "figures"):
         say(f"chart: {figure}")
 
 

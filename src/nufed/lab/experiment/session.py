@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nufed.data import Samples
+from nufed.errors import ResumableError
 from nufed.lab.config import Config
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.experiment.observers import Observer, Observers
@@ -73,6 +74,15 @@ class Stop:
             raise KeyboardInterrupt
         self._requested[0] = 1
         self._on_stop()
+
+
+@contextmanager
+def resumed_by(command: str) -> Iterator[None]:
+    """Errors name the command that resumes the whole, instead of one of its runs."""
+    try:
+        yield
+    except ResumableError as error:
+        raise error.resumed_by(command) from error
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from nufed.lab.config.trust import named_code, require_trust
 from nufed.lab.experiment.finish import finish
 from nufed.lab.experiment.jobs import BASELINE_PART, Job, run_jobs
 from nufed.lab.experiment.observers import Event, Listener
-from nufed.lab.experiment.session import Session, Stop
+from nufed.lab.experiment.session import Session, Stop, resumed_by
 from nufed.lab.experiment.setup import Setup, begin_run, check_simulated, reopen_run, worker_count
 from nufed.lab.experiment.training import job_of, parts_of
 from nufed.lab.report.sweep_tables import write_results
@@ -235,7 +235,7 @@ def sweep(
         grid = replace(grid, points=[replace(p, config=s.config) for p, s in configs])
         path = _create(grid.base.name, None if out is None else Path(out))
         with ExitStack() as stack:
-            stack.enter_context(_resumable(path))
+            stack.enter_context(resumed_by(f"nufed sweep --resume {path}"))
             stack.enter_context(locked(path))
             write_manifest(path, grid)
             prepared = [
@@ -291,8 +291,9 @@ def resume_sweep(
         require_trust(path, session.given.with_placeholders(point.config), trust)
     loaded = LoadedSamples(session.given)
     with ExitStack() as stack:
-        for context in (_resumable(path), locked(path), torch_threads(grid.base.threads)):
-            stack.enter_context(context)
+        stack.enter_context(resumed_by(f"nufed sweep --resume {path}"))
+        stack.enter_context(locked(path))
+        stack.enter_context(torch_threads(grid.base.threads))
         prepared = [prepare_again(path, point, session, loaded, stack) for point in grid.points]
         for run in prepared:
             if run.new:
@@ -370,13 +371,3 @@ def _create(name: str, out: Path | None) -> Path:
             f"with `nufed sweep --resume {out}`"
         )
     return RunDirectory.create(f"{name}-sweep", out).path
-
-
-@contextmanager
-def _resumable(path: Path) -> Iterator[None]:
-    """Errors say how to resume the sweep, instead of one of its runs."""
-    try:
-        yield
-    except RunError as error:
-        how = f"`nufed sweep --resume {path}`"
-        raise RunError(str(error).replace("`nufed run --resume`", how)) from error

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from nufed.algorithms.protocol import Algorithm, State
-from nufed.errors import NumericalWarning, RunError
+from nufed.errors import NumericalWarning, ResumableError, RunError
 from nufed.evaluate import Evaluation
 from nufed.files import (
     Pieces,
@@ -369,9 +369,10 @@ class PartFiles:
         try:
             server = read_checkpoint(self.folder, round, self.belongs_to).server
         except (OSError, RunError) as error:
-            raise RunError(
+            raise ResumableError(
                 f"the checkpoint of round {round} in {self.folder}, the best one, can't be used "
-                f"({error}): remove that directory and continue with `nufed run --resume`"
+                f"({error})",
+                "remove that directory",
             ) from error
         return server, StoredStates(self.folder, self.belongs_to, [round])
 
@@ -484,9 +485,8 @@ def check_done(folder: Path) -> Done:
             if sha256_of(folder / name) != digest:
                 raise RunError(f"{name}: its SHA-256 differs from that in {DONE}")
     except (OSError, RunError) as error:
-        raise RunError(
-            f"{folder} is damaged ({error}): remove that directory and continue with `nufed run "
-            "--resume`, which trains it again"
+        raise ResumableError(
+            f"{folder} is damaged ({error})", "remove that directory", ", which trains it again"
         ) from error
     return about
 

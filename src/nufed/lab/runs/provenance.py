@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from nufed.data import Samples, Split
 from nufed.data.samples import InputRange, input_ranges, scale_warnings
-from nufed.errors import InputError, NumericalWarning, RunError, shown
+from nufed.errors import InputError, NumericalWarning, ResumableError, RunError, shown
 from nufed.evaluate import Measure
 from nufed.files import write_durably, write_sealed
 from nufed.lab.config.describe import input_error
@@ -236,10 +236,7 @@ class Provenance:
             if not path.exists():
                 write_durably(path, split.to_bytes())
             elif path.read_bytes() != split.to_bytes():
-                raise RunError(
-                    f"{path} is damaged: remove it and continue with `nufed run --resume`, which "
-                    "writes it again"
-                )
+                raise ResumableError(f"{path} is damaged", "remove it", ", which writes it again")
 
     def _write_config(self, config: Config) -> None:
         write_durably(self.path / "config.toml", config.to_toml().encode())

@@ -28,7 +28,7 @@ from nufed.lab.config.methods import MethodConfig
 from nufed.lab.config.problem import Given
 from nufed.lab.config.schema import BudgetUnit, TunedTable, TuneTable
 from nufed.lab.config.trust import require_trust
-from nufed.lab.experiment.session import Session
+from nufed.lab.experiment.session import Session, resumed_by
 from nufed.lab.experiment.setup import Setup, check_simulated
 from nufed.lab.runs import RunDirectory, load_run
 from nufed.lab.runs.json_files import check_entries, read_record
@@ -269,20 +269,19 @@ def tune(
             smoothness = None if bounds is None else _smoothness(Path(bounds), checked, trust)
             command = _command(config, overrides, budget)
             plan = make_plan(checked, setup, predict, smoothness, command)
-            directory = RunDirectory.create(
-                f"{checked.name}-tune", None if out is None else Path(out)
-            )
+            wanted = None if out is None else Path(out)
+            path = RunDirectory.create(f"{checked.name}-tune", wanted).path
         else:
-            directory = RunDirectory(Path(resume))
-            plan = reopen_plan(directory.path, checked, setup)
-        with locked(directory.path):
+            path = Path(resume)
+            plan = reopen_plan(path, checked, setup)
+        with resumed_by(f"nufed tune --resume {path}"), locked(path):
             if resume is None:
-                write_durably(directory.path / "config.toml", checked.to_toml().encode())
-                write_sealed(directory.path / SEARCH, plan.model_dump())
+                write_durably(path / "config.toml", checked.to_toml().encode())
+                write_sealed(path / SEARCH, plan.model_dump())
             if on_start:
-                on_start(directory.path)
-            record = _search(setup.on_ray(ray), plan, directory.path, predict, session)
-            return _finish(checked, record, directory.path, figures)
+                on_start(path)
+            record = _search(setup.on_ray(ray), plan, path, predict, session)
+            return _finish(checked, record, path, figures)
 
 
 def _configuration(
