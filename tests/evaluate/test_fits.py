@@ -12,7 +12,7 @@ from nufed.evaluate import can_be_drawn
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import Problem
 from nufed.lab.report.charts import fits_chart
-from nufed.lab.runs.part_files import FITS
+from nufed.lab.runs.part_files import FITS_FILE
 
 CONFIG = {
     "rounds": 3,
@@ -84,16 +84,16 @@ def test_the_chart_plots_these_curves_for_every_method(run):
         and row["agent"] == f"agent {fit.name}"
         and row.get("steps") == str(shown)
     ]
-    assert curve == fit.predicted[shown]
+    assert tuple(curve) == fit.predicted[shown]
     training = [r for r in rows if r.get("samples") == "training" and r["method"] == "ditto"]
     assert len(training) == sum(len(f.train_inputs) for f in run.methods["ditto"][0].fits)
 
 
 def test_a_damaged_file_is_refused(run, tmp_path):
-    path = run.path / "methods/fedavg/seed-0" / FITS
+    path = run.path / "methods/fedavg/seed-0" / FITS_FILE
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"seen": false', b'"seen": true'))
-    with pytest.raises(RunError, match=FITS):
+    with pytest.raises(RunError, match=FITS_FILE):
         load_run(run.path)
     path.write_bytes(content)
 

@@ -8,6 +8,7 @@ import torch
 from nufed import Federation, InputError, Objective, fedavg
 from nufed.data import Samples, Split
 from nufed.evaluate import AgentScores, Measure, accuracy, majority_class, score_agent, summarise
+from nufed.lab.runs.records import SCORES
 from nufed.simulation import DirectEngine
 from support import agent_context, federation, mlp
 
@@ -203,7 +204,7 @@ def test_resamples_have_the_spread_of_a_bootstrap():
         assert first == second and len(first) == 4000
         assert np.std(first) == pytest.approx(np.std(values) / math.sqrt(6), rel=0.05)
         assert np.mean(first) == pytest.approx(0, abs=0.1 * np.std(first))
-        assert "resampled" not in found.record()
+        assert "resampled" not in SCORES.record(found)
     null = majority_class(data, 0, 1, 4000)
     share = null.score[0]
     assert np.std(null.resampled[1]) == pytest.approx(math.sqrt(share * (1 - share) / 6), rel=0.05)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -36,9 +36,6 @@ class Fit:
     train_targets: Curve
     test_inputs: Curve
     test_targets: Curve
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def can_be_drawn(samples: Samples) -> bool:

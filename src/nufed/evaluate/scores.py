@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -153,11 +153,6 @@ class AgentScores:
     newcomer: bool = False  # its personal model was computed without a state
     resampled: tuple[tuple[float, ...], ...] = ()
     group_loss: tuple[tuple[float, ...], ...] = ()  # by steps, of groups of validation samples
-
-    def record(self) -> dict[str, Any]:
-        """As in agents.jsonl; ``resampled`` has a file of its own."""
-        apart = ("resampled", "group_loss")
-        return {name: value for name, value in asdict(self).items() if name not in apart}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from nufed.files import read_sealed, sha256, write_sealed
 from nufed.lab.report.charts import rounds_chart
 from nufed.lab.runs import load_run
 from nufed.lab.runs.federation_records import FederationRecord
-from nufed.lab.runs.records import checked
+from nufed.lab.runs.json_files import checked
 from support import without_report
 
 BOUNDS = {

@@ -17,7 +17,7 @@ from nufed.files import read_sealed, write_sealed
 from nufed.flower.app.payload import NoReply, Reply
 from nufed.flower.app.plan import Plan
 from nufed.lab.runs.federation_records import Exclusion, ExclusionsRecord
-from nufed.lab.runs.records import checked
+from nufed.lab.runs.json_files import checked
 
 LOG = logging.getLogger("nufed")
 EXCLUDED = "excluded.json"

@@ -48,7 +48,7 @@ from nufed.flower.app.signatures import (
     sign,
     verify,
 )
-from nufed.lab.runs.records import Record
+from nufed.lab.runs.json_files import Record
 
 SITES = "sites.toml"
 NODES = "nodes.json"  # in the server's FLWR_HOME: Flower's node ids -> keys' fingerprints

@@ -34,9 +34,10 @@ from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.audit_log import AUDIT, AuditLog
 from nufed.lab.runs.directory import PRIVACY
 from nufed.lab.runs.federation_records import FederationRecord
+from nufed.lab.runs.json_files import checked
 from nufed.lab.runs.part_files import FAILURE, PartFiles, Recorder
 from nufed.lab.runs.provenance import Provenance
-from nufed.lab.runs.records import checked, evaluation_line
+from nufed.lab.runs.records import evaluation_line
 from nufed.objective.threads import torch_threads
 from nufed.server import Progress
 from nufed.server.rounds import warn_of_memory
@@ -237,7 +238,7 @@ def _train(
         others = [other for name, other in parts.items() if name != method]
 
         def doubt(round: int, message: str) -> None:
-            files.warnings.append({"round": round, "message": message})
+            files.warn(round, message)
 
         server = Server(
             plan,

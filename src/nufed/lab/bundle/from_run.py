@@ -6,6 +6,7 @@ The personal model of one agent of a run, as a file that ``nufed predict`` takes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def described(run: Run, objective: Objective) -> dict[str, Any]:
         "input_dtype": inputs.dtype,
         "scale": inputs.scale,
         "shift": inputs.shift,
-        "input_range": None if inputs.range is None else inputs.range.model_dump(),
+        "input_range": None if inputs.range is None else asdict(inputs.range),
         "classes": tuple(inputs.classes),
         "target_dtype": inputs.targets,
         "loss": objective.loss if name == OWN else name,

@@ -154,7 +154,7 @@ class MethodJob(Job):
         return entries, finish
 
     def _doubt(self, files: PartFiles, round: int, message: str) -> None:
-        files.warnings.append({"round": round, "message": message})
+        files.warn(round, message)
         text = f"{self.part.method}, seed {self.part.seed}: {message}"
         warnings.warn(text, NumericalWarning, stacklevel=2)
 

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from nufed.lab.runs.json_files import finite
-from nufed.lab.runs.records import Number, Record, Whole
+from nufed.lab.runs.json_files import Number, Record, Whole, finite
 from nufed.theory import GREEK
 
 Kind: TypeAlias = Literal["first_order", "hessian_free", "exact"]

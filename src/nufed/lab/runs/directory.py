@@ -61,8 +61,8 @@ from nufed.files import (
     write_durably,
     write_sealed,
 )
-from nufed.lab.runs.json_files import check_entries, finite, read_record
-from nufed.lab.runs.records import LISTED, SplitRecord, TimingLine, checked
+from nufed.lab.runs.json_files import check_entries, checked, finite, read_record
+from nufed.lab.runs.records import LISTED, Failure, SplitRecord, TimingLine, WarningLine
 
 PRIVACY = "privacy.json"
 BOUNDS = "bounds.json"
@@ -190,12 +190,12 @@ class RunDirectory:
         write_durably(path, tensor_pieces(server))
 
     def write_failure(
-        self, name: str, seed: int, reason: str, warnings: Sequence[Mapping[str, Any]] = ()
+        self, name: str, seed: int, reason: str, warnings: Sequence[WarningLine] = ()
     ) -> None:
         """Record why a method could not be trained; its other files are kept."""
         path = self.part("methods", name, seed) / "failure.json"
-        about = {"reason": reason, **({"warnings": list(warnings)} if warnings else {})}
-        write_sealed(path, about)
+        failure = Failure(reason=reason, warnings=list(warnings))
+        write_sealed(path, failure.model_dump(exclude_defaults=True))
 
     def write_timing(self, **values: Any) -> None:
         path = self.path / "timing.jsonl"

@@ -24,8 +24,7 @@ from pydantic import Field
 
 from nufed.errors import RunError
 from nufed.files import make_private
-from nufed.lab.runs.json_files import write_json
-from nufed.lab.runs.records import Record, Whole, checked
+from nufed.lab.runs.json_files import Record, Whole, checked, write_json
 
 Epsilon = Annotated[float, Field(ge=0, allow_inf_nan=True)]
 

@@ -20,8 +20,8 @@ from nufed.lab.runs import frames
 from nufed.lab.runs.bounds_record import BoundsRecord
 from nufed.lab.runs.directory import BOUNDS, PRIVACY
 from nufed.lab.runs.federation_records import PrivacyRecord, TrafficLine, read_traffic
-from nufed.lab.runs.json_files import finite
-from nufed.lab.runs.records import Inputs, SplitRecord, TimingLine, checked
+from nufed.lab.runs.json_files import checked, finite
+from nufed.lab.runs.records import Inputs, SplitRecord, TimingLine
 from nufed.lab.runs.results import Line, Paired, Row, Trained, paired_differences, results_table
 from nufed.lab.runs.warnings import below_start, instability
 

@@ -1,17 +1,149 @@
-"""JSON files of a run directory; refusal of links and special files in it."""
+"""JSON files of a run directory: written, and read strictly.
+
+Invalid content is refused in one sentence that names the file (:func:`checked`), and so are links
+and special files (:func:`check_entries`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Protocol,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from nufed.errors import RunError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
+
+from nufed.errors import RunError, shown
 from nufed.files import read_sealed, write_durably
-from nufed.lab.runs.records import T, checked
+
+Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
+Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+# non-finite numbers are written as null
+Number = Annotated[float | None, AfterValidator(lambda value: math.nan if value is None else value)]
+Numbers = list[Number]
+
+T = TypeVar("T")
+D = TypeVar("D")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Schema(Protocol[T_co]):
+    """A :class:`Record`, or a :class:`DataclassJson`."""
+
+    def model_validate_json(self, json_data: str | bytes) -> T_co: ...
+
+
+class Record(BaseModel):
+    """A JSON object with exactly these keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class DataclassJson(Generic[D]):
+    """A dataclass of the core as a JSON object, written as it is and read strictly.
+
+    Args:
+        cls: the dataclass. Its tuples are lists and its NaN is null.
+        omitted: fields that are not written.
+        check: raises a ValueError if fields contradict each other.
+        limits: narrower types of some fields.
+    """
+
+    def __init__(
+        self,
+        cls: type[D],
+        *,
+        omitted: Collection[str] = (),
+        check: Callable[[D], None] = lambda value: None,
+        **limits: Any,
+    ) -> None:
+        hints = get_type_hints(cls)
+        self._fields = [f for f in dataclasses.fields(cast(Any, cls)) if f.name not in omitted]
+        schema: dict[str, Any] = {
+            f.name: (
+                limits.get(f.name) or _json_type(hints[f.name]),
+                ... if f.default is dataclasses.MISSING else f.default,
+            )
+            for f in self._fields
+        }
+        model = create_model(cls.__name__, __base__=Record, **schema)
+
+        def made(record: Record) -> D:
+            value = cls(**dict(record))
+            check(value)
+            return value
+
+        self.schema = Annotated[model, AfterValidator(made)]
+        self._adapter: TypeAdapter[D] = TypeAdapter(cast(Any, self.schema))
+
+    def model_validate_json(self, json_data: str | bytes) -> D:
+        """The dataclass; raises pydantic's ValidationError, as a :class:`Record` does."""
+        return self._adapter.validate_json(json_data)
+
+    def record(self, value: D) -> dict[str, Any]:
+        """As plain data for JSON."""
+        plain = dataclasses.asdict(cast(Any, value))
+        return {field.name: plain[field.name] for field in self._fields}
+
+
+def _json_type(hint: Any) -> Any:
+    """The type of a field in JSON: a count where the dataclass has an int, null for NaN."""
+    if hint in (int, float):
+        return Whole if hint is int else Number
+    if dataclasses.is_dataclass(hint):
+        return DataclassJson(cast(type[Any], hint)).schema
+    if get_origin(hint) is tuple:
+        kinds = [kind if kind is ... else _json_type(kind) for kind in get_args(hint)]
+        return tuple.__class_getitem__(tuple(kinds))
+    return hint
+
+
+def require_fit(ok: bool, message: str) -> None:
+    """Raise a ValueError, in a validator, unless fields fit together."""
+    if not ok:
+        raise ValueError(message)
+
+
+def checked(schema: Schema[T], content: Any, path: Path, line: int | None = None) -> T:
+    """The content of a file as a record, or an error that names the file and the invalid key.
+
+    ``content`` is JSON as bytes, or already decoded. The latter is encoded again, because Python,
+    unlike pydantic, accepts lone surrogates, which can't be encoded in the report.
+    """
+    try:
+        text = content if isinstance(content, bytes) else json.dumps(content)
+        return schema.model_validate_json(text)
+    except RecursionError:
+        raise RunError(f"{path} is invalid: it is nested too deeply") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = shown(".".join(map(str, first["loc"])))[1:-1]
+        where = f"{path}" if line is None else f"{path}, line {line}"
+        raised = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
+        reason = str(raised).splitlines()[0]
+        raise RunError(f"{where} is invalid: {key}{': ' if key else ''}{reason}") from None
 
 
 def check_entries(path: Path) -> None:
@@ -49,13 +181,13 @@ def write_json(path: Path, value: Any) -> None:
     write_durably(path, text.encode())
 
 
-def read_lines(path: Path, model: type[T]) -> list[T]:
+def read_lines(path: Path, schema: Schema[T]) -> list[T]:
     """The records of a JSON Lines file."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise RunError(f"{path} can't be read: {error.strerror}") from error
-    return [checked(model, line, path, number) for number, line in enumerate(lines, start=1)]
+    return [checked(schema, line, path, number) for number, line in enumerate(lines, start=1)]
 
 
 def finite(value: Any) -> Any:
@@ -69,9 +201,9 @@ def finite(value: Any) -> Any:
     return value
 
 
-def read_record(path: Path, model: type[T]) -> T:
+def read_record(path: Path, schema: Schema[T]) -> T:
     """The JSON of a sealed file, as a record."""
-    return checked(model, read_about(path), path)
+    return checked(schema, read_about(path), path)
 
 
 def read_about(path: Path) -> dict[str, Any]:

@@ -50,8 +50,17 @@ from nufed.files import (
 from nufed.lab.config import Config
 from nufed.lab.runs.agent_states import Inventory, StoredStates, kept_rounds, no_best
 from nufed.lab.runs.directory import RunDirectory
-from nufed.lab.runs.json_files import finite
-from nufed.lab.runs.records import Done, Manifest, MetricsLine, checked, round_line
+from nufed.lab.runs.json_files import checked, finite
+from nufed.lab.runs.records import (
+    FITS,
+    SCORES,
+    STEP_SIZES,
+    Done,
+    Manifest,
+    MetricsLine,
+    WarningLine,
+    round_line,
+)
 from nufed.objective import Objective
 from nufed.server import Progress, to_send
 
@@ -228,12 +237,13 @@ def _path(folder: Path, round: int) -> Path:
 DONE, FAILURE = "done.json", "failure.json"
 FILES = ("metrics.jsonl", "agents.jsonl", "model.safetensors")  # of a method
 BASELINE_FILES = ("agents.jsonl",)
-CHOSEN, STEP_SIZES = "agents-chosen.jsonl", "step-sizes.json"  # where step sizes were chosen
-WARNINGS = "warnings.jsonl"  # where there were any
-FITS = "fits.jsonl"  # where models are curves
-LAST = "model-last.safetensors"  # where results show the model of an earlier round
-RESAMPLED = "resampled.jsonl"  # where agents are few: of the scores that results show
-OPTIONAL = (CHOSEN, STEP_SIZES, WARNINGS, FITS, LAST, RESAMPLED)
+# where step sizes were chosen
+CHOSEN_FILE, STEP_SIZES_FILE = "agents-chosen.jsonl", "step-sizes.json"
+WARNINGS_FILE = "warnings.jsonl"  # where there were any
+FITS_FILE = "fits.jsonl"  # where models are curves
+LAST_FILE = "model-last.safetensors"  # where results show the model of an earlier round
+RESAMPLED_FILE = "resampled.jsonl"  # where agents are few: of the scores that results show
+OPTIONAL = (CHOSEN_FILE, STEP_SIZES_FILE, WARNINGS_FILE, FITS_FILE, LAST_FILE, RESAMPLED_FILE)
 
 
 class PartFiles:
@@ -256,7 +266,7 @@ class PartFiles:
     ) -> None:
         self.folder, self.belongs_to, self.validation = folder, belongs_to, validation
         self._best = validation.keeps if validation else no_best
-        self.warnings: list[dict[str, Any]] = []
+        self.warnings: list[WarningLine] = []
         self.states = StoredStates(folder, belongs_to)
         self._metrics: IO[bytes] | None = None
         self._hash, self._length = hashlib.sha256(), 0
@@ -313,7 +323,8 @@ class PartFiles:
             if checked(MetricsLine, last, path).evaluation:
                 remove_checkpoint(self.folder, checkpoint.round)
                 return self.begin(rounds, eval_every)
-        self.warnings = list(checkpoint.notes.get("warnings", ())) if checkpoint else []
+        warned = checkpoint.notes.get("warnings", ()) if checkpoint else ()
+        self.warnings = [checked(WarningLine, line, self.folder) for line in warned]
         self.states = StoredStates(self.folder, self.belongs_to, kept, best=self._best)
         self.states.begin(checkpoint.states if checkpoint else Inventory())
         try:
@@ -325,6 +336,10 @@ class PartFiles:
         except OSError as error:
             raise cannot_write(path, error) from error
         return checkpoint
+
+    def warn(self, round: int, message: str) -> None:
+        """Record a numerical problem found in a round."""
+        self.warnings.append(WarningLine(round=round, message=message))
 
     def lines(self) -> list[MetricsLine]:
         """The metrics of the rounds before the one that training starts or resumes with."""
@@ -356,7 +371,9 @@ class PartFiles:
         """Save a checkpoint."""
         self._sync()
         states = self.states.flush(round)
-        notes = {**(notes or {}), **({"warnings": self.warnings} if self.warnings else {})}
+        notes = dict(notes or {})
+        if self.warnings:
+            notes["warnings"] = [line.model_dump() for line in self.warnings]
         save_checkpoint(
             self.folder,
             Checkpoint(round, server, self._length, self._hash.hexdigest(), notes, states),
@@ -392,9 +409,9 @@ class PartFiles:
             "model.safetensors": tensor_pieces(shown.server),
         }
         if shown.round != last.round:
-            files[LAST] = tensor_pieces(last.server)
+            files[LAST_FILE] = tensor_pieces(last.server)
         if self.warnings:
-            files[WARNINGS] = _lines(self.warnings)
+            files[WARNINGS_FILE] = _lines(line.model_dump() for line in self.warnings)
         about = {"trained": last.round} if last.round != rounds else {}
         if self.validation and self.validation.keeps_best:
             about["shown"] = shown.round
@@ -439,18 +456,18 @@ class PartFiles:
 
 
 def _score_files(evaluation: Evaluation) -> dict[str, bytes]:
-    files = {"agents.jsonl": _lines(agent.record() for agent in evaluation.as_trained)}
+    files = {"agents.jsonl": _lines(map(SCORES.record, evaluation.as_trained))}
     if evaluation.chosen is not None:
-        files[CHOSEN] = _lines(agent.record() for agent in evaluation.chosen)
+        files[CHOSEN_FILE] = _lines(map(SCORES.record, evaluation.chosen))
     if evaluation.step_sizes is not None:
-        text = json.dumps(finite(evaluation.step_sizes.record()), indent=1, allow_nan=False)
-        files[STEP_SIZES] = f"{text}\n".encode()
+        sizes = finite(STEP_SIZES.record(evaluation.step_sizes))
+        files[STEP_SIZES_FILE] = f"{json.dumps(sizes, indent=1, allow_nan=False)}\n".encode()
     shown = evaluation.chosen or evaluation.as_trained
     if any(agent.resampled for agent in shown):
-        own = ({"agent": agent.agent, "scores": agent.resampled} for agent in shown)
-        files[RESAMPLED] = _lines(own)
+        lines = ({"agent": agent.agent, "scores": agent.resampled} for agent in shown)
+        files[RESAMPLED_FILE] = _lines(lines)
     if evaluation.fits:
-        files[FITS] = _lines(fit.record() for fit in evaluation.fits)
+        files[FITS_FILE] = _lines(map(FITS.record, evaluation.fits))
     return files
 
 

@@ -29,8 +29,8 @@ from nufed.lab.config.problem import Recorded
 from nufed.lab.config.schema import Config
 from nufed.lab.config.trust import methods_are_imported, require_trust
 from nufed.lab.runs.directory import RunDirectory
-from nufed.lab.runs.json_files import read_about
-from nufed.lab.runs.records import RunAbout, checked
+from nufed.lab.runs.json_files import checked, read_about
+from nufed.lab.runs.records import RunAbout
 from nufed.simulation.engine import EngineName
 
 FORMAT = 4

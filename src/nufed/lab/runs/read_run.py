@@ -12,36 +12,35 @@ from pathlib import Path
 from typing import Any
 
 from nufed.errors import RunError
-from nufed.evaluate import AgentScores, Measure, ScaleChoice, StepSizes
+from nufed.evaluate import AgentScores, Measure, StepSizes
 from nufed.lab.config.schema import Config
 from nufed.lab.runs.directory import RunDirectory
 from nufed.lab.runs.finished_run import BASELINES, Run
-from nufed.lab.runs.json_files import check_entries, read_lines, read_record
+from nufed.lab.runs.json_files import check_entries, checked, read_lines, read_record
 from nufed.lab.runs.part_files import (
     BASELINE_FILES,
-    CHOSEN,
+    CHOSEN_FILE,
     DONE,
     FILES,
-    FITS,
+    FITS_FILE,
     OPTIONAL,
-    RESAMPLED,
-    STEP_SIZES,
-    WARNINGS,
+    RESAMPLED_FILE,
+    STEP_SIZES_FILE,
+    WARNINGS_FILE,
     check_done,
 )
 from nufed.lab.runs.provenance import Provenance
 from nufed.lab.runs.records import (
+    FITS,
+    SCORES,
+    STEP_SIZES,
     Failure,
-    FitLine,
     Group,
     Inputs,
     MetricsLine,
     ResampledLine,
-    ScoresLine,
     SplitRecord,
-    StepSizesRecord,
     WarningLine,
-    checked,
 )
 from nufed.lab.runs.results import Trained
 
@@ -179,49 +178,55 @@ class _Reader:
         metrics = self._metrics(folder / "metrics.jsonl", trained) if files == FILES else []
         if done.shown is not None and done.shown > trained:
             raise RunError(f"{folder / DONE} is invalid: shown must be at most {trained}")
-        chosen = self._scores(folder / CHOSEN, seed) if CHOSEN in done.files else None
-        sizes = self._step_sizes(folder, chosen is not None) if STEP_SIZES in done.files else None
-        if chosen and sizes is None:
-            raise RunError(f"{folder / DONE} is invalid: it lists {CHOSEN} without {STEP_SIZES}")
-        warned = read_lines(folder / WARNINGS, WarningLine) if WARNINGS in done.files else []
-        curves = read_lines(folder / FITS, FitLine) if FITS in done.files else []
-        if any(len(own.predicted) != self._config.steps_evaluated + 1 for own in curves):
-            raise RunError(f"{folder / FITS} is invalid: it must have a curve for every step")
-        found = Trained(metrics, scores, chosen, sizes, warned, curves, done.shown)
-        return found if RESAMPLED not in done.files else self._resampled(found, folder / RESAMPLED)
+        chosen = self._scores(folder / CHOSEN_FILE, seed) if CHOSEN_FILE in done.files else None
+        sizes = None
+        if STEP_SIZES_FILE in done.files:
+            sizes = self._step_sizes(folder / STEP_SIZES_FILE, chosen is not None)
+        elif chosen:
+            raise RunError(
+                f"{folder / DONE} is invalid: it lists {CHOSEN_FILE} without {STEP_SIZES_FILE}"
+            )
 
-    def _resampled(self, found: Trained, path: Path) -> Trained:
+        fits = read_lines(folder / FITS_FILE, FITS) if FITS_FILE in done.files else []
+        if any(len(fit.predicted) != self._config.steps_evaluated + 1 for fit in fits):
+            raise RunError(f"{folder / FITS_FILE} is invalid: it must have a curve for every step")
+        part = Trained(metrics, scores, chosen, sizes, fits=fits, shown=done.shown)
+        if WARNINGS_FILE in done.files:
+            part = replace(part, warnings=read_lines(folder / WARNINGS_FILE, WarningLine))
+        if RESAMPLED_FILE in done.files:
+            part = self._resampled(part, folder / RESAMPLED_FILE)
+        return part
+
+    def _resampled(self, trained: Trained, path: Path) -> Trained:
         """The part with the resamples of the scores that results show."""
-        own = {line.agent: line.scores for line in read_lines(path, ResampledLine)}
+        lines = read_lines(path, ResampledLine)
+        by_agent: dict[int, Any] = {line.agent: line.scores for line in lines}
         steps = self._config.steps_evaluated + 1
-        self._resamples |= {len(numbers) for scores in own.values() for numbers in scores}
+        self._resamples |= {len(numbers) for scores in by_agent.values() for numbers in scores}
         if (
-            own.keys() != {s.agent for s in found.final}
-            or any(len(scores) not in (0, steps) for scores in own.values())
+            by_agent.keys() != {s.agent for s in trained.final}
+            or any(len(scores) not in (0, steps) for scores in by_agent.values())
             or len(self._resamples) > 1
             or 0 in self._resamples
         ):
             raise RunError(
                 f"{path} is invalid: it must have {steps} lists for every agent, all of one length"
             )
-        as_tuples: dict[int, Any] = {a: tuple(map(tuple, scores)) for a, scores in own.items()}
-        final = [replace(s, resampled=as_tuples[s.agent]) for s in found.final]
-        return replace(found, chosen=final) if found.chosen else replace(found, scores=final)
+        final = [replace(s, resampled=by_agent[s.agent]) for s in trained.final]
+        return replace(trained, chosen=final) if trained.chosen else replace(trained, scores=final)
 
-    def _step_sizes(self, folder: Path, of_fine_tuning: bool) -> StepSizes:
+    def _step_sizes(self, path: Path, of_fine_tuning: bool) -> StepSizes:
         """Step sizes of fine-tuning, for every number of steps; else that of local training."""
-        path = folder / STEP_SIZES
-        found = checked(StepSizesRecord, path.read_bytes(), path)
+        sizes = checked(STEP_SIZES, path.read_bytes(), path)
         steps = range(1, self._config.steps_evaluated + 1) if of_fine_tuning else [0]
-        if [own.steps for own in found.chosen] != list(steps):
+        if [choice.steps for choice in sizes.chosen] != list(steps):
             raise RunError(f"{path} is invalid: it must have a choice for steps {list(steps)}")
-        if {own.scale for own in found.chosen} - {0.0, *found.tried}:
+        if {choice.scale for choice in sizes.chosen} - {0.0, *sizes.tried}:
             raise RunError(f"{path} is invalid: a scale was chosen that was not tried")
-        chosen = tuple(ScaleChoice(**dict(own)) for own in found.chosen)
-        return StepSizes(**{**dict(found), "tried": tuple(found.tried), "chosen": chosen})
+        return sizes
 
     def _scores(self, path: Path, seed: int) -> list[AgentScores]:
-        lines = read_lines(path, ScoresLine)
+        lines = read_lines(path, SCORES)
         split, steps = self._splits[seed], self._config.steps_evaluated + 1
         unseen = set(split.unseen)
         for line in lines:
@@ -239,7 +244,7 @@ class _Reader:
             self._groups = groups
         if groups != self._groups or (groups and True not in groups):
             raise RunError(f"{path} is invalid: it lacks scores of agents seen in training")
-        return [_agent_scores(line) for line in lines]
+        return lines
 
     def _metrics(self, path: Path, rounds: int) -> list[MetricsLine]:
         lines = read_lines(path, MetricsLine)
@@ -260,13 +265,6 @@ class _Reader:
         if evaluated != self._evaluated:
             raise RunError(f"{path} is invalid: evaluated rounds differ from those of other parts")
         return lines
-
-
-def _agent_scores(line: ScoresLine) -> AgentScores:
-    fields: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in dict(line).items()
-    }
-    return AgentScores(**fields)
 
 
 # files of a run directory whose change is progress

@@ -1,45 +1,36 @@
-"""The schema of every JSON file of a run directory.
+"""The schema of the JSON files of a run: everything read from them is validated by one of these.
 
-Everything read from a run directory is validated by one of these; invalid content is refused in one
-sentence that names the file (:func:`checked`).
-
-The metrics that every engine records, one line per round.
+Also the lines of metrics that every engine records, one per round.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from nufed.algorithms.protocol import Algorithm, State
-from nufed.errors import RunError, shown
-from nufed.evaluate import AgentScores, Evaluation, Measure, summarise
+from nufed.data.samples import InputRange
+from nufed.evaluate import AgentScores, Evaluation, Fit, Measure, StepSizes, summarise
+from nufed.lab.runs.json_files import (
+    Count,
+    DataclassJson,
+    Integer,
+    Number,
+    Numbers,
+    Record,
+    Whole,
+    require_fit,
+)
 from nufed.server import Progress
 from nufed.simulation.engine import EngineName
 
 LISTED = 1000  # agents of a split whose counts are recorded
 
-Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
-Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-# non-finite numbers are written as null
-Number = Annotated[float | None, AfterValidator(lambda value: math.nan if value is None else value)]
-Numbers = list[Number]
 Scale = Annotated[float, Field(gt=0, le=1e9)]
 ScaleOrNone = Annotated[float, Field(ge=0, le=1e9)]  # 0: no step
 Group = Literal["seen", "unseen"]
-T = TypeVar("T", bound="Record")
-
-
-class Record(BaseModel):
-    """A JSON object with exactly these keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class MeasureRecord(Record):
@@ -49,13 +40,9 @@ class MeasureRecord(Record):
     higher_is_better: bool
 
 
-class RangeRecord(Record):
-    """See :class:`nufed.data.samples.InputRange`."""
-
-    low: float
-    high: float
-    mean: float
-    std: Annotated[float, Field(ge=0)]
+def _check_range(value: InputRange) -> InputRange:
+    require_fit(value.std >= 0, "std: must be 0 or more")
+    return value
 
 
 class Inputs(Record):
@@ -71,7 +58,7 @@ class Inputs(Record):
     classes: list[str]
     outputs: Count
     targets: str | None = None
-    range: RangeRecord | None = None
+    range: Annotated[InputRange, AfterValidator(_check_range)] | None = None
 
 
 class RunAbout(Record):
@@ -114,15 +101,15 @@ class SplitRecord(Record):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        _require(
+        require_fit(
             len(self.agents) == min(self.number, LISTED),
             f"agents: {len(self.agents)} of {self.number} are listed",
         )
-        _require(
+        require_fit(
             all(agent < self.number for agent in self.unseen),
             f"unseen: there are only {self.number} agents",
         )
-        _require(
+        require_fit(
             not self.classes or all(len(a.counts) == len(self.classes) for a in self.agents),
             f"agents: counts must have {len(self.classes)} classes",
         )
@@ -136,32 +123,11 @@ class WarningLine(Record):
     message: str
 
 
-class FitLine(Record):
-    """A line of ``fits.jsonl``: an agent's model on a grid of inputs, by fine-tuning steps."""
-
-    agent: Whole
-    name: str
-    seen: bool
-    grid: Numbers
-    predicted: list[Numbers]
-    train_inputs: Numbers
-    train_targets: Numbers
-    test_inputs: Numbers
-    test_targets: Numbers
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        pairs = [(self.train_inputs, self.train_targets), (self.test_inputs, self.test_targets)]
-        pairs += [(self.grid, curve) for curve in self.predicted]
-        _require(all(len(x) == len(y) for x, y in pairs), "inputs and outputs differ in number")
-        return self
-
-
 class ResampledLine(Record):
     """A line of ``resampled.jsonl``: see ``resampled`` of :class:`nufed.evaluate.AgentScores`."""
 
     agent: Whole
-    scores: list[Numbers]
+    scores: tuple[tuple[Number, ...], ...]
 
 
 class Failure(Record):
@@ -256,64 +222,16 @@ class MetricsLine(Record):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        _require(set(self.dropped) <= set(self.cohort), "dropped: must be agents of the cohort")
-        _require(set(self.taken or ()) <= set(self.cohort), "taken: must be agents of the cohort")
+        require_fit(set(self.dropped) <= set(self.cohort), "dropped: must be agents of the cohort")
+        require_fit(
+            set(self.taken or ()) <= set(self.cohort), "taken: must be agents of the cohort"
+        )
         return self
 
     @property
     def participants(self) -> list[int]:
         """The agents whose updates were aggregated."""
         return self.cohort if self.taken is None else self.taken
-
-
-class ScoresLine(Record):
-    """A line of ``agents.jsonl``: see :class:`nufed.evaluate.AgentScores`."""
-
-    agent: Whole
-    name: str
-    seen: bool
-    train_samples: Whole
-    test_samples: Count
-    loss: Numbers
-    score: Numbers
-    global_loss: float | None = None
-    global_score: float | None = None
-    balanced: Numbers = []
-    minority: Numbers = []
-    minority_samples: Whole = 0
-    personal_gradients: Whole = 0
-    personal_hvps: Whole = 0
-    newcomer: bool = False
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _same_length(self)
-        most = self.test_samples if self.minority else 0
-        _require(self.minority_samples <= most, f"minority_samples: must be at most {most}")
-        return self
-
-
-class ChosenScale(Record):
-    """See :class:`nufed.evaluate.ScaleChoice`."""
-
-    steps: Whole
-    scale: ScaleOrNone
-    score: Number
-    loss: Number
-    at_edge: bool
-    gain: Number = None
-    noise: Number = None
-
-
-class StepSizesRecord(Record):
-    """``step-sizes.json``: see :class:`nufed.evaluate.StepSizes`."""
-
-    tried: list[Scale]
-    chosen: list[ChosenScale]
-    gradients: Whole
-    hvps: Whole
-    agents: Whole = 0
-    samples: Whole = 0
 
 
 class TimingLine(Record):
@@ -324,39 +242,35 @@ class TimingLine(Record):
     seconds: Annotated[float, Field(ge=0)]
 
 
-def checked(model: type[T], content: Any, path: Path, line: int | None = None) -> T:
-    """The content of a file as a record, or an error that names the file and the invalid key.
-
-    ``content`` is JSON as bytes, or already decoded. The latter is encoded again, because Python,
-    unlike pydantic, accepts lone surrogates, which can't be encoded in the report.
-    """
-    try:
-        text = content if isinstance(content, bytes) else json.dumps(content)
-        return model.model_validate_json(text)
-    except RecursionError:
-        raise RunError(f"{path} is invalid: it is nested too deeply") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = shown(".".join(map(str, first["loc"])))[1:-1]
-        where = f"{path}" if line is None else f"{path}, line {line}"
-        raised = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
-        reason = str(raised).splitlines()[0]
-        raise RunError(f"{where} is invalid: {key}{': ' if key else ''}{reason}") from None
-
-
-def _same_length(curves: Curves | ScoresLine) -> None:
+def _same_length(curves: Curves | AgentScores) -> None:
     """Every list must have the length of ``score``; by-class ones may be empty."""
     steps = len(curves.score)
-    _require(steps > 0, "score: must not be empty")
-    _require(len(curves.loss) == steps, f"loss: must be {steps} numbers, as in score")
+    require_fit(steps > 0, "score: must not be empty")
+    require_fit(len(curves.loss) == steps, f"loss: must be {steps} numbers, as in score")
     for key in ("balanced", "minority"):
-        own = getattr(curves, key)
-        _require(len(own) in (0, steps), f"{key}: must be {steps} numbers, as in score")
+        ok = len(getattr(curves, key)) in (0, steps)
+        require_fit(ok, f"{key}: must be {steps} numbers, as in score")
 
 
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
+def _check_scores(scores: AgentScores) -> None:
+    _same_length(scores)
+    most = scores.test_samples if scores.minority else 0
+    require_fit(scores.minority_samples <= most, f"minority_samples: must be at most {most}")
+
+
+def _check_fit(fit: Fit) -> None:
+    pairs = [(fit.train_inputs, fit.train_targets), (fit.test_inputs, fit.test_targets)]
+    pairs += [(fit.grid, curve) for curve in fit.predicted]
+    ok = all(len(x) == len(y) for x, y in pairs)
+    require_fit(ok, "inputs and outputs differ in number")
+
+
+# the lines of agents.jsonl and fits.jsonl, and step-sizes.json
+SCORES = DataclassJson(
+    AgentScores, omitted=("resampled", "group_loss"), check=_check_scores, test_samples=Count
+)
+FITS = DataclassJson(Fit, check=_check_fit)
+STEP_SIZES = DataclassJson(StepSizes, tried=tuple[Scale, ...])
 
 
 def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:

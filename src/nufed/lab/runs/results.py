@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from nufed.evaluate import AgentScores, Measure, StepSizes, Summary, summarise
-from nufed.lab.runs.records import FitLine, MetricsLine, WarningLine
+from nufed.evaluate import AgentScores, Fit, Measure, StepSizes, Summary, summarise
+from nufed.lab.runs.records import MetricsLine, WarningLine
 
 # 97.5 % quantiles of Student's t for 1 … 30 degrees of freedom
 _T975 = (
@@ -68,7 +68,7 @@ class Trained:
     chosen: list[AgentScores] | None = None
     step_sizes: StepSizes | None = None
     warnings: list[WarningLine] = field(default_factory=list)
-    fits: list[FitLine] = field(default_factory=list)
+    fits: list[Fit] = field(default_factory=list)
     shown: int | None = None
 
     @property

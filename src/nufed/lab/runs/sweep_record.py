@@ -27,9 +27,8 @@ from nufed.lab.config.load import known_fields
 from nufed.lab.config.schema import Config
 from nufed.lab.config.sweep_grid import Grid, GridPoint, in_words
 from nufed.lab.runs.finished_run import Run
-from nufed.lab.runs.json_files import check_entries, read_about
+from nufed.lab.runs.json_files import Record, Whole, check_entries, checked, read_about
 from nufed.lab.runs.read_run import load_run
-from nufed.lab.runs.records import Record, Whole, checked
 
 FORMAT = 1
 MANIFEST = "sweep.json"

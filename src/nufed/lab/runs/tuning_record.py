@@ -23,8 +23,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from nufed.lab.config.schema import BudgetUnit, SamplerName, ScoredAgents
-from nufed.lab.runs.json_files import finite
-from nufed.lab.runs.records import Number, Record, Whole
+from nufed.lab.runs.json_files import Number, Record, Whole, finite
 
 FACTOR = 3.0  # a step in a logarithmic range
 HVP_WORK = 2  # gradients that a Hessian-vector product counts as
