@@ -20,7 +20,8 @@ from typing import Literal
 
 import numpy as np
 
-from nufed.lab.runs.results import Difference, Estimate, Verdict
+from nufed.lab.runs.results import Estimate
+from paper.differences import Difference, Verdict
 from paper.summary import Lr, Summary, Values, summary
 
 RELEVANT = 0.005

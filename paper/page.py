@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 import numpy as np
 
-from nufed.lab.runs.results import Difference, Estimate
+from nufed.lab.runs.results import Estimate
 from paper.claims import (
     RELEVANT,
     SMALL,
@@ -21,6 +21,7 @@ from paper.claims import (
     protocol_claims,
     rounds_to,
 )
+from paper.differences import Difference
 from paper.figures import NAMES, NULL_STEPS, NULLS, all_figures, name
 from paper.stages import (
     ALPHAS,

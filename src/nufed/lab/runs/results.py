@@ -4,8 +4,6 @@ Paired differences between methods, which in one run have the same agents, split
 
 What makes an agent easy or hard is the same for all methods, so that it cancels in the difference
 of their scores on that agent: its interval is often much narrower than those of the scores.
-
-Paired comparison of two methods on the same agents, over seeds and over agents.
 """
 
 from __future__ import annotations
@@ -416,60 +414,3 @@ def _scores(line: Line, group: str) -> Scores:
         }
         for seed, scores in own
     }
-
-
-Verdict: TypeAlias = Literal["held", "not held", "undecided"]
-Values: TypeAlias = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A mean difference with two confidence intervals.
-
-    Over seeds: each seed's mean is one value; it generalises to other splits and runs. Over agents:
-    each agent of each seed is one value; agents of a seed share a model, so that it generalises
-    only to other agents of these runs. A difference should be significant in both.
-    """
-
-    over_seeds: Estimate
-    over_agents: Estimate | None = None
-
-    @classmethod
-    def paired(cls, a: Values, b: Values) -> Difference:
-        """a − b, scores of shape (seeds, agents) over the same seeds and agents.
-
-        >>> Difference.paired(np.array([[2.0, 3.0], [4.0, 5.0]]), np.ones((2, 2))).mean
-        2.5
-        """
-        d = a - b
-        return cls(Estimate.of(d.mean(axis=1).tolist()), Estimate.of(d.ravel().tolist()))
-
-    @property
-    def mean(self) -> float:
-        return self.over_seeds.mean
-
-    @property
-    def low(self) -> float:
-        return self.mean - self._half_width
-
-    @property
-    def high(self) -> float:
-        return self.mean + self._half_width
-
-    @property
-    def _half_width(self) -> float:
-        """Of the wider interval: what it excludes, both exclude."""
-        found = [e.half_width for e in (self.over_seeds, self.over_agents) if e is not None]
-        return max(w if w is not None else float("inf") for w in found)
-
-    def above(self, margin: float = 0.0) -> Verdict:
-        """Whether it is above 0; "not held" if below ``margin``, the smallest relevant effect."""
-        if self.low > 0:
-            return "held"
-        return "not held" if self.high < margin else "undecided"
-
-    def small(self, margin: float) -> Verdict:
-        """Whether it lies within ± margin."""
-        if -margin < self.low and self.high < margin:
-            return "held"
-        return "not held" if self.low > margin or self.high < -margin else "undecided"

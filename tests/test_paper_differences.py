@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from paper.differences import Difference
 
-from nufed.lab.runs.results import Difference, Estimate
+from nufed.lab.runs.results import Estimate
 
 
 def difference(mean, seeds, agents=0.0):
