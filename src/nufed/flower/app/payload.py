@@ -312,6 +312,16 @@ OPTIONAL = {GROUP_LOSS, RESAMPLED, MAJORITY_RESAMPLED}
 MAX_SCALES = 64  # step sizes per request
 
 
+# the counts among an agent's scores, with the least and the largest value that a site may report
+COUNTS = {
+    "train_samples": (1, MOST_SAMPLES),
+    "test_samples": (1, MOST_SAMPLES),
+    "minority_samples": (0, MOST_SAMPLES),
+    "personal_gradients": (0, 10**9),
+    "personal_hvps": (0, 10**9),
+}
+
+
 def scores_content(
     by_scale: Sequence[AgentScores], majority: AgentScores | None, round: int
 ) -> RecordDict:
@@ -320,133 +330,120 @@ def scores_content(
     ``by_scale`` are its scores for every requested scale of the step size, sent concatenated.
     """
     scores = by_scale[0]
-    records = content(
-        agent=scores.agent,
-        round=round,
-        train_samples=scores.train_samples,
-        test_samples=scores.test_samples,
-        minority_samples=scores.minority_samples,
-        personal_gradients=scores.personal_gradients,
-        personal_hvps=scores.personal_hvps,
-        newcomer=scores.newcomer,
-    )
+    about = {name: getattr(scores, name) for name in (*COUNTS, "newcomer")}
     names = ("loss", "score", *(("balanced", "minority") if scores.balanced else ()))
-    lists = {name: [x for own in by_scale for x in getattr(own, name)] for name in names}
-    if scores.resampled:
-        lists[RESAMPLED] = [x for own in by_scale for values in own.resampled for x in values]
+    lists = {name: [x for each in by_scale for x in getattr(each, name)] for name in names}
+    for key in (RESAMPLED, GROUP_LOSS):
+        if getattr(scores, key):
+            lists[key] = [x for each in by_scale for row in getattr(each, key) for x in row]
     if majority is not None and majority.resampled:
         lists[MAJORITY_RESAMPLED] = list(majority.resampled[0])
-    if scores.group_loss:
-        lists[GROUP_LOSS] = [x for own in by_scale for losses in own.group_loss for x in losses]
     if scores.global_score is not None and scores.global_loss is not None:
         lists[GLOBAL] = [scores.global_loss, scores.global_score]
     if majority is not None:
-        first = (majority.score[0], majority.balanced[0], majority.minority[0])
-        lists["majority"] = list(first)
+        lists["majority"] = [majority.score[0], majority.balanced[0], majority.minority[0]]
+    records = content(agent=scores.agent, round=round, **about)
     records[SCORES] = MetricRecord(cast(Any, lists))
     return records
 
 
-def read_scores(
-    records: Mapping[str, object],
-    agent: int,
-    round: int,
-    *,
-    name: str,
-    seen: bool,
-    steps: int,
-    scales: int,
-    by_class: bool,
-    has_global: bool,
-    diverged: bool,
-) -> tuple[list[AgentScores], AgentScores | None]:
-    """An agent's validated scores by scale, and those of its majority class.
+@dataclass(frozen=True)
+class ExpectedScores:
+    """What the server knows of an agent's scores before they arrive.
 
-    With ``by_class`` they are accuracies, also per class; without, any numbers. They must be finite
-    unless ``diverged`` is set. ``has_global`` says whether there is a global model.
+    Args:
+        agent, name, seen: whose they are.
+        round: of the model.
+        steps: maximum number of fine-tuning steps.
+        scales: number of step sizes.
+        by_class: whether they are accuracies, also per class; otherwise any numbers.
+        has_global: whether there is a global model.
+        diverged: whether they may be non-finite.
     """
+
+    agent: int
+    name: str
+    seen: bool
+    round: int
+    steps: int
+    scales: int
+    by_class: bool
+    has_global: bool
+    diverged: bool
+
+
+def read_scores(
+    records: Mapping[str, object], expected: ExpectedScores
+) -> tuple[list[AgentScores], AgentScores | None]:
+    """An agent's validated scores by scale, and those of its majority class."""
     check_keys(records, ABOUT, SCORES)
-    claimed, of, train, test, minority, gradients, hvps, newcomer = read_about(
-        records,
-        "agent",
-        "round",
-        "train_samples",
-        "test_samples",
-        "minority_samples",
-        "personal_gradients",
-        "personal_hvps",
-        "newcomer",
-    )
-    check_agent(claimed, agent)
-    if read_int(of, "round", 10**9) != round:
-        raise PayloadError(f"its scores are of round {of}")
-    if not isinstance(newcomer, bool):
-        raise PayloadError(f"newcomer is {shown(newcomer)}, not true or false")
-    lists = get_record(records, SCORES, MetricRecord)
-    keys = {"loss", "score", *(BY_CLASS if by_class else ()), *([GLOBAL] if has_global else ())}
+    about = _read_about_scores(records, expected)
+    lists, by_class = get_record(records, SCORES, MetricRecord), expected.by_class
+    keys = {"loss", "score", *(BY_CLASS if by_class else ())}
+    keys |= {GLOBAL} if expected.has_global else set()
     if lists.keys() - OPTIONAL != keys:
         raise PayloadError(f"its scores have keys {shown(sorted(lists))} instead of {sorted(keys)}")
-    test_samples = read_int(test, "test_samples", MOST_SAMPLES, least=1)
-    most = test_samples if by_class else 0
-    minority_samples = read_int(minority, "minority_samples", most)
-    none, length = minority_samples == 0, scales * (steps + 1)
+    each, diverged = expected.steps + 1, expected.diverged  # numbers per scale
+    length, no_minority = expected.scales * each, about["minority_samples"] == 0
 
-    def read(key: str, share: bool, none: bool = False) -> list[tuple[float, ...]]:
+    def curves(key: str, share: bool = False, none: bool = False) -> list[tuple[float, ...]]:
         """The numbers after 0, 1, … steps, by scale."""
-        numbers = _numbers(lists[key], key, length, share=share, none=none, diverged=diverged)
-        return [numbers[at : at + steps + 1] for at in range(0, length, steps + 1)]
+        return _rows(_numbers(lists[key], key, length, share, none, diverged), each)
 
-    by_steps: dict[str, list[tuple[float, ...]]] = {
-        "loss": read("loss", share=False),
-        "score": read("score", share=by_class),
-        "balanced": read("balanced", share=True) if by_class else [()] * scales,
-        "minority": read("minority", share=True, none=none) if by_class else [()] * scales,
-    }
-
-    def rows(key: str, width: int, number: int = length) -> list[tuple[float, ...]]:
+    def optional(key: str, width: int, number: int = length) -> list[tuple[float, ...]]:
         """``number`` rows of numbers, if the site sends them."""
         if key not in lists:
             return []
-        numbers = _numbers(lists[key], key, number * width, diverged=True)
-        return [numbers[at : at + width] for at in range(0, len(numbers), width)]
+        return _rows(_numbers(lists[key], key, number * width, diverged=True), width)
 
-    by_group, resampled = rows(GROUP_LOSS, min(test_samples, GROUPS)), rows(RESAMPLED, RESAMPLES)
-    train_samples = read_int(train, "train_samples", MOST_SAMPLES, least=1)
-    shared: list[float | None] = [None, None]
-    if has_global:
+    absent: list[tuple[float, ...]] = [()] * expected.scales
+    by_steps: dict[str, list[Any]] = {
+        "loss": curves("loss"),
+        "score": curves("score", share=by_class),
+        "balanced": curves("balanced", share=True) if by_class else absent,
+        "minority": curves("minority", share=True, none=no_minority) if by_class else absent,
+    }
+    group_loss = optional(GROUP_LOSS, min(about["test_samples"], GROUPS))
+    resampled = optional(RESAMPLED, RESAMPLES)
+    if expected.has_global:
         both = lists[GLOBAL] if isinstance(lists[GLOBAL], list) else []
-        shared = [
-            *_numbers(both[:1], GLOBAL, 1, diverged=diverged),
-            *_numbers(both[1:], GLOBAL, 1, share=by_class, diverged=diverged),
-        ]
+        (about["global_loss"],) = _numbers(both[:1], GLOBAL, 1, diverged=diverged)
+        (about["global_score"],) = _numbers(both[1:], GLOBAL, 1, by_class, diverged=diverged)
     scores = [
         AgentScores(
-            agent=agent,
-            name=name,
-            seen=seen,
-            train_samples=train_samples,
-            test_samples=test_samples,
-            minority_samples=minority_samples,
-            loss=loss,
-            score=score,
-            global_loss=shared[0],
-            global_score=shared[1],
-            balanced=balanced,
-            minority=on_minority,
-            personal_gradients=read_int(gradients, "personal_gradients", 10**9),
-            personal_hvps=read_int(hvps, "personal_hvps", 10**9),
-            newcomer=newcomer,
-            group_loss=tuple(by_group[at : at + steps + 1]),
-            resampled=tuple(resampled[at : at + steps + 1]),
+            **about,
+            **{key: by_scale[scale] for key, by_scale in by_steps.items()},
+            group_loss=tuple(group_loss[scale * each : (scale + 1) * each]),
+            resampled=tuple(resampled[scale * each : (scale + 1) * each]),
         )
-        for at, loss, score, balanced, on_minority in zip(
-            range(0, length, steps + 1), *by_steps.values(), strict=True
-        )
+        for scale in range(expected.scales)
     ]
     if not by_class:
         return scores, None
-    resamples = tuple(rows(MAJORITY_RESAMPLED, RESAMPLES, 1))
+    resamples = tuple(optional(MAJORITY_RESAMPLED, RESAMPLES, 1))
     return scores, _majority(lists["majority"], scores[0], resamples)
+
+
+def _read_about_scores(records: Mapping[str, object], expected: ExpectedScores) -> dict[str, Any]:
+    """The fields of an agent's scores that are the same for every scale."""
+    claimed, of, newcomer, *values = read_about(records, "agent", "round", "newcomer", *COUNTS)
+    check_agent(claimed, expected.agent)
+    if read_int(of, "round", 10**9) != expected.round:
+        raise PayloadError(f"its scores are of round {of}")
+    if not isinstance(newcomer, bool):
+        raise PayloadError(f"newcomer is {shown(newcomer)}, not true or false")
+    counts = {
+        name: read_int(value, name, most, least)
+        for (name, (least, most)), value in zip(COUNTS.items(), values, strict=True)
+    }
+    largest = counts["test_samples"] if expected.by_class else 0
+    read_int(counts["minority_samples"], "minority_samples", largest)
+    about = {"agent": expected.agent, "name": expected.name, "seen": expected.seen}
+    return {**about, **counts, "newcomer": newcomer}
+
+
+def _rows(numbers: tuple[float, ...], width: int) -> list[tuple[float, ...]]:
+    return [numbers[at : at + width] for at in range(0, len(numbers), width)]
 
 
 def _majority(
@@ -495,7 +492,6 @@ def _numbers(
     values: object,
     name: str,
     length: int,
-    *,
     share: bool = False,
     none: bool = False,
     diverged: bool = False,

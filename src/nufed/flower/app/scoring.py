@@ -17,7 +17,15 @@ from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice, prefer
 from nufed.flower.app.exchange import Exchange
 from nufed.flower.app.messaging import LOG
 from nufed.flower.app.monitor import OFFLINE
-from nufed.flower.app.payload import BASELINE, KEEP, NoReply, PayloadError, read_scores, usable
+from nufed.flower.app.payload import (
+    BASELINE,
+    KEEP,
+    ExpectedScores,
+    NoReply,
+    PayloadError,
+    read_scores,
+    usable,
+)
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.roster import Roster
 from nufed.flower.app.site_baselines import LOCAL, UNTRAINED, baselines
@@ -152,18 +160,18 @@ class Scoring:
         majority: list[AgentScores] = []
         for agent, reply in replies.items():
             try:
-                own, null = read_scores(
-                    usable(reply),
-                    agent,
-                    k,
+                expected = ExpectedScores(
+                    agent=agent,
                     name=self._roster.names[agent],
                     seen=agent in plan.seen,
+                    round=k,
                     steps=plan.eval_steps,
                     scales=len(scales),
                     by_class=plan.scores_by_class,
                     has_global=has_global,
                     diverged=diverged,
                 )
+                own, null = read_scores(usable(reply), expected)
             except PayloadError as error:
                 missing.append(UpdateError(agent, k, str(error), error.fault, who(agent)))
                 continue
