@@ -49,7 +49,7 @@ def _quick_runs():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
-        patch.setattr("nufed.lab.report.page.build_report", report_without_figures)
+        patch.setattr("nufed.lab.report.run_page.build_report", report_without_figures)
         yield
 
 

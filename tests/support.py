@@ -13,7 +13,7 @@ from torch import nn
 from nufed import Batch, Federation, Objective
 from nufed.algorithms.protocol import AgentContext, AgentUpdate, Context
 from nufed.data import as_samples, make_split
-from nufed.lab.report.page import build_report
+from nufed.lab.report.run_page import build_report
 
 FSYNC = os.fsync  # tests run without it
 
@@ -196,7 +196,7 @@ def json_lines(path):
 
 
 def report_without_figures(runs, out, *, figures=True):
-    """:func:`nufed.lab.report.build_report` without SVG and PNG files."""
+    """:func:`nufed.lab.report.run_page.build_report` without SVG and PNG files."""
     return build_report(runs, out, figures=None if figures is None else False)
 
 
@@ -204,7 +204,7 @@ def report_without_figures(runs, out, *, figures=True):
 def with_figures():
     """Reports are drawn as SVG and PNG files, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nufed.lab.report.page.build_report", build_report)
+        patch.setattr("nufed.lab.report.run_page.build_report", build_report)
         yield
 
 
@@ -212,5 +212,5 @@ def with_figures():
 def without_report():
     """Runs in this process write no report, which takes most of a small run's time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nufed.lab.report.build_report", lambda runs, out, **_: out)
+        patch.setattr("nufed.lab.report.run_page.build_report", lambda runs, out, **_: out)
         yield

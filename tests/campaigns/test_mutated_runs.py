@@ -16,7 +16,7 @@ import pytest
 import nufed
 from nufed.errors import NufedError, RunError
 from nufed.files import SEALED_TEXT, ZERO_DIGEST, read_sealed, sha256, unseal, write_sealed
-from nufed.lab.report import page
+from nufed.lab.report import run_page
 from nufed.lab.runs import load_run
 from nufed.lab.runs.part_files import load_checkpoint
 from support import with_figures, without_report
@@ -240,9 +240,9 @@ def look(run, path, out, how="tables"):
     out.mkdir(exist_ok=True)
     with with_figures(), pytest.MonkeyPatch.context() as patch:
         if how == "tables":
-            patch.setattr(page, "all_charts", lambda runs: ())
-            patch.setattr(page, "bounds_charts", lambda bounds: ())
-        page.build_report([load_run(run)], out, figures=how == "figures")
+            patch.setattr(run_page, "all_charts", lambda runs: ())
+            patch.setattr(run_page, "bounds_charts", lambda bounds: ())
+        run_page.build_report([load_run(run)], out, figures=how == "figures")
 
 
 @pytest.mark.timeout(7200)

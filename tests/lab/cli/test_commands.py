@@ -17,7 +17,8 @@ from nufed.files import read_sealed
 from nufed.lab.config import presets
 from nufed.lab.config.load import known_fields
 from nufed.lab.readers.sources import SOURCES
-from nufed.lab.report import save_counts_chart
+from nufed.lab.report.charts import counts_chart
+from nufed.lab.report.figures import save_chart
 from nufed.meta.curvature import CURVATURES
 from nufed.models import MODELS
 from nufed.simulation import ENGINES
@@ -159,7 +160,7 @@ def test_a_directory_may_be_called_like_markup(tmp_path, nufed):
 @pytest.mark.parametrize("name", ["constructor", "toString", "a\u2028b", "a\x00b"])
 def test_classes_and_agents_of_any_name_are_drawn(tmp_path, name):
     """Some names used to crash the drawing process."""
-    save_counts_chart([name, "b"], [name, "b"], [[1, 2], [3, 4]], tmp_path / "c.svg")
+    save_chart(counts_chart([name, "b"], [name, "b"], [[1, 2], [3, 4]]), tmp_path / "c.svg")
     svg = (tmp_path / "c.svg").read_text("utf-8")
     assert svg.count('aria-roledescription="rect mark"') == 4
 

@@ -10,9 +10,11 @@ import pytest
 
 import nufed as library
 from nufed.files import read_sealed
+from nufed.lab.analysis.by_key import one_differing_key, value_of
 from nufed.lab.config import load_config
 from nufed.lab.report import figures, page
-from nufed.lab.report.charts import all_charts, one_differing_key, signal_chart, value_of
+from nufed.lab.report.charts import all_charts, signal_chart
+from nufed.lab.report.run_page import build_report
 from nufed.lab.report.style import Look, spread_labels
 from nufed.lab.runs import load_run
 from support import json_lines, with_figures
@@ -252,7 +254,7 @@ def compared(run, drawn, tmp_path_factory):
     other = library.run({**CONFIG, "data": data, "methods": methods}, out=where).path
     both = [load_run(path) for path in (run, other)]
     drawn.clear()
-    page.build_report(both, where.parent / "both")
+    build_report(both, where.parent / "both")
     return both, dict(drawn)
 
 

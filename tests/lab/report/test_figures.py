@@ -8,7 +8,9 @@ import pytest
 
 import nufed
 from nufed.errors import ReportWarning
-from nufed.lab.report import build_report, figures, save_bounds_charts
+from nufed.lab.report import figures
+from nufed.lab.report.charts import bounds_charts
+from nufed.lab.report.run_page import build_report
 from nufed.lab.runs import load_run
 from nufed.lab.runs.bounds_record import BoundsRecord, Stationarity
 from processes import PATIENCE
@@ -158,7 +160,7 @@ def test_charts_of_bounds_are_left_out_with_a_warning(tmp_path, drawing):
         stationarity=[Stationarity(method="fo", round=0, value=1.0)],
     )
     with pytest.warns(ReportWarning, match="no such mark"):
-        assert save_bounds_charts(bounds, tmp_path) == []
+        assert figures.save_figures(bounds_charts(bounds), tmp_path) == []
 
 
 def test_the_javascript_is_obtained_once_per_process(run, tmp_path, drawing):

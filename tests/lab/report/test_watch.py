@@ -111,7 +111,7 @@ def test_a_run_in_training_shows_its_rounds_so_far(seen):
 
 def test_its_curves_are_those_of_the_metrics(seen):
     run, pages = seen
-    specs = json.loads(re.search(r"Object.entries\((\{.*\})\)\)\n", pages[1, "second", 2][1])[1])
+    specs = json.loads(re.search(r"const specs = (\{.*\});\n", pages[1, "second", 2][1])[1])
     assert list(specs) == ["rounds-seen", "rounds-unseen"]
     spec = specs["rounds-seen"]
     (layer,) = (layer for layer in spec["layer"] if layer["mark"]["type"] == "point")

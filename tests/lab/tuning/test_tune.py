@@ -51,7 +51,9 @@ CONFIG = {
 @pytest.fixture(autouse=True)
 def _no_page(request, monkeypatch):
     if "page" not in request.fixturenames:
-        monkeypatch.setattr("nufed.lab.report.build_tune_page", lambda record, out, **_: out)
+        monkeypatch.setattr(
+            "nufed.lab.report.tune_page.build_tune_page", lambda record, out, **_: out
+        )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def found(tmp_path_factory, work):
 
     run_round = loop.run_round
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nufed.lab.report.build_tune_page", lambda record, out, **_: out)
+        patch.setattr("nufed.lab.report.tune_page.build_tune_page", lambda record, out, **_: out)
         patch.setattr(loop, "run_round", counted)
         return nufed.tune(CONFIG, out=tmp_path_factory.mktemp("tune") / "search")
 

@@ -210,7 +210,7 @@ def sweep(
 
 
 def _print_sweep(found: Sweep) -> None:
-    from nufed.lab.report.sweep_tables import sweep_groups, sweep_headline, sweep_table
+    from nufed.lab.report.sweep_page import sweep_groups, sweep_headline, sweep_table
 
     print_line(sweep_headline(found))
     for group in sweep_groups(found):

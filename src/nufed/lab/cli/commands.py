@@ -262,8 +262,8 @@ def report(
     """
     from nufed.lab.cli.printed_results import print_results
     from nufed.lab.config.trust import require_trust
-    from nufed.lab.report import build_report
-    from nufed.lab.report.tables import results_csv
+    from nufed.lab.report.result_files import results_csv
+    from nufed.lab.report.run_page import build_report
     from nufed.lab.runs.read_run import load_finished
 
     if as_json and as_csv:
@@ -303,8 +303,10 @@ def bounds(
     """Theoretical guarantees: constants, bounds per ν, allowed step sizes, Theorem 1."""
     from nufed.lab.analysis.bounds import bounds_of_numbers, write_bounds
     from nufed.lab.cli.printed_results import print_notes
-    from nufed.lab.report import build_report, save_bounds_charts
     from nufed.lab.report.bounds_tables import bounds_notes, bounds_tables
+    from nufed.lab.report.charts import bounds_charts
+    from nufed.lab.report.figures import save_figures
+    from nufed.lab.report.run_page import build_report
     from nufed.lab.runs import load_run
 
     if source.is_dir():
@@ -320,7 +322,7 @@ def bounds(
         return
     print_notes(bounds_tables(record), bounds_notes(record))
     if source.is_dir():
-        for figure in save_bounds_charts(record, source / "figures"):
+        for figure in save_figures(bounds_charts(record), source / "figures"):
             say(f"chart: {figure}")
 
 
@@ -338,8 +340,9 @@ def advise_on(
     """Advise on number and size of fine-tuning steps and amount of data, from held-out agents."""
     from nufed.lab.analysis.advise import write_advice
     from nufed.lab.cli.printed_results import print_notes
-    from nufed.lab.report import save_advice_chart
     from nufed.lab.report.advice_tables import advice_notes, advice_tables
+    from nufed.lab.report.charts import advice_charts
+    from nufed.lab.report.figures import save_figures
     from nufed.lab.runs import load_run
 
     finished = load_run(run, trust=trust)
@@ -353,7 +356,7 @@ def advise_on(
         print(json.dumps(advice.record()))
         return
     print_notes(advice_tables(advice), advice_notes(advice))
-    for figure in save_advice_chart(advice, run / "figures"):
+    for figure in save_figures(advice_charts(advice), run / "figures"):
         say(f"chart: {figure}")
 
 

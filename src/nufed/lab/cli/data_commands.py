@@ -104,7 +104,8 @@ def data_show(
     """Show the number of samples per agent and class."""
     from nufed.lab.config import load_config
     from nufed.lab.config.problem import build_samples, build_shift, build_split
-    from nufed.lab.report import save_counts_chart
+    from nufed.lab.report.charts import counts_chart
+    from nufed.lab.report.figures import save_chart
     from nufed.lab.runs.directory import class_counts
     from nufed.lab.runs.records import LISTED
 
@@ -119,7 +120,7 @@ def data_show(
         if out.suffix not in (".svg", ".png", ".html"):
             raise InputError(f"--out {out}: must end in .svg, .png or .html")
         try:
-            save_counts_chart(names, classes, counts, out)
+            save_chart(counts_chart(names, classes, counts), out)
         except OSError as error:
             raise InputError(f"--out {out}: can't be written ({error.strerror})") from error
     if as_json:

@@ -105,5 +105,4 @@ def _part(shown: Table, columns: Sequence[int]) -> Table:
 
 
 def _made(title: str, shown: Table) -> Printed:
-    quiet = [number for number, is_quiet in enumerate(shown.quiet) if is_quiet]
-    return table(shown.rows, shown.headings, title=title, right=True, quiet=quiet, gap=1)
+    return table(shown.rows, shown.headings, title=title, right=True, quiet=shown.quiet, gap=1)

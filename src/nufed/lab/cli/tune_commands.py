@@ -113,7 +113,7 @@ def tune_and_show(source: str | None, overrides: list[str], **how: Any) -> Tunin
 def print_tuning(found: Tuning) -> None:
     """The choices, and what else the search tells."""
     from nufed.lab.analysis.tuning_findings import doubts, edges, ranking_notes
-    from nufed.lab.report.tune_tables import choices_table, sensitivity_table, tune_headline
+    from nufed.lab.report.tune_page import choices_table, sensitivity_table, tune_headline
 
     record, terminal = found.record, console()
     terminal.print(styled(tune_headline(record)))

@@ -35,7 +35,7 @@ def finish(
         raise TrainingError(f"no method could be trained: {run.failures[0]}")
     _write_bundles(run, objectives, algorithms, directory.bundles())
     write_json(directory.path / "results.json", run.to_json())
-    from nufed.lab.report import build_report  # charts are slow to import
+    from nufed.lab.report.run_page import build_report  # charts are slow to import
 
     build_report([run], directory.path, figures=figures)
     return run

@@ -28,7 +28,7 @@ from nufed.lab.experiment.observers import Event, Listener
 from nufed.lab.experiment.session import Session, Stop, resumed_by
 from nufed.lab.experiment.setup import Setup, begin_run, check_simulated, reopen_run, worker_count
 from nufed.lab.experiment.training import job_of, parts_of
-from nufed.lab.report.sweep_tables import write_results
+from nufed.lab.report.result_files import write_results
 from nufed.lab.runs import Run, RunDirectory, load_run
 from nufed.lab.runs.part_files import PartFiles
 from nufed.lab.runs.provenance import Provenance

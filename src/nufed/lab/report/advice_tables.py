@@ -101,7 +101,7 @@ def advice_tables(advice: Advice) -> Iterator[tuple[str, Table]]:
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> Table:
-    return Table(headings, rows, [False] * len(rows))
+    return Table(headings, rows)
 
 
 def _score(advice: Advice, value: float) -> str:

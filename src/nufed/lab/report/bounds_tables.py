@@ -88,7 +88,7 @@ def _constants(bounds: BoundsRecord) -> Table:
             counted = str(constant.samples or "given")
             cells = [_cell(constant.value), _cell(constant.spread, 2), counted]
         rows.append([f"{name} ({GREEK[name]})", *cells])
-    return Table(["", "value", "spread", "measurements"], rows, [False] * len(rows))
+    return Table(["", "value", "spread", "measurements"], rows)
 
 
 def _by_steps(bounds: BoundsRecord) -> Table:
@@ -101,7 +101,7 @@ def _by_steps(bounds: BoundsRecord) -> Table:
         numbers += [row.errors[kind].bias for kind in kinds]
         numbers += [row.errors[kind].error for kind in kinds]
         rows.append([str(row.steps), *map(_cell, numbers)])
-    return Table(headings, rows, [False] * len(rows))
+    return Table(headings, rows)
 
 
 def _predicted(methods: Sequence[tuple[MethodBounds, MeasuredErrors]]) -> Table:
@@ -113,7 +113,7 @@ def _predicted(methods: Sequence[tuple[MethodBounds, MeasuredErrors]]) -> Table:
             cells.append(_cell(getattr(row.promised, key)) if row.promised else "–")
             cells.append(_cell(getattr(measured, key)))
         rows.append(cells)
-    return Table(headings, rows, [False] * len(rows))
+    return Table(headings, rows)
 
 
 def _theorem(methods: Sequence[tuple[str, Promise]]) -> Table:
@@ -127,4 +127,4 @@ def _theorem(methods: Sequence[tuple[str, Promise]]) -> Table:
         ),
         ["total", *(_cell(own.total) for own in promised)],
     ]
-    return Table(["", *(name for name, _ in methods)], rows, [False] * len(rows))
+    return Table(["", *(name for name, _ in methods)], rows)

@@ -1,22 +1,26 @@
 """All charts: interactive on a page, and as SVG and PNG.
 
 In this order: the charts of a report (learning curves, results, scores by configuration key, fitted
-curves, training, agents and their samples), and those of ``nufed bounds`` and ``nufed advise``.
+curves, training, agents and their samples), and those of ``nufed bounds``, ``nufed advise`` and
+``nufed tune``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from math import nan
-from typing import Any, TypeAlias
+from statistics import median
+from typing import Any
 
 import altair as alt
 import numpy as np
 
 from nufed.lab.analysis.advise import Advice, Curve
+from nufed.lab.analysis.by_key import KeyedScore, KeyValue, one_differing_key, scores_of_runs
+from nufed.lab.analysis.tuning_findings import best_so_far
 from nufed.lab.report.bounds_tables import TERMS
+from nufed.lab.report.figures import Chart
 from nufed.lab.report.style import (
     DASHED,
     DOTTED,
@@ -45,20 +49,11 @@ from nufed.lab.runs import Run
 from nufed.lab.runs.bounds_record import BoundsRecord
 from nufed.lab.runs.records import MetricsLine
 from nufed.lab.runs.results import Line, Trained
+from nufed.lab.runs.tuning_record import TuningRecord
 from nufed.lab.runs.warnings import jumps
 
 MAX_AGENTS = 100  # in the chart of a split
 MAX_POINTS = 3000  # agents drawn individually, in all rows
-IGNORED = (  # keys that do not change results
-    "name",
-    "note",
-    "workers",
-    "threads",
-    "engine",
-    "checkpoint_every",
-    "save_every",
-    "eval_every",
-)
 LOG_RATIO = 20  # values that span more than this are drawn on a logarithmic axis
 MAX_ROUNDS = 400  # points of a line; of more rounds, evenly spaced ones are drawn
 STEPS = ["#999999", "#56B4E9", "#D55E00"]  # colours of no, one and all steps
@@ -70,10 +65,9 @@ SIGNALS = {
 }
 ALARM = "#D62728"
 _FIELD = "value"  # of a key: its name has dots, which Vega takes for nested fields
-KeyValue: TypeAlias = str | int | float | bool
 
 
-def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
+def all_charts(runs: Sequence[Run]) -> Iterator[Chart]:
     """Every chart of a report as (file name, caption, chart).
 
     Several runs have a chart each, with the same colours, symbols and range of scores, and one over
@@ -90,7 +84,7 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
             f"{_score(runs)} of personal models by {key}, agents {group} in training. "
             "Bars: 95 % confidence intervals; grey: null baselines.",
             score_by_key(
-                keyed_scores(runs, key, group),
+                scores_of_runs(runs, key, group),
                 key,
                 title=look.title,
                 percent=look.percent,
@@ -147,7 +141,7 @@ def all_charts(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
 
 def _of_each(
     runs: Sequence[Run], name: str, caption: str, charts: Sequence[Any]
-) -> Iterator[tuple[str, str, Any]]:
+) -> Iterator[Chart]:
     """One chart of each run; the first of several has the whole caption."""
     if len(runs) == 1:
         yield name, caption, charts[0]
@@ -362,71 +356,6 @@ def result_chart(run: Run, group: str, look: Look | None = None) -> Any:
         *look.edges([{"method": r.name, "mean": r.personal.mean} for r in every], alt.X, **style),
     ).properties(width=WIDTH, height=ROW * len(names))
     return fitted(chart)
-
-
-@dataclass(frozen=True)
-class KeyedScore:
-    """The score of a method in one run, with the values of the keys that differ between runs.
-
-    ``half_width`` is that of the 95 % confidence interval (None: not known). A ``baseline`` is
-    drawn in grey.
-    """
-
-    keys: Mapping[str, KeyValue]
-    method: str
-    mean: float
-    half_width: float | None = None
-    baseline: bool = False
-
-
-def one_differing_key(runs: Sequence[Run]) -> str:
-    """The only key whose values differ between runs; empty if none or several do.
-
-    Keys that don't change results are ignored. A setting that several methods have, with one value
-    in each run, counts as one key.
-    """
-    flat = [dict(_flat(run.config.model_dump())) for run in runs]
-    keys = {key for run in flat for key in run if key.split(".")[0] not in IGNORED}
-    differing = {key for key in keys if len({repr(run.get(key)) for run in flat}) > 1}
-    shared = {key for key in differing if key.startswith(("method.", "methods."))}
-    names = {key.rpartition(".")[2] for key in shared}
-    if len(shared) > 1 and shared == differing and len(names) == 1:
-        single = [len({repr(run[key]) for key in shared if key in run}) == 1 for run in flat]
-        return f"method.{names.pop()}" if all(single) else ""
-    return differing.pop() if len(differing) == 1 else ""
-
-
-def value_of(run: Run, key: str) -> KeyValue:
-    """The value of a key in a run's configuration; what is not a number is shown as text."""
-    flat = dict(_flat(run.config.model_dump()))
-    settings = (flat[k] for k in flat if k.endswith("." + key.rpartition(".")[2]))
-    value = flat[key] if key in flat else next(settings, None)
-    return value if isinstance(value, bool | int | float | str) else str(value)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of nested tables, joined by dots."""
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def keyed_scores(runs: Sequence[Run], key: str, group: str) -> list[KeyedScore]:
-    """The scores of every method and null baseline, with the value of the key in its run."""
-    return [
-        KeyedScore(
-            {key: value_of(run, key)},
-            row.name,
-            row.personal.mean,
-            row.personal.half_width,
-            row.kind == "baseline",
-        )
-        for run in runs
-        for row in run.rows()
-        if row.group == group
-    ]
 
 
 def score_by_key(
@@ -666,7 +595,7 @@ def _fits(run: Run) -> list[tuple[str, list[Any]]]:
     return [(name, fits) for name, fits in firsts if fits][:MAX_METHODS]
 
 
-def training_charts(run: Run, look: Look) -> Iterator[tuple[str, str, Any]]:
+def training_charts(run: Run, look: Look) -> Iterator[Chart]:
     """A chart of each signal that the run has recorded, as (file name, caption, chart)."""
     for name, (field, title, what) in SIGNALS.items():
         chart = signal_chart(run, field, title, look)
@@ -831,7 +760,7 @@ def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> 
     return fitted(chart)
 
 
-def bounds_charts(bounds: BoundsRecord) -> Iterator[tuple[str, str, Any]]:
+def bounds_charts(bounds: BoundsRecord) -> Iterator[Chart]:
     """Theorem 1's terms per method, and the measured stationarity by round."""
     order = list(TERMS.values())
     terms = [
@@ -890,8 +819,12 @@ def bounds_charts(bounds: BoundsRecord) -> Iterator[tuple[str, str, Any]]:
         )
 
 
-def advice_chart(advice: Advice) -> Any:
+def advice_charts(advice: Advice) -> Iterator[Chart]:
     """Each method's score by number of steps, with its α; the recommendation with its spread."""
+    yield "advice", "Scores by number of fine-tuning steps.", _advice_chart(advice)
+
+
+def _advice_chart(advice: Advice) -> Any:
     best = advice.recommended_curve
     accuracy = advice.accuracy
     sign = 1 if accuracy else -1
@@ -943,3 +876,119 @@ def advice_chart(advice: Advice) -> Any:
         text = chart(null[1:]).mark_text(align="left", dx=8, color=GREY, fontSize=11)
         layers += [dashed, text.encode(y=height("mean"), text="name:N")]
     return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
+
+
+def tune_charts(record: TuningRecord) -> Iterator[Chart]:
+    """The best score by work, and scores by the value of each setting."""
+    search = record.search
+    points = best_so_far(record)
+    if points:
+        yield (
+            "tune-best",
+            f"Best validation {search.measure} of a fully trained trial by the work spent on its "
+            f"method, one point per batch of trials. The unit is {search.unit:,.0f} gradients, one "
+            "full training by the cheapest method.",
+            _best_chart(record, points),
+        )
+    settings = dict.fromkeys(each.setting for m in search.methods.values() for each in m.ranges)
+    for setting in settings:
+        values = _setting_points(record, setting)
+        if len(values) > 1:
+            yield (
+                f"tune-{setting}",
+                f"Validation {search.measure} of all trials by {setting}, after the rounds that "
+                "each was trained for; other settings vary, too. Filled: trained to the end. Much "
+                "worse trials are drawn at the edge.",
+                _setting_chart(record, setting, values),
+            )
+
+
+def _best_chart(record: TuningRecord, points: list[dict[str, Any]]) -> Any:
+    """Best score so far by work, a line for each method."""
+    names = list(record.search.methods)
+    styles = Styles.of(names)
+    most = record.search.budget
+    if record.search.per == "trial":
+        most = max(point["work"] for point in points)
+    base = plot(points).encode(
+        x=alt.X(
+            "work:Q",
+            title="work spent (full trainings by the cheapest method)",
+            scale=alt.Scale(domain=[0, most], nice=False),
+        ),
+        y=_validation_axis(record),
+        color=method_colour(names, styles),
+        tooltip=["method:N", "work:Q", "score:Q", "trials:Q"],
+    )
+    line = base.mark_line(interpolate="step-after", strokeWidth=2)
+    dots = base.mark_point(size=45, filled=True).encode(method_shape(names, styles))
+    return alt.layer(line, dots).properties(width=WIDTH, height=HEIGHT)
+
+
+def _setting_points(record: TuningRecord, setting: str) -> list[dict[str, Any]]:
+    """The score of every trial that has one, with its value of a setting."""
+    rounds = record.search.rungs[-1]
+    return [
+        {
+            "method": trial.method,
+            "value": trial.settings[setting],
+            "score": scored[-1].score,
+            "rounds": scored[-1].rounds,
+            "trial": trial.number,
+            "whole": scored[-1].rounds == rounds,
+        }
+        for trial in record.trials
+        if setting in trial.settings
+        and (scored := [rung for rung in trial.rungs if rung.failure is None])
+    ]
+
+
+def _setting_chart(record: TuningRecord, setting: str, points: list[dict[str, Any]]) -> Any:
+    """Scores by the value of one setting."""
+    search = record.search
+    ranges = [r for m in search.methods for r in record.ranges(m) if r.setting == setting]
+    names = list(search.methods)
+    styles = Styles.of(names)
+    if any(each.choices for each in ranges):
+        x = alt.X("value:N", title=setting)
+    else:
+        ends = [min(each.low for each in ranges), max(each.high for each in ranges)]
+        log = all(each.log for each in ranges)
+        scale = alt.Scale(type="log" if log else "linear", domain=ends, nice=False)
+        x = alt.X("value:Q", title=setting, scale=scale, axis=alt.Axis(format="~g"))
+    return (
+        plot(points)
+        .mark_point(size=60)
+        .encode(
+            x=x,
+            y=_validation_axis(record, _clipped(record, [point["score"] for point in points])),
+            color=method_colour(names, styles),
+            shape=method_shape(names, styles),
+            fillOpacity=alt.condition("datum.whole", alt.value(1), alt.value(0)),
+            fill=method_colour(names, styles),
+            opacity=alt.condition("datum.whole", alt.value(1), alt.value(0.5)),
+            tooltip=["method:N", "trial:Q", "value:N", "score:Q", "rounds:Q"],
+        )
+        .properties(width=WIDTH, height=HEIGHT)
+    )
+
+
+def _clipped(record: TuningRecord, scores: list[float]) -> list[float] | None:
+    """Where to clip an axis of scores: as far beyond the median as it is from the best, twice."""
+    sign = 1 if record.search.higher_is_better else -1
+    best, middle = sign * max(sign * score for score in scores), median(scores)
+    worst = middle + 2 * (middle - best)
+    if middle == best or all(sign * score >= sign * worst for score in scores):
+        return None
+    return sorted([best, worst])
+
+
+def _validation_axis(record: TuningRecord, limits: list[float] | None = None) -> Any:
+    scale = alt.Scale(zero=False) if limits is None else alt.Scale(domain=limits, clamp=True)
+    percent = record.search.measure == "accuracy"
+    return alt.Y(
+        "score:Q",
+        title=f"validation {record.search.measure}",
+        scale=scale,
+        axis=alt.Axis(format="%" if percent else "~g"),
+    )

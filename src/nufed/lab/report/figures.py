@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from nufed.errors import ReportWarning, visible
+from nufed.errors import ReportWarning, RunError, visible
 
 SCRIPT = Path(__file__).with_name("draw.py")
 TIMEOUT = 300.0  # seconds for all charts of a report
+
+Chart: TypeAlias = tuple[str, str, Any]  # name of its files, caption, altair chart
 
 # properties of every JavaScript object: Vega drops values with these names
 _OBJECT_KEYS = (
@@ -94,12 +96,25 @@ def _drawable(value: Any) -> Any:
     return value
 
 
-def save_figures(charts: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw and write charts; return the paths of the PNGs. Warns if any is missing."""
-    drawn = draw({name: spec_of(chart) for name, chart in charts.items()})
+def save_figures(charts: Iterable[Chart], folder: Path) -> list[Path]:
+    """Write charts as SVG and PNG; return the paths of the PNGs. Warns if any is missing."""
+    drawn = draw({name: spec_of(chart) for name, _, chart in charts})
     paths = [figure.save(folder, name) for name, figure in drawn.figures.items()]
     drawn.warn("the numbers are saved without charts")
     return paths
+
+
+def save_chart(chart: Any, path: Path) -> None:
+    """Write a chart as SVG, PNG or HTML, by the file's extension."""
+    spec = spec_of(chart)
+    if path.suffix == ".html":
+        type(chart).from_dict(spec).save(path)
+        return
+    drawn = draw({"chart": spec})
+    if drawn.failure:
+        raise RunError(f"{path} was not written: {drawn.failure}")
+    figure = drawn.figures["chart"]
+    path.write_bytes(figure.png if path.suffix == ".png" else figure.svg.encode())
 
 
 def _add(result: dict[str, str], drawn: Drawn) -> None:

@@ -1,170 +1,164 @@
-"""The report: one HTML page that opens offline, and every chart as SVG and PNG."""
+"""One HTML page that opens offline: sections of sentences, tables and charts.
+
+A report of runs (``run_page.py``), of a sweep (``sweep_page.py``), of a search (``tune_page.py``)
+and of a run in training (``watch.py``) are lists of sections, which ``page.html.j2`` shows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jinja2
-from markupsafe import Markup, escape
 
-from nufed.errors import InputError, RunError, visible
-from nufed.lab.report.bounds_tables import bounds_notes, bounds_tables
-from nufed.lab.report.charts import all_charts, bounds_charts
-from nufed.lab.report.figures import Drawn, draw, spec_of
-from nufed.lab.report.headline import finding, measured
-from nufed.lab.report.style import DARK, LIGHT
-from nufed.lab.report.tables import (
-    agents_table,
-    all_groups,
-    baseline_notes,
-    between_runs,
-    costs_table,
-    methods_table,
-    newcomer_notes,
-    over_samples,
-    problem_text,
-    results_table,
-    rounds_table,
-    run_name,
-    settings_table,
-    sites_table,
-    without_global,
-)
-from nufed.lab.runs import Run
-
-# the charts of each part of the page, by how their names begin; others come last
-PARTS = {
-    "first": ("fits", "by-key-seen"),
-    "scores": ("results-seen",),
-    "unseen": ("by-key-unseen", "results-unseen", "rounds-unseen"),
-    "training": ("rounds-seen", "training-", "steps"),
-    "agents": ("agents",),
-    "data": ("split",),
-}
+from nufed.errors import RunError, visible
+from nufed.lab.report.figures import Chart, Drawn, draw, spec_of
+from nufed.lab.report.tables import Table
 
 
-def build_report(runs: Sequence[Run], out: Path, *, figures: bool | None = True) -> Path:
-    """Write ``report.html`` and ``figures/`` for one run, or several side by side, into ``out``.
+def _theme(ink: str, faint: str, grid: str, ramp: Sequence[str]) -> dict[str, Any]:
+    """A Vega-Lite configuration; the background is that of the page."""
+    text = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
+    return {
+        "header": text,
+        "axis": {
+            **text,
+            "labelLimit": 260,
+            "gridColor": grid,
+            "domainColor": faint,
+            "tickColor": faint,
+        },
+        "legend": {**text, "labelLimit": 0, "orient": "top"},
+        "title": {"color": ink},
+        "view": {"stroke": grid},
+        "range": {"ramp": list(ramp), "heatmap": list(ramp)},
+    }
 
-    Without ``figures`` no SVG and PNG files are drawn, with None no charts at all. If drawing
-    fails, the page is written without the missing charts and says so, and a
-    :class:`~nufed.errors.ReportWarning` is issued.
+
+LIGHT = _theme("#1b1b1b", "#888888", "#e2e2e2", ["#ffffff", "#08519c"])
+DARK = _theme("#e6e6e6", "#888888", "#3a3d42", ["#1f2329", "#7db8f0"])
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; ``look`` is a class of the style sheet."""
+
+    text: str
+    look: str = ""
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Charts side by side, with their captions."""
+
+    charts: Sequence[Chart]
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A highlighted list under a title; left out if it is empty.
+
+    With ``most``, only so many lines are shown with the number of all, and where the ``rest`` is.
     """
-    page, drawn = page_of(runs, figures=figures)
-    return save_page(page, drawn, out, "nufed report")
+
+    title: str
+    lines: Sequence[str]
+    most: int | None = None
+    rest: str = ""
 
 
-def save_page(
-    page: bytes, drawn: Drawn, out: Path, command: str, file: str = "report.html"
-) -> Path:
-    """Write a page and its figures; ``command`` makes them again."""
-    try:
-        for name, figure in drawn.figures.items():
-            figure.save(out / "figures", name)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / file).write_bytes(page)
-    except OSError as error:
-        raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
-    drawn.warn(f"{out / file} has tables but lacks charts; `{command}` retries")
-    return out / file
+@dataclass(frozen=True)
+class Folded:
+    """Shown on a click, or at once if ``open``."""
+
+    summary: str
+    blocks: Sequence[Block]
+    open: bool = False
 
 
-def page_of(runs: Sequence[Run], *, figures: bool | None = False) -> tuple[bytes, Drawn]:
-    """The page in UTF-8, and with ``figures`` its charts as SVG and PNG; with None without any."""
-    if len({run.measure.name for run in runs}) > 1:
-        scores = ", ".join(f"{run.path.name}: {run.measure.name}" for run in runs)
-        raise InputError(f"these runs have different measures ({scores}): compare runs of one")
-    if len({run.config.eval_on for run in runs}) > 1:
-        raise InputError("these runs have different eval_on: compare runs with the same")
-    scored = [run for run in runs if run.rows()]
-    charts = list(all_charts(scored)) if scored and figures is not None else []
-    bounds = runs[0].bounds() if len(runs) == 1 else None
-    bounded = list(bounds_charts(bounds)) if bounds and figures is not None else []
-    specs = {name: spec_of(chart) for name, _, chart in (*charts, *bounded)}
-    drawn = draw(specs if figures else {}, javascript=bool(specs))
-    warnings = [w for run in runs for w in run.warnings()]
-    page = template("page.html.j2").render(
-        title=" and ".join(run_name(run, runs) for run in runs),
-        headlines=[(run_name(run, runs) if len(runs) > 1 else "", *_said(run)) for run in runs],
-        short=[(group, results_table(runs, group, short=True)) for group in all_groups(runs)],
-        between=[(group, *between_runs(runs, group)) for group in all_groups(runs)],
-        results=[(group, results_table(runs, group)) for group in all_groups(runs)],
-        baselines=baseline_notes(runs[0]),
-        newcomers=newcomer_notes(runs),
-        without_global=without_global(scored),
-        step_sizes_chosen=any(run.step_sizes_chosen for run in runs),
-        step_size_notes=list(
-            dict.fromkeys(n for r in scored for n in (*r.step_size_notes(), *r.model_notes()))
-        ),
-        scored_on=runs[0].config.eval_on,
-        classes=runs[0].measure.name == "accuracy",
-        over_samples=over_samples(runs),
-        charts=_by_part([(name, caption) for name, caption, _ in charts]),
-        bounds=list(bounds_tables(bounds)) if bounds else [],
-        bounds_notes=bounds_notes(bounds) if bounds else [],
-        bounds_charts=[(name, caption) for name, caption, _ in bounded],
-        specs=specs,
-        drawn=drawn,
-        settings=[(run_name(run, runs), settings_table(run)) for run in runs],
-        methods=methods_table(runs),
-        costs=costs_table(runs),
-        traffic=[
-            (run_name(run, runs), sites, rounds)
-            for run in runs
-            if (sites := sites_table(run)) and (rounds := rounds_table(run))
-        ],
-        agents=[(run_name(run, runs), agents_table(run)) for run in scored],
-        failures=[line for run in runs for line in run.failures],
-        unfinished=[line for run in runs for line in run.unfinished],
-        unanswered=[line for run in runs for line in run.unanswered()],
-        rejected=[line for run in runs for line in run.rejected()],
-        warnings=[str(w) for w in warnings if w.about in ("data", "numbers")],
-        below_start=[str(w) for w in warnings if w.about == "training"],
-        unscored=[line for run in runs for line in run.unscored()],
-    )
-    return page.encode("utf-8", "backslashreplace"), drawn
+@dataclass(frozen=True)
+class Code:
+    """Lines of code."""
+
+    lines: Sequence[str]
 
 
-def _said(run: Run) -> tuple[list[Markup], str, str, str]:
-    """What was found, what was measured, on which problem, and the configuration's note."""
-    groups = all_groups([run]) if run.rows() else []
-    found = [_unbroken(finding(run, group)) for group in groups]
-    return found, measured(run), problem_text(run), run.config.note
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a heading, if there is one; left out if all of them are empty."""
+
+    title: str
+    blocks: Sequence[Block]
+    id: str = ""
 
 
-def _unbroken(text: str) -> Markup:
-    """The text as HTML, without line breaks between numbers and their units."""
-    html = str(escape(visible(text)))
-    return Markup(html.replace(" %", "&nbsp;%").replace(" ± ", "&nbsp;±&nbsp;"))
+Block: TypeAlias = str | Text | Table | Charts | Warned | Folded | Code | Section
+"""Plain text is a note, in small print; text is escaped, unless it is Markup."""
 
 
-def _by_part(charts: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
-    """Names and captions of charts by part of the page."""
-    found: dict[str, list[tuple[str, str]]] = {part: [] for part in (*PARTS, "more")}
-    for name, caption in charts:
-        part = next((part for part, starts in PARTS.items() if name.startswith(starts)), "more")
-        found[part].append((name, caption))
-    if not found["first"]:
-        found["first"], found["scores"] = found["scores"], []
-    return found
+@dataclass(frozen=True)
+class Page:
+    """A page: what was found comes first."""
+
+    title: str
+    headline: Sequence[Block]
+    sections: Sequence[Section]
+
+    def render(self, *, figures: bool = False) -> tuple[bytes, Drawn]:
+        """The page in UTF-8, and with ``figures`` its charts as SVG and PNG.
+
+        If drawing fails, the page lacks the missing charts and says so.
+        """
+        specs = {name: spec_of(chart) for name, _, chart in _charts(self.sections)}
+        drawn = draw(specs if figures else {}, javascript=bool(specs))
+        html = _template().render(page=self, specs=specs, drawn=drawn)
+        return html.encode("utf-8", "backslashreplace"), drawn
+
+    def save(
+        self, out: Path, command: str, file: str = "report.html", *, figures: bool = True
+    ) -> Path:
+        """Write the page and ``figures/`` into ``out``; ``command`` makes them again.
+
+        Missing charts are reported by a :class:`~nufed.errors.ReportWarning`, too.
+        """
+        html, drawn = self.render(figures=figures)
+        try:
+            for name, figure in drawn.figures.items():
+                figure.save(out / "figures", name)
+            out.mkdir(parents=True, exist_ok=True)
+            (out / file).write_bytes(html)
+        except OSError as error:
+            raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
+        drawn.warn(f"{out / file} has tables but lacks charts; `{command}` retries")
+        return out / file
+
+
+def _charts(blocks: Sequence[Block]) -> Iterator[Chart]:
+    for block in blocks:
+        if isinstance(block, Charts):
+            yield from block.charts
+        elif isinstance(block, Section | Folded):
+            yield from _charts(block.blocks)
 
 
 @cache
-def template(name: str) -> jinja2.Template:
-    """A template of this room; text is escaped in it."""
-    folder = files("nufed.lab.report")
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda other: (folder / other).read_text("utf-8")),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.globals["themes"] = {"light": LIGHT, "dark": DARK}
-    return environment.get_template(name)
+    environment.filters["kind"] = lambda block: type(block).__name__
+    text = (files("nufed.lab.report") / "page.html.j2").read_text("utf-8")
+    return environment.from_string(text)
 
 
 def _finalize(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What all charts share: colours and symbols of methods, sizes, axes and the two themes.
+"""What all charts share: colours and symbols of methods, sizes and axes.
 
 What the charts of scores on one page have in common.
 """
@@ -26,29 +26,6 @@ DASHED = [5, 4]  # strokes of a null baseline
 DOTTED = [2, 3]  # and of a global model
 MAX_TICKS = 12  # up to so many steps or rounds, each has a tick
 ROW = 28  # height of a method in a chart with a row for each
-
-
-def _theme(ink: str, faint: str, grid: str, ramp: Sequence[str]) -> dict[str, Any]:
-    """A Vega-Lite configuration; the background is that of the page."""
-    text = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
-    return {
-        "header": text,
-        "axis": {
-            **text,
-            "labelLimit": 260,
-            "gridColor": grid,
-            "domainColor": faint,
-            "tickColor": faint,
-        },
-        "legend": {**text, "labelLimit": 0, "orient": "top"},
-        "title": {"color": ink},
-        "view": {"stroke": grid},
-        "range": {"ramp": list(ramp), "heatmap": list(ramp)},
-    }
-
-
-LIGHT = _theme("#1b1b1b", "#888888", "#e2e2e2", ["#ffffff", "#08519c"])
-DARK = _theme("#e6e6e6", "#888888", "#3a3d42", ["#1f2329", "#7db8f0"])
 
 
 @dataclass(frozen=True)

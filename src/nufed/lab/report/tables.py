@@ -11,11 +11,9 @@ The results of runs as CSV.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +25,6 @@ from nufed.evaluate import AgentScores
 from nufed.evaluate.scores import FEW_AGENTS
 from nufed.lab.config import Config
 from nufed.lab.config.schema import AT_SITES
-from nufed.lab.readers.files import to_cell
 from nufed.lab.runs import Estimate, Row, Run
 from nufed.lab.runs.federation_records import TrafficLine
 from nufed.lab.runs.finished_run import BASELINES
@@ -82,7 +79,7 @@ def costs_table(runs: Sequence[Run]) -> Table:
                     _newcomer_cost(run, name),
                 ]
             )
-    return Table([*headings, "gradients of a newcomer"], rows, [False] * len(rows))
+    return Table([*headings, "gradients of a newcomer"], rows)
 
 
 def _newcomer_cost(run: Run, name: str) -> str:
@@ -119,7 +116,7 @@ def methods_table(runs: Sequence[Run]) -> Table:
     had = {key: sum(key in column for column in columns.values()) for key in headings}
     keys = sorted(headings, key=lambda key: -had[key])  # stable: ties in the order of fields
     rows = [[headings[k], *(column.get(k, "–") for column in columns.values())] for k in keys]
-    return Table(["", *columns], rows, [False] * len(rows))
+    return Table(["", *columns], rows)
 
 
 def _settings(algorithm: Algorithm) -> Iterator[tuple[Field, Any]]:
@@ -167,7 +164,7 @@ def settings_table(run: Run) -> Table:
         **_privacy(run),
         **tuned_rows(config),
     }
-    return Table(["", ""], [[k, v] for k, v in rows.items()], [False] * len(rows))
+    return Table(["", ""], [[k, v] for k, v in rows.items()], prose=True)
 
 
 def problem_text(run: Run) -> str:
@@ -263,7 +260,7 @@ def sites_table(run: Run) -> Table | None:
             ]
         )
     headings = ["", "answered", "seconds to train, mean", "longest", "MB down", "MB up"]
-    return Table(headings, rows, [False] * len(rows))
+    return Table(headings, rows)
 
 
 def rounds_table(run: Run) -> Table | None:
@@ -279,7 +276,7 @@ def rounds_table(run: Run) -> Table | None:
     rounds = sorted({line.round for line in lines})[-MAX_ROUNDS:]
     rows = [[str(k), *(_cell(cells.get((k, agent), ())) for agent in agents)] for k in rounds]
     names = [run.who(seed, agent).removeprefix("site ") for agent in agents]
-    return Table(["round", *names], rows, [False] * len(rows))
+    return Table(["round", *names], rows)
 
 
 def _cell(lines: Sequence[TrafficLine]) -> str:
@@ -297,12 +294,17 @@ MAX_CLASSES = 10  # whose counts are shown by agent
 
 @dataclass(frozen=True)
 class Table:
-    """Headings and rows of text; ``quiet`` rows (baselines) are shown in grey."""
+    """Headings and rows of text.
+
+    Rows whose number is in ``quiet`` (such as baselines) are shown in grey. Where not all columns
+    fit, those in ``optional`` are omitted, in this order. Cells of ``prose`` are broken into lines.
+    """
 
     headings: list[str]
     rows: list[list[str]]
-    quiet: list[bool]
-    optional: tuple[str, ...] = ()  # headings of columns to omit where all don't fit, in this order
+    quiet: Collection[int] = ()
+    optional: tuple[str, ...] = ()
+    prose: bool = False
 
 
 def number_format(run: Run) -> Callable[[float], str]:
@@ -370,7 +372,8 @@ def results_table(runs: Sequence[Run], group: str, *, short: bool = False) -> Ta
         columns.remove("− local")
     if all(sum(row.kind == "method" for row in run.rows()) < 2 for run in runs):
         columns.remove("− best")
-    rows, quiet = [], []
+    rows: list[list[str]] = []
+    quiet = set()
     for run in runs:
         show, pairs = number_format(run), _pairs(run, group)
         for row in run.rows():
@@ -381,8 +384,9 @@ def results_table(runs: Sequence[Run], group: str, *, short: bool = False) -> Ta
                     else _COLUMNS[name](row, show)
                     for name in columns
                 ]
+                if row.kind == "baseline":
+                    quiet.add(len(rows))
                 rows.append([label(run, row.name, runs), *cells])
-                quiet.append(row.kind == "baseline")
     return Table(["", *columns], rows, quiet, _OPTIONAL)
 
 
@@ -424,7 +428,7 @@ def between_runs(runs: Sequence[Run], group: str) -> tuple[Table, list[str]]:
                 name = pair[0] if pair[0] == pair[1] else " − ".join(pair)
                 verdict = verdicts.get(found.verdict, found.verdict)
                 rows.append([f"{both}: {name}", difference_format(first)(found), verdict])
-    return Table(["", "difference", ""], rows, [False] * len(rows)), reasons
+    return Table(["", "difference", ""], rows), reasons
 
 
 def _same_splits(one: Run, other: Run) -> tuple[list[int], str]:
@@ -538,7 +542,7 @@ def agents_table(run: Run) -> Table:
             )
     for row in rows.values():
         row += ["–"] * (len(headings) - len(row))
-    return Table(headings, [rows[agent] for agent in sorted(rows)], [False] * len(rows))
+    return Table(headings, [rows[agent] for agent in sorted(rows)])
 
 
 def _of_samples(scores: AgentScores, steps: int, show: Callable[[float], str]) -> str:
@@ -596,55 +600,6 @@ def without_global(runs: Sequence[Run]) -> list[str]:
 def baseline_notes(run: Run) -> list[tuple[str, str]]:
     """The description of each null baseline of a run."""
     return [(name, BASELINES[name]) for name in run.baselines]
-
-
-ESTIMATES = {
-    "global": "shared",
-    "personal": "personal",
-    "as_trained": "as_trained",
-    "balanced": "balanced",
-    "minority": "minority",
-    "above_majority": "above_majority",
-}
-NUMBERS = ("weighted_mean", "std", "worst_tenth", "harmed", "loss", "over_samples")
-
-
-def results_csv(runs: Sequence[Run]) -> str:
-    """A line for every method and null baseline of each group, with paired differences.
-
-    Numbers have all their digits; undefined ones are empty. ``…_half_width`` is that of the 95 %
-    confidence interval of the column before it.
-    """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    estimates = [*ESTIMATES, "minus_local", "minus_best"]
-    pairs = [column for name in estimates for column in (name, f"{name}_half_width")]
-    writer.writerow(["run", "group", "name", "kind", "measure", *pairs, *NUMBERS])
-    for run in runs:
-        differences = run.paired()
-        for row in run.rows():
-            names = [run_name(run, runs), row.group, row.name, row.kind, run.measure.name]
-            writer.writerow([*map(to_cell, names), *map(_number, _numbers(row, differences))])
-    return text.getvalue()
-
-
-def _numbers(row: Row, differences: Sequence[Paired]) -> Iterator[float | None]:
-    """The numbers of a line."""
-    for field in ESTIMATES.values():
-        estimate: Estimate = getattr(row, field)
-        yield from (estimate.mean, estimate.half_width)
-    own = [p for p in differences if (p.group, p.name) == (row.group, row.name)]
-    nulls = ("local", "majority", "untrained")
-    for wanted in (
-        [p for p in own if p.against == "local"],
-        [p for p in own if p.against not in nulls],
-    ):
-        yield from (wanted[0].mean, wanted[0].half_width) if wanted else (None, None)
-    yield from (getattr(row, field) for field in NUMBERS)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None or not math.isfinite(value) else repr(value)
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:

@@ -1,186 +1,262 @@
-"""The page of ``nufed tune``: one HTML file that opens offline, in the style of reports.
-
-The charts of ``nufed tune``: best score by work, and scores by the value of each setting.
-"""
+"""What ``nufed tune`` found: its headline and tables, for the terminal, too, and its page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import altair as alt
+from markupsafe import Markup
 
-from nufed.lab.analysis.tuning_findings import best_so_far, doubts, edges, ranking_notes
-from nufed.lab.report.figures import draw, spec_of
-from nufed.lab.report.page import save_page, template
-from nufed.lab.report.style import HEIGHT, WIDTH, colours, plot, shapes
-from nufed.lab.report.tune_tables import (
-    certainty_table,
-    choices_table,
-    search_table,
-    sensitivity_table,
-    trials_table,
-    tune_headline,
-    work_table,
+from nufed.errors import visible
+from nufed.lab.analysis.tuning_findings import (
+    Lost,
+    doubts,
+    edges,
+    ranking_notes,
+    repeated,
+    sensitivities,
 )
+from nufed.lab.report.page import Block, Charts, Folded, Page, Section, Text, Warned
+from nufed.lab.report.tables import Table, settings_text
 from nufed.lab.runs.tuning_record import TuningRecord
-
-
-def tune_charts(record: TuningRecord) -> Iterator[tuple[str, str, Any]]:
-    """Every chart of the page as (file name, caption, chart)."""
-    search = record.search
-    points = best_so_far(record)
-    if points:
-        yield (
-            "tune-best",
-            f"Best validation {search.measure} of a fully trained trial by the work spent on its "
-            f"method, one point per batch of trials. The unit is {search.unit:,.0f} gradients, one "
-            "full training by the cheapest method.",
-            best_chart(record, points),
-        )
-    names = dict.fromkeys(own.setting for m in search.methods.values() for own in m.ranges)
-    for setting in names:
-        values = setting_points(record, setting)
-        if len(values) > 1:
-            yield (
-                f"tune-{setting}",
-                f"Validation {search.measure} of all trials by {setting}, after the rounds that "
-                "each was trained for; other settings vary, too. Filled: trained to the end. Much "
-                "worse trials are drawn at the edge.",
-                setting_chart(record, setting, values),
-            )
-
-
-def best_chart(record: TuningRecord, points: list[dict[str, Any]]) -> Any:
-    """Best score so far by work, a line for each method."""
-    names = list(record.search.methods)
-    most = record.search.budget
-    if record.search.per == "trial":
-        most = max(point["work"] for point in points)
-    base = plot(points).encode(
-        x=alt.X(
-            "work:Q",
-            title="work spent (full trainings by the cheapest method)",
-            scale=alt.Scale(domain=[0, most], nice=False),
-        ),
-        y=_score_axis(record),
-        color=_colour(names),
-        tooltip=["method:N", "work:Q", "score:Q", "trials:Q"],
-    )
-    line = base.mark_line(interpolate="step-after", strokeWidth=2)
-    return _sized(alt.layer(line, base.mark_point(size=45, filled=True).encode(_shape(names))))
-
-
-def setting_points(record: TuningRecord, setting: str) -> list[dict[str, Any]]:
-    """The score of every trial that has one, with its value of a setting."""
-    rounds = record.search.rungs[-1]
-    return [
-        {
-            "method": trial.method,
-            "value": trial.settings[setting],
-            "score": scored[-1].score,
-            "rounds": scored[-1].rounds,
-            "trial": trial.number,
-            "whole": scored[-1].rounds == rounds,
-        }
-        for trial in record.trials
-        if setting in trial.settings
-        and (scored := [rung for rung in trial.rungs if rung.failure is None])
-    ]
-
-
-def setting_chart(record: TuningRecord, setting: str, points: list[dict[str, Any]]) -> Any:
-    """Scores by the value of one setting."""
-    search = record.search
-    ranges = [r for m in search.methods for r in record.ranges(m) if r.setting == setting]
-    names = list(search.methods)
-    if any(own.choices for own in ranges):
-        x = alt.X("value:N", title=setting)
-    else:
-        ends = [min(own.low for own in ranges), max(own.high for own in ranges)]
-        log = all(own.log for own in ranges)
-        scale = alt.Scale(type="log" if log else "linear", domain=ends, nice=False)
-        x = alt.X("value:Q", title=setting, scale=scale, axis=alt.Axis(format="~g"))
-    chart = (
-        plot(points)
-        .mark_point(size=60)
-        .encode(
-            x=x,
-            y=_score_axis(record, _limits(record, [point["score"] for point in points])),
-            color=_colour(names),
-            shape=_shape(names),
-            fillOpacity=alt.condition("datum.whole", alt.value(1), alt.value(0)),
-            fill=_colour(names),
-            opacity=alt.condition("datum.whole", alt.value(1), alt.value(0.5)),
-            tooltip=["method:N", "trial:Q", "value:N", "score:Q", "rounds:Q"],
-        )
-    )
-    return _sized(chart)
-
-
-def _colour(names: Sequence[str]) -> Any:
-    scale = alt.Scale(domain=list(names), range=colours(names))
-    legend = alt.Legend(title=None, orient="top", symbolOpacity=1, symbolSize=80, columns=6)
-    return alt.Color("method:N", scale=scale, legend=legend)
-
-
-def _shape(names: Sequence[str]) -> Any:
-    scale = alt.Scale(domain=list(names), range=shapes(names))
-    return alt.Shape("method:N", scale=scale, legend=None)
-
-
-def _limits(record: TuningRecord, scores: list[float]) -> list[float] | None:
-    """Where to clip an axis of scores: as far beyond the median as it is from the best, twice."""
-    sign = 1 if record.search.higher_is_better else -1
-    best, middle = sign * max(sign * score for score in scores), median(scores)
-    worst = middle + 2 * (middle - best)
-    if middle == best or all(sign * score >= sign * worst for score in scores):
-        return None
-    return sorted([best, worst])
-
-
-def _score_axis(record: TuningRecord, limits: list[float] | None = None) -> Any:
-    scale = alt.Scale(zero=False) if limits is None else alt.Scale(domain=limits, clamp=True)
-    percent = record.search.measure == "accuracy"
-    return alt.Y(
-        "score:Q",
-        title=f"validation {record.search.measure}",
-        scale=scale,
-        axis=alt.Axis(format="%" if percent else "~g"),
-    )
-
-
-def _sized(chart: Any) -> Any:
-    return chart.properties(width=WIDTH, height=HEIGHT)
-
 
 PAGE = "tune.html"
 
 
 def build_tune_page(record: TuningRecord, out: Path, *, figures: bool = True) -> Path:
     """Write ``tune.html`` and, with ``figures``, its charts as SVG and PNG files into ``out``."""
-    charts = list(tune_charts(record))
-    specs = {name: spec_of(chart) for name, _, chart in charts}
-    drawn = draw(specs if figures else {}, javascript=True)
-    captions = [(name, caption) for name, caption, _ in charts]
-    page = template("tune.html.j2").render(
-        title=f"{record.search.config['name']}, tuned",
-        headline=tune_headline(record),
-        choices=choices_table(record),
-        edges=edges(record),
-        doubts=doubts(record),
-        sensitivity=sensitivity_table(record),
-        certainty=certainty_table(record),
-        ranking=ranking_notes(record),
-        work=work_table(record),
-        trials=trials_table(record),
-        search=search_table(record),
-        best=captions[:1],
-        settings=captions[1:],
-        specs=specs,
-        drawn=drawn,
+    return _tune_page(record).save(out, "nufed tune --resume", PAGE, figures=figures)
+
+
+def score_format(record: TuningRecord) -> Callable[[float | None], str]:
+    """Formats accuracies as percentages, other scores as numbers."""
+    percent = record.search.measure == "accuracy"
+
+    def text(value: float | None) -> str:
+        if value is None or not math.isfinite(value):
+            return "failed"
+        return f"{100 * value:.1f} %" if percent else f"{value:.3g}"
+
+    return text
+
+
+def tune_headline(record: TuningRecord) -> str:
+    """One sentence: which method is best on validation samples after tuning."""
+    search, score = record.search, score_format(record)
+    rows = [row for row in repeated(record) if row.chosen]
+    if not rows:
+        return "No trial could be trained."
+    names = [row.trial.method for row in rows]
+    first = rows[0]
+    best = f"{score(first.mean)} with other seeds" if first.mean is not None else score(first.found)
+    words = f"{names[0]} is best after tuning: validation {search.measure} {best}"
+    others = f", ahead of {', '.join(names[1:])}" if names[1:] else ""
+    return (
+        f"{words} on {search.agents} agents{others}; every method had the same budget, "
+        f"{search.budget_text}."
     )
-    encoded = page.encode("utf-8", "backslashreplace")
-    return save_page(encoded, drawn, out, "nufed tune --resume", PAGE)
+
+
+def choices_table(record: TuningRecord) -> Table:
+    """The chosen settings of each method, best method first."""
+    score = score_format(record)
+    headings = ["", "settings", "score", "other seeds", "trials", "spent", "of budget"]
+    rows = []
+    for row in (each for each in repeated(record) if each.chosen):
+        method = row.trial.method
+        spent = record.spent(method)
+        rows.append(
+            [
+                method,
+                settings_text(row.trial.settings),
+                score(row.found),
+                score(row.mean) if row.scores else "–",
+                str(len(record.of(method))),
+                f"{spent:,}",
+                f"{record.used(method):.0%}",
+            ]
+        )
+    for method in record.search.methods:
+        if method not in record.chosen:
+            spent = record.spent(method)
+            share = f"{record.used(method):.0%}"
+            cells = ["every trial failed", "–", "–", str(len(record.of(method)))]
+            rows.append([method, *cells, f"{spent:,}", share])
+    return Table(headings, rows)
+
+
+def sensitivity_table(record: TuningRecord) -> Table:
+    """The score lost by a factor of 3 in each setting."""
+    headings = ["", "setting", "chosen", "÷ 3 loses", "× 3 loses"]
+    score = score_format(record)
+
+    def cell(lost: Lost | None) -> str:
+        if lost is None:
+            return "not tried"
+        if lost.score is None:
+            return "failed"
+        after = f" after {lost.rounds} rounds" if lost.rounds != record.search.rungs[-1] else ""
+        return f"{score(lost.score)}{after}"
+
+    rows = [
+        [
+            own.method,
+            own.setting,
+            settings_text({own.setting: own.value}).partition(" = ")[2],
+            cell(own.smaller),
+            cell(own.larger),
+        ]
+        for own in sensitivities(record)
+    ]
+    return Table(headings, rows)
+
+
+def certainty_table(record: TuningRecord) -> Table:
+    """The finalists: their score in the search and with other seeds."""
+    score, seeds = score_format(record), record.search.repeat_seeds
+    headings = ["", "trial", "settings", "in the search", "mean of others"]
+    finals = repeated(record)
+    rows = [
+        [
+            row.trial.method,
+            str(row.trial.number),
+            settings_text(row.trial.settings),
+            score(row.found),
+            score(row.mean) if row.scores else "–",
+            *([score(each) for each in row.scores] or ["–"] * len(seeds)),
+        ]
+        for row in finals
+    ]
+    quiet = [number for number, row in enumerate(finals) if not row.chosen]
+    return Table([*headings, *(f"seed {seed}" for seed in seeds)], rows, quiet)
+
+
+def work_table(record: TuningRecord) -> Table:
+    """The work of the search, its evaluations and the repeats, in gradients."""
+    headings = ["", "one full training", "search", "evaluation", "repeats", "failed trials"]
+    rows = []
+    for method, own in record.search.methods.items():
+        trials = record.of(method)
+        again = [trial for trial in record.repeats if trial.method == method]
+        evaluated = sum(rung.evaluation_work for trial in trials for rung in trial.rungs)
+        rows.append(
+            [
+                method,
+                f"{own.work:,.0f}",
+                f"{record.spent(method):,}",
+                f"{evaluated:,}",
+                f"{sum(trial.last.work for trial in again):,}",
+                str(sum(trial.failure is not None for trial in trials)),
+            ]
+        )
+    return Table(headings, rows)
+
+
+def trials_table(record: TuningRecord) -> Table:
+    """Every trial: its settings and its score after each rung, or why it failed."""
+    score, rungs = score_format(record), record.search.rungs
+    headings = ["", "method", "settings", *(f"after {rounds}" for rounds in rungs), "cause"]
+    chosen = set(record.chosen.values())
+    rows = []
+    for trial in record.trials:
+        by_rung = {rung.rounds: rung for rung in trial.rungs}
+        cells = [score(by_rung[k].score) if k in by_rung else "" for k in rungs]
+        mark = "chosen" if trial.number in chosen else trial.failure or ""
+        settings = settings_text(trial.settings)
+        rows.append([str(trial.number), trial.method, settings, *cells, mark])
+    quiet = [n for n, trial in enumerate(record.trials) if trial.number not in chosen]
+    return Table(headings, rows, quiet)
+
+
+def search_table(record: TuningRecord) -> Table:
+    """What was searched, and how."""
+    search = record.search
+    rows = {
+        "command": search.command,
+        "budget of each method": search.budget_text
+        if search.per == "trial"
+        else f"{search.budget_text} of training; a Hessian-vector product counts two; the unit is "
+        "a full training by the cheapest method",
+        "sampler": f"{search.sampler}, seed {search.seed}; the settings as configured are tried "
+        "first",
+        "halving": f"batches of trials are compared after {_listed(search.rungs)} rounds; the best "
+        "third is trained further"
+        + (", scored before the last with the α of training" if search.format > 1 else ""),
+        "scored on": f"validation samples of {search.agents} agents; test samples are never read",
+    }
+    for method, own in search.methods.items():
+        words = [
+            f"{r.setting} {r}{' (log)' * r.log}, {r.origin}"
+            + ("" if r == first else f" {first}, and grown while the best was at its end")
+            for r, first in zip(record.ranges(method), own.ranges, strict=True)
+        ]
+        rows[f"ranges of {method}"] = "; ".join([*words, *own.notes]) or "nothing is searched"
+    rows["software"] = ", ".join(f"{name} {version}" for name, version in search.software.items())
+    return Table(["", ""], [[k, v] for k, v in rows.items()], prose=True)
+
+
+def _listed(numbers: list[int]) -> str:
+    *before, last = map(str, numbers)
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+CHOICES = Markup(
+    "Score: on validation samples, of the chosen trial; it is the best of many, so that it "
+    "flatters. Other seeds: the mean of the same settings with other seeds, which took no part in "
+    "the choice. <code>tuned.toml</code> has these settings, ready for <code>nufed run</code>."
+)
+CERTAINTY = (
+    "The best trials of each method, repeated with other seeds (other splits and initial models, "
+    "the same for all methods). In grey: not chosen. The choice is the best trial of the search; "
+    "repeats only measure, and are counted separately from the budget."
+)
+SENSITIVITY = (
+    "Score lost if a setting is three times smaller or larger: the best score of trials within a "
+    "factor of √3 of the chosen value, minus that of trials within a factor of √3 of a third or "
+    "three times that value, whatever their other settings, after the largest number of rounds "
+    "that both were trained for. Where a range is linear: a third of it. Of choices: the best "
+    "other one. A negative number is a gain, due to shorter training or other settings."
+)
+WORK = (
+    "In gradients; a Hessian-vector product counts two. The budget is for the search; evaluation "
+    "(with the choice of the step size of fine-tuning) and repeats are counted separately."
+)
+
+
+def _tune_page(record: TuningRecord) -> Page:
+    from nufed.lab.report.charts import tune_charts  # altair is slow to import
+
+    charts, trials = list(tune_charts(record)), trials_table(record)
+    widen = Markup("{}. Widen it with<br><code>{}</code>")
+    at_edge = [widen.format(visible(str(edge)), visible(edge.command)) for edge in edges(record)]
+    doubtful = doubts(record)
+    no_edge = "" if at_edge or doubtful else "No choice lies at the edge of its range."
+    ranking: list[Block] = [Text(line) for line in ranking_notes(record)]
+    return Page(
+        f"{record.search.config['name']}, tuned",
+        [Text(tune_headline(record))],
+        [
+            Section("", [Charts(charts[:1])]),
+            Section(
+                "Choices",
+                [
+                    choices_table(record),
+                    CHOICES,
+                    Warned("Choices at the edge of their range:", at_edge),
+                    no_edge,
+                    Warned("", doubtful),
+                ],
+            ),
+            Section("How certain is the ranking?", [*ranking, certainty_table(record), CERTAINTY]),
+            Section(
+                "How much do settings matter?",
+                [sensitivity_table(record), SENSITIVITY, Charts(charts[1:])],
+            ),
+            Section("Work", [work_table(record), WORK]),
+            Section(
+                "Search",
+                [search_table(record), Folded(f"All {len(trials.rows)} trials", [trials])],
+            ),
+        ],
+    )

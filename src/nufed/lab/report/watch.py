@@ -24,8 +24,8 @@ from typing import cast
 
 from nufed.errors import InputError, RunError, visible
 from nufed.lab.report.charts import rounds_chart
-from nufed.lab.report.figures import draw, spec_of
-from nufed.lab.report.page import page_of, template
+from nufed.lab.report.page import Charts, Page, Section, Text, Warned
+from nufed.lab.report.run_page import run_page
 from nufed.lab.report.tables import Table, number_format, results_table
 from nufed.lab.runs.frames import signals
 from nufed.lab.runs.read_run import PartState, TrainingState, training_state, version_of
@@ -34,33 +34,32 @@ from nufed.lab.runs.read_run import PartState, TrainingState, training_state, ve
 def watched_page(state: TrainingState) -> bytes:
     """The report of a run if it is finished, else what exists so far, as a page in UTF-8."""
     if state.finished:
-        return page_of([state.run])[0]
+        return run_page([state.run]).render()[0]
     run, so_far = state.run, state.with_rounds_so_far()
     groups = _groups(state)
-    specs = {f"rounds-{g}": spec_of(rounds_chart([so_far], g)) for g in groups}
-    results = run.groups if run.methods and run.rows() else []
-    page = template("training.html.j2").render(
-        title=run.path.name,
-        summary=_summary(state),
-        tables=[
-            ("Progress", progress_table(state)),
-            *((f"Done, agents {g} in training", results_table([run], g)) for g in results),
+    charts = [
+        (
+            f"rounds-{group}",
+            f"{run.config.eval_on.capitalize()} {run.measure.name} of personal models by round, "
+            f"agents {group} in training, with the step size of fine-tuning as trained. Lines: "
+            "mean over agents and the seeds that have reached the round; bands: range over seeds; "
+            "dotted: the method's global model; dashed: null baselines.",
+            rounds_chart([so_far], group),
+        )
+        for group in groups
+    ]
+    done = run.groups if run.methods and run.rows() else []
+    page = Page(
+        run.path.name,
+        [Text(_summary(state))],
+        [
+            Section("", [Charts(charts)]),
+            Section("Progress", [progress_table(state)]),
+            *(Section(f"Done, agents {g} in training", [results_table([run], g)]) for g in done),
+            Section("", [Warned("Could not be trained:", run.failures)]),
         ],
-        charts=[
-            (
-                f"rounds-{g}",
-                f"{run.config.eval_on.capitalize()} {run.measure.name} of personal models by "
-                f"round, agents {g} in training, with the step size of fine-tuning as trained. "
-                "Lines: mean over agents and the seeds that have reached the round; bands: range "
-                "over seeds; dotted: the method's global model; dashed: null baselines.",
-            )
-            for g in groups
-        ],
-        failures=run.failures,
-        specs=specs,
-        drawn=draw({}, javascript=True),
     )
-    return page.encode("utf-8", "backslashreplace")
+    return page.render()[0]
 
 
 def progress_table(state: TrainingState) -> Table:
@@ -76,7 +75,8 @@ def progress_table(state: TrainingState) -> Table:
         rows.append([part.method, str(part.seed), part.state, at, *scores, *more])
     titles = ["", "seed", "state", "round", "global", "personal"]
     names = [name.replace("_", " ") for name in scalars]
-    return Table([*titles, *names], rows, [part.state == "waiting" for part in state.parts])
+    waiting = [n for n, part in enumerate(state.parts) if part.state == "waiting"]
+    return Table([*titles, *names], rows, waiting)
 
 
 def _last_signals(part: PartState) -> dict[str, float]:

@@ -408,7 +408,7 @@ def _finish(config: Config, record: TuningRecord, path: Path, figures: bool) -> 
     tuned = tuned_config(config, record)
     write_durably(path / TUNED, tuned_text(tuned, record).encode())
     write_sealed(path / RESULT, record.record())
-    from nufed.lab.report import build_tune_page  # charts are slow to import
+    from nufed.lab.report.tune_page import build_tune_page  # charts are slow to import
 
     build_tune_page(record, path, figures=figures)
     return Tuning(path, tuned, record)
