@@ -134,7 +134,7 @@ def test_a_group_that_no_round_has_scores_of_has_an_empty_chart(run):
     data = loaded.config.data.model_copy(update={"unseen_agents": 1})
     other = replace(loaded, config=loaded.config.model_copy(update={"data": data}))
     for group, empty in (("seen", False), ("unseen", True)):
-        points = re.findall(r'"low": [\d.]', rounds_chart([other], group).to_json())
+        points = re.findall(r'"low": [\d.]', rounds_chart(other, group).to_json())
         assert (not points) == empty
 
 

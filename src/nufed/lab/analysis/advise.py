@@ -24,7 +24,7 @@ from nufed.data import Federation, Samples
 from nufed.errors import InputError
 from nufed.lab.bundle import Bundle
 from nufed.lab.bundle.adapting import Array, cross_validate, fine_tuned
-from nufed.lab.bundle.from_run import NoBundleError, bundle_of, check_inputs, shown_steps
+from nufed.lab.bundle.from_run import NoBundleError, bundle_of, check_inputs
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.runs import Estimate, Run
 from nufed.lab.runs.json_files import finite, write_json
@@ -281,7 +281,7 @@ def _advise(run: Run, problem: Problem, max_steps: int | None, on_progress: OnPr
                 [_curve(bundles[name, c.seed], c, most, times) for c in cases]
             )
         chosen = [_automatic(bundles[name, c.seed], c, most) for c in cases]
-        default = min(most, shown_steps(run, name))
+        default = min(most, run.config.steps_of(name)[0])
         auto[name] = compare_automatic(chosen, scores[name, 1.0], default)
     best = recommend(scores)
     amounts = tuple(_amounts(best, bundles, cases))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -239,13 +239,13 @@ def read_about(content: Mapping[str, Any]) -> About:
             f"it has format {version!r}, and this nufed reads 1 … {FORMAT}"
             + ("; install a newer nufed" if newer else "")
         )
-    return checked(lambda: About.model_validate(content))
+    return checked(content)
 
 
-def checked(make: Callable[[], About]) -> About:
-    """The result of ``make``; a validation error becomes one sentence."""
+def checked(content: Mapping[str, Any]) -> About:
+    """The metadata with this content; a validation error becomes one sentence."""
     try:
-        return make()
+        return About.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

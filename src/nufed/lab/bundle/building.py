@@ -52,7 +52,6 @@ def build_model(
             f"its model is built by {build}, code that would be imported: pass trust=True "
             "(--trust) if you trust the author of the bundle"
         )
-    check_finite(weights)
     load_state(module, weights)
     return module.eval()
 
@@ -79,7 +78,8 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
 
 
 def load_state(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load weights into a module, whose names, shapes and dtypes they must match."""
+    """Load finite weights into a module, whose names, shapes and dtypes they must match."""
+    check_finite(weights)
     wanted = {n: (tuple(t.shape), t.dtype) for n, t in module.state_dict().items()}
     given = {n: (tuple(t.shape), t.dtype) for n, t in weights.items()}
     if wanted != given:
@@ -90,11 +90,8 @@ def load_state(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         )
     for tensor in chain(module.parameters(), module.buffers()):
         tensor.data = tensor.data.contiguous()  # an expanded one can't be written to
-    module.load_state_dict(dict(weights), assign=_is_meta(module))
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(p.is_meta for p in module.parameters())
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    module.load_state_dict(dict(weights), assign=is_meta)
 
 
 MODEL, FURTHER = "module.", "further."  # what the names of tensors in a file begin with

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from nufed.errors import InputError, require
 from nufed.files import unseal, write_sealed
 from nufed.lab.bundle.about import (
     About,
-    AdaptAbout,
-    InputsAbout,
-    ModelAbout,
     PersonalAbout,
     card_of,
     checked,
@@ -32,7 +29,6 @@ from nufed.lab.bundle.building import (
     MissingPartError,
     build_loss,
     build_model,
-    check_finite,
     load_state,
 )
 from nufed.lab.config.problem import LOSSES, find_named
@@ -111,48 +107,46 @@ class Bundle:
             name, trained, measured: for the card.
             personal: of a personal model that is more than a module, what else it needs.
         """
+        module = copy.deepcopy(module).eval()
         if weights is not None:
-            module = copy.deepcopy(module)
-            state = load_file(weights)
-            check_finite(state)
-            load_state(module, state)
+            load_state(module, load_file(weights))
         if loss == "auto":
             loss = "cross_entropy" if classes else "mse"
-        named = isinstance(loss, str)
         about = checked(
-            lambda: About(
-                nufed=version("nufed"),
-                name=name,
-                model=ModelAbout(build=build, args=dict(args or {}), running_stats=running_stats),
-                inputs=InputsAbout.model_validate(
-                    {
-                        "shape": list(input_shape),
-                        "dtype": input_dtype,
-                        "scale": scale,
-                        "shift": shift,
-                        "range": None if input_range is None else dict(input_range),
-                    }
-                ),
-                adapt=AdaptAbout(
-                    steps=adapt_steps,
-                    lr=dict(adapt_lr) if isinstance(adapt_lr, Mapping) else adapt_lr,
-                    lr_scale=lr_scale,
-                    batch_size=batch_size,
-                ),
-                loss=str(loss) if named else None,
-                classes=list(classes),
-                dtype=_dtype_name(module),
-                target_dtype=cast(Any, target_dtype),
-                trained=dict(trained or {}),
-                measured=dict(measured or {}),
-                personal=personal,
-            )
+            {
+                "nufed": version("nufed"),
+                "name": name,
+                "model": {"build": build, "args": dict(args or {}), "running_stats": running_stats},
+                "inputs": {
+                    "shape": list(input_shape),
+                    "dtype": input_dtype,
+                    "scale": scale,
+                    "shift": shift,
+                    "range": None if input_range is None else dict(input_range),
+                },
+                "adapt": {
+                    "steps": adapt_steps,
+                    "lr": dict(adapt_lr) if isinstance(adapt_lr, Mapping) else adapt_lr,
+                    "lr_scale": lr_scale,
+                    "batch_size": batch_size,
+                },
+                "loss": loss if isinstance(loss, str) else None,
+                "classes": list(classes),
+                "dtype": _dtype_name(module),
+                "target_dtype": target_dtype,
+                "trained": dict(trained or {}),
+                "measured": dict(measured or {}),
+                "personal": personal,
+            }
         )
         function: Loss = find_named("loss", loss, LOSSES) if isinstance(loss, str) else loss
-        bundle = cls(about, copy.deepcopy(module).eval(), function)
-        bundle.rate()  # validate names of parameters and the card now, not on the user's machine
-        _ = bundle.card
-        return bundle
+        return cls(about, module, function)._checked()
+
+    def _checked(self) -> Bundle:
+        """Itself, after names of parameters and the card were checked."""
+        self.rate()
+        _ = self.card
+        return self
 
     @cached_property
     def card(self) -> str:
@@ -266,9 +260,7 @@ def load_bundle(
     """
     with _opened(Path(path)) as (about, tensors):
         built = build_model(about, tensors, trust, module)
-        bundle = Bundle(about, built, build_loss(about, trust, loss))
-        bundle.rate()
-        _ = bundle.card
+        bundle = Bundle(about, built, build_loss(about, trust, loss))._checked()
         bundle.objective.initial()
     return bundle
 

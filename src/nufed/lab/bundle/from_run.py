@@ -83,7 +83,7 @@ def bundle_of(
         )
     module, sizes = objective.module(shipped.model), run.methods[method][seed].step_sizes
     if algorithm.only_fine_tunes:
-        steps = shown_steps(run, method)
+        steps = run.config.steps_of(method)[0]
         scale = sizes.scale(steps) if sizes else None
         steps = 0 if scale == 0 else steps
     else:  # the chosen step size is that of other models
@@ -131,11 +131,6 @@ def check_inputs(run: Run) -> Inputs:
             f"({', '.join(INPUT_TYPES)}), and those of this run are not"
         )
     return run.inputs
-
-
-def shown_steps(run: Run, method: str) -> int:
-    """The number of fine-tuning steps after which a method's results are shown first."""
-    return run.config.steps_of(method)[0]
 
 
 def described(run: Run, objective: Objective) -> dict[str, Any]:
@@ -221,20 +216,20 @@ def _private(run: Run) -> dict[str, str]:
 
 def _measured(run: Run, method: str, seed: int, algorithm: Algorithm) -> dict[str, Any]:
     """The scores of this model, beside the null baselines of its seed."""
-    steps = shown_steps(run, method)
+    steps = run.config.steps_of(method)[0]
     groups: dict[str, dict[str, Any]] = {}
     for group in run.groups:
         mine = [s for s in run.methods[method][seed].final if s.seen == (group == "seen")]
         if not mine:
             continue
-        found = summarise(mine, steps, run.measure)
+        summary = summarise(mine, steps, run.measure)
         groups[group] = {
-            "agents": found.agents,
-            "global": found.global_mean,
-            "personal": found.mean,
+            "agents": summary.agents,
+            "global": summary.global_mean,
+            "personal": summary.mean,
             "interval": Estimate.of([s.score[steps] for s in mine]).half_width,
-            "worst_tenth": found.worst_tenth,
-            "harmed": found.harmed,
+            "worst_tenth": summary.worst_tenth,
+            "harmed": summary.harmed,
         }
         for line in run.lines():
             if line.kind == "baseline" and seed in line.seeds:
@@ -242,13 +237,18 @@ def _measured(run: Run, method: str, seed: int, algorithm: Algorithm) -> dict[st
                 groups[group][line.name] = summarise(null, line.steps, run.measure).mean
     if not groups:
         return {}
+    newcomer = {} if algorithm.only_fine_tunes else {"newcomer": algorithm.newcomer}
+    return {**_scores(run, seed, steps, groups), **newcomer}
+
+
+def _scores(run: Run, seed: int, steps: int, groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Scores by group of agents, as the card shows them, and what they are of."""
     return {
         "measure": run.measure.name,
         "scored_on": run.config.eval_on,
         "steps": steps,
         "split_sha256": run.splits[seed].sha256,
         "groups": finite(groups),
-        **({} if algorithm.only_fine_tunes else {"newcomer": algorithm.newcomer}),
     }
 
 
@@ -289,7 +289,7 @@ def make_personal(
             "their sites; only the global model can be bundled here"
         )
     require(0 <= agent < run.agents, "agent", agent, f"must lie in 0 … {run.agents - 1}")
-    steps = shown_steps(run, method) if steps is None else steps
+    steps = run.config.steps_of(method)[0] if steps is None else steps
     check_inputs(run)
     faults = run.config.faults
     if faults.attack == "labels" and faults.corruption:
@@ -341,10 +341,10 @@ def _personal_model(
     state = final_state(folder, problem.belongs_to(seed), round, agent)
     batches = federation.batches(agent, seed, "evaluate")
     context = evaluation_context(federation, objective, batches, batches.samples)
-    own = None if state is None else _on(device, state)
+    before = None if state is None else _on(device, state)
     sizes = run.methods[method][seed].step_sizes
     scale = sizes.scale(steps) if sizes else 1.0
-    return personal_after(algorithm, context, received, own, steps, scale)
+    return personal_after(algorithm, context, received, before, steps, scale)
 
 
 def final_state(
@@ -360,25 +360,10 @@ def _on(device: Any, state: State) -> State:
 
 def _agent_measured(run: Run, method: str, seed: int, agent: int, steps: int) -> Mapping[str, Any]:
     """The agent's scores in the run, if it was evaluated after so many steps."""
-    found = next((s for s in run.methods[method][seed].final if s.agent == agent), None)
-    if found is None or steps >= len(found.score):
+    scores = next((s for s in run.methods[method][seed].final if s.agent == agent), None)
+    if scores is None or steps >= len(scores.score):
         return {}
-    own: Mapping[str, Any] = finite(
-        {
-            "measure": run.measure.name,
-            "scored_on": run.config.eval_on,
-            "steps": steps,
-            "split_sha256": run.splits[seed].sha256,
-            "groups": {
-                "seen" if found.seen else "unseen": {
-                    "agents": 1,
-                    "global": found.global_score,
-                    "personal": found.score[steps],
-                    "interval": None,
-                    "worst_tenth": None,
-                    "harmed": None,
-                }
-            },
-        }
-    )
-    return own
+    undefined = dict.fromkeys(("interval", "worst_tenth", "harmed"))
+    row = {"agents": 1, "global": scores.global_score, "personal": scores.score[steps]}
+    group = "seen" if scores.seen else "unseen"
+    return _scores(run, seed, steps, {group: {**row, **undefined}})

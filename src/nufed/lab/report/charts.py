@@ -8,7 +8,9 @@ curves, training, agents and their samples), and those of ``nufed bounds``, ``nu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from math import nan
 from statistics import median
 from typing import Any
@@ -27,12 +29,10 @@ from nufed.lab.report.style import (
     GREY,
     HEIGHT,
     MAX_TICKS,
-    PALETTE,
     ROW,
     WIDTH,
     Look,
     Styles,
-    colours,
     end_labels,
     fitted,
     interval,
@@ -44,7 +44,7 @@ from nufed.lab.report.style import (
     spread_labels,
     tooltips,
 )
-from nufed.lab.report.tables import all_groups, label, run_name
+from nufed.lab.report.tables import all_groups, run_name
 from nufed.lab.runs import Run
 from nufed.lab.runs.bounds_record import BoundsRecord
 from nufed.lab.runs.records import MetricsLine
@@ -68,124 +68,132 @@ _FIELD = "value"  # of a key: its name has dots, which Vega takes for nested fie
 
 
 def all_charts(runs: Sequence[Run]) -> Iterator[Chart]:
-    """Every chart of a report as (file name, caption, chart).
+    """Every chart of a report.
 
     Several runs have a chart each, with the same colours, symbols and range of scores, and one over
     the configuration key by which they differ, if it is one.
     """
+    look, groups = Look.of(runs), all_groups(runs)
     if len(runs) == 1 and (curves := fits_chart(runs[0])):
         yield "fits", fits_caption(runs[0]), curves
-    look = Look.of(runs)
-    cut = " Triangles at the edge: beyond the axis, or diverged." if look.clipped else ""
-    key = one_differing_key(runs)
-    for group in all_groups(runs) if key else ():
+    if key := one_differing_key(runs):
+        yield from _charts_by_key(runs, key, look)
+    for name, caption, chart_of in _charts_of_scores(runs, groups, look):
+        yield from _of_each(runs, name, caption, [chart_of(run) for run in runs])
+        if name == f"rounds-{groups[-1]}":
+            yield from _charts_of_training(runs, look)
+    for run in runs:
+        if next(iter(run.splits.values())).classes:
+            of, seed = run_name(run, runs), run.config.seeds[0]
+            caption = f"Samples per agent{first_agents(run)} and class, {of}, seed {seed}."
+            yield _numbered("split", run, runs), caption, split_chart(run)
+
+
+def _charts_by_key(runs: Sequence[Run], key: str, look: Look) -> Iterator[Chart]:
+    for group in all_groups(runs):
+        chart = score_by_key(
+            scores_of_runs(runs, key, group),
+            key,
+            title=look.title,
+            percent=look.percent,
+            styles=look.styles,
+        )
         yield (
             f"by-key-{group}",
             f"{_score(runs)} of personal models by {key}, agents {group} in training. "
             "Bars: 95 % confidence intervals; grey: null baselines.",
-            score_by_key(
-                scores_of_runs(runs, key, group),
-                key,
-                title=look.title,
-                percent=look.percent,
-                styles=look.styles,
-            ),
+            chart,
         )
-    for group in all_groups(runs):
-        yield from _of_each(
-            runs,
+
+
+def _charts_of_scores(
+    runs: Sequence[Run], groups: Sequence[str], look: Look
+) -> Iterator[tuple[str, str, Callable[[Run], Any]]]:
+    """Name, caption, and what draws a run: results, learning curves, steps and agents."""
+    score, cut = _score(runs), ""
+    if look.clipped:
+        cut = " Triangles at the edge: beyond the axis, or diverged."
+    counts = {line.steps for run in runs for line in run.lines() if line.kind == "method"}
+    steps = " or ".join(map(str, sorted(counts)))
+    for group in groups:
+        yield (
             f"results-{group}",
-            f"{_score(runs)} of the shown models, agents {group} in training. Filled: personal "
-            "models, with 95 % confidence intervals; open: the global model; grey: null baselines."
-            + cut,
-            [result_chart(run, group, look) for run in runs],
+            f"{score} of the shown models, agents {group} in training. Filled: personal models, "
+            "with 95 % confidence intervals; open: the global model; grey: null baselines." + cut,
+            partial(result_chart, group=group, look=look),
         )
-    for group in all_groups(runs):
-        yield from _of_each(
-            runs,
+    for group in groups:
+        yield (
             f"rounds-{group}",
-            f"{_score(runs)} of personal models after {_steps(runs)} fine-tuning steps by round, "
-            f"agents {group} in training, with the step size of fine-tuning {_sized_by_round(runs)}"
-            ". Lines: mean over agents and seeds; bands: range over seeds; dotted: the method's "
-            f"global model; dashed: null baselines.{cut}",
-            [rounds_chart([run], group, look) for run in runs],
+            f"{score} of personal models after {steps} fine-tuning steps by round, agents {group} "
+            f"in training, with the step size of fine-tuning {_sized_by_round(runs)}. Lines: mean "
+            "over agents and seeds; bands: range over seeds; dotted: the method's global model; "
+            f"dashed: null baselines.{cut}",
+            partial(rounds_chart, group=group, look=look),
         )
-    for run in runs:
-        for name, caption, chart in training_charts(run, look):
-            several = len(runs) > 1
-            number = f"-{runs.index(run) + 1}" if several else ""
-            yield name + number, f"{run_name(run, runs)}: {caption}" if several else caption, chart
-    yield from _of_each(
-        runs,
+    yield (
         "steps",
-        f"{_score(runs)} of personal models by number of fine-tuning steps, agents "
-        f"seen in training. Bands: range over seeds; dashed: null baselines.{cut}",
-        [steps_chart([run], look) for run in runs],
+        f"{score} of personal models by number of fine-tuning steps, agents seen in training. "
+        f"Bands: range over seeds; dashed: null baselines.{cut}",
+        partial(steps_chart, look=look),
     )
-    yield from _of_each(
-        runs,
+    yield (
         "agents",
-        f"{_score(runs)} of individual agents' personal models after {_steps(runs)} fine-tuning "
-        "steps, agents seen in training, all seeds. Boxes: quartiles; whiskers: range; "
-        "points: agents.",
-        [agents_chart([run], look) for run in runs],
+        f"{score} of individual agents' personal models after {steps} fine-tuning steps, agents "
+        "seen in training, all seeds. Boxes: quartiles; whiskers: range; points: agents.",
+        partial(agents_chart, look=look),
     )
+
+
+def _charts_of_training(runs: Sequence[Run], look: Look) -> Iterator[Chart]:
     for run in runs:
-        if next(iter(run.splits.values())).classes:
-            name = "split" if len(runs) == 1 else f"split-{runs.index(run) + 1}"
-            first = run.config.seeds[0]
-            of = run_name(run, runs)
-            caption = f"Samples per agent{first_agents(run)} and class, {of}, seed {first}."
-            yield name, caption, split_chart(run)
+        before = f"{run_name(run, runs)}: " if len(runs) > 1 else ""
+        for name, caption, chart in training_charts(run, look):
+            yield _numbered(name, run, runs), before + caption, chart
 
 
 def _of_each(
     runs: Sequence[Run], name: str, caption: str, charts: Sequence[Any]
 ) -> Iterator[Chart]:
     """One chart of each run; the first of several has the whole caption."""
-    if len(runs) == 1:
-        yield name, caption, charts[0]
-        return
-    for number, (run, chart) in enumerate(zip(runs, charts, strict=True), start=1):
-        words = f"{run_name(run, runs)}: {caption}" if number == 1 else run_name(run, runs)
-        yield f"{name}-{number}", words, chart
+    for run, chart in zip(runs, charts, strict=True):
+        words = caption
+        if len(runs) > 1:
+            words = run_name(run, runs) + (f": {caption}" if run is runs[0] else "")
+        yield _numbered(name, run, runs), words, chart
+
+
+def _numbered(name: str, run: Run, runs: Sequence[Run]) -> str:
+    """The name of a chart, with the number of its run if there are several."""
+    return name if len(runs) == 1 else f"{name}-{runs.index(run) + 1}"
 
 
 def _score(runs: Sequence[Run]) -> str:
     return f"{runs[0].config.eval_on.capitalize()} {runs[0].measure.name}"
 
 
-def _steps(runs: Sequence[Run]) -> str:
-    found = {line.steps for run in runs for line in run.lines() if line.kind == "method"}
-    return " or ".join(map(str, sorted(found)))
-
-
-def rounds_chart(runs: Sequence[Run], group: str, look: Look | None = None) -> Any:
+def rounds_chart(run: Run, group: str, look: Look | None = None) -> Any:
     """Score by round, of personal models and of the global one."""
-    points = []
-    shared: dict[tuple[str, str], list[dict[str, Any]]] = {}  # once for a method with several lines
-    for run, name, line in _lines(runs, "method"):
-        if group not in run.groups:
-            continue
-        key = evaluation_by_round(run)
+    key, points = evaluation_by_round(run), []
+    shared: dict[str, list[dict[str, Any]]] = {}  # once for a method with several lines
+    for line in _lines(run, "method"):
         seeds = [[m for m in t.metrics if group in getattr(m, key)] for t in line.seeds.values()]
-        own = []
+        dotted = []
         for same_round in _by_round(seeds):
-            found, at = [getattr(m, key)[group] for m in same_round], same_round[0].round
-            points.append(_point(name, "round", at, [f.score[line.steps] for f in found]))
-            own.append(
-                _point(
-                    name,
-                    "round",
-                    at,
-                    [nan if f.global_score is None else f.global_score for f in found],
-                )
-            )
-        shared.setdefault((str(run.path), line.name), own)
-    dotted = [point for own in shared.values() for point in own]
+            curves, at = [getattr(m, key)[group] for m in same_round], same_round[0].round
+            global_scores = [nan if c.global_score is None else c.global_score for c in curves]
+            points.append(_point(line.label, "round", at, [c.score[line.steps] for c in curves]))
+            dotted.append(_point(line.label, "round", at, global_scores))
+        shared.setdefault(line.name, dotted)
     last = max((point["round"] for point in points), default=0)
-    nulls = _null_lines(runs, group, "round", last)
-    return _curves(look or Look.of(runs), points, "round", "communication round", nulls, dotted)
+    nulls = _null_lines(run, group, "round", last)
+    return _curves(
+        look or Look.of([run]),
+        points,
+        ("round", "communication round"),
+        nulls,
+        [point for curve in shared.values() for point in curve],
+    )
 
 
 def evaluation_by_round(run: Run) -> str:
@@ -202,33 +210,38 @@ def _sized_by_round(runs: Sequence[Run]) -> str:
 
 def _by_round(seeds: Sequence[Sequence[MetricsLine]]) -> list[list[MetricsLine]]:
     """The lines of each round, of the seeds that have reached it."""
-    found: dict[int, list[MetricsLine]] = {}
-    for line in (line for lines in seeds for line in lines):
-        found.setdefault(line.round, []).append(line)
-    return [found[round] for round in sorted(found)]
+    lines: dict[int, list[MetricsLine]] = {}
+    for line in chain.from_iterable(seeds):
+        lines.setdefault(line.round, []).append(line)
+    return [lines[round] for round in sorted(lines)]
 
 
-def steps_chart(runs: Sequence[Run], look: Look | None = None) -> Any:
+def steps_chart(run: Run, look: Look) -> Any:
     """Score by number of fine-tuning steps."""
     points = []
-    for run in runs:
-        for method, part in run.methods.items():
-            for step in range(run.config.steps_evaluated + 1):
-                scores = [_seen_mean(t.final, step) for t in part.values()]
-                points.append(_point(label(run, method, runs), "step", step, scores))
-    nulls = _null_lines(runs, "seen", "step", None)
-    return _curves(look or Look.of(runs), points, "step", "fine-tuning steps", nulls)
+    for method, part in run.methods.items():
+        for step in range(run.config.steps_evaluated + 1):
+            scores = [
+                float(np.mean([s.score[step] for s in trained.final if s.seen]))
+                for trained in part.values()
+            ]
+            points.append(_point(method, "step", step, scores))
+    nulls = _null_lines(run, "seen", "step", None)
+    return _curves(look, points, ("step", "fine-tuning steps"), nulls)
 
 
 def _curves(
     look: Look,
     points: list[dict[str, Any]],
-    x: str,
-    x_title: str,
+    across: tuple[str, str],
     nulls: list[dict[str, Any]],
     shared: Sequence[dict[str, Any]] = (),
 ) -> Any:
-    """Mean lines with bands over seeds, global models dotted, and the null baselines dashed."""
+    """Mean lines with bands over seeds, global models dotted, and the null baselines dashed.
+
+    ``across`` are the field and the title of the horizontal axis.
+    """
+    x, x_title = across
     names = list(dict.fromkeys(point["method"] for point in points))
     points = [p for p in points if all(math.isfinite(p[k]) for k in ("mean", "low", "high"))]
     colour = method_colour(names, look.styles)
@@ -268,10 +281,10 @@ def _curves(
     return fitted(chart, [str(name) for name in ends])
 
 
-def _null_lines(runs: Sequence[Run], group: str, x: str, last: int | None) -> list[dict[str, Any]]:
+def _null_lines(run: Run, group: str, x: str, last: int | None) -> list[dict[str, Any]]:
     """The baselines' mean scores: constant up to ``last``, or (None) by number of steps."""
     lines = []
-    for run, name, line in _lines(runs, "baseline"):
+    for line in _lines(run, "baseline"):
         scores = [s for seed in line.scores(group) for s in seed]
         if not scores:
             continue
@@ -279,18 +292,12 @@ def _null_lines(runs: Sequence[Run], group: str, x: str, last: int | None) -> li
             steps = at if last is None else line.steps
             value = float(np.mean([s.score[steps] for s in scores]))
             if math.isfinite(value):
-                lines.append({"method": name, x: at, "mean": value})
+                lines.append({"method": line.label, x: at, "mean": value})
     return lines
 
 
-def _lines(runs: Sequence[Run], kind: str) -> list[tuple[Run, str, Line]]:
-    """The lines of the runs' results, with names that are unique across runs."""
-    return [
-        (run, label(run, line.label, runs), line)
-        for run in runs
-        for line in run.lines()
-        if kind == line.kind
-    ]
+def _lines(run: Run, kind: str) -> list[Line]:
+    return [line for line in run.lines() if line.kind == kind]
 
 
 def _point(name: str, x: str, at: int, scores: Sequence[float]) -> dict[str, Any]:
@@ -298,13 +305,8 @@ def _point(name: str, x: str, at: int, scores: Sequence[float]) -> dict[str, Any
     return {"method": name, x: at, "mean": mean, "low": min(scores), "high": max(scores)}
 
 
-def _seen_mean(scores: Any, step: int) -> float:
-    return float(np.mean([s.score[step] for s in scores if s.seen]))
-
-
-def result_chart(run: Run, group: str, look: Look | None = None) -> Any:
+def result_chart(run: Run, group: str, look: Look) -> Any:
     """A row for each method and null baseline, in the order of the table."""
-    look = look or Look.of([run])
     every = [row for row in run.rows() if row.group == group]
     rows = [row for row in every if math.isfinite(row.personal.mean)]
     names = [row.name for row in every]
@@ -681,17 +683,10 @@ def _chart(
     return fitted(chart)
 
 
-def agents_chart(runs: Sequence[Run], look: Look | None = None) -> Any:
+def agents_chart(run: Run, look: Look) -> Any:
     """The distribution of scores over agents, with a point for each."""
-    look = look or Look.of(runs)
     rows = [
-        {
-            "method": label(run, line.label, runs),
-            "score": s.score[line.steps],
-            "agent": s.name,
-            "seed": seed,
-        }
-        for run in runs
+        {"method": line.label, "score": s.score[line.steps], "agent": s.name, "seed": seed}
         for line in run.lines()
         for seed, scores in zip(line.seeds, line.scores("seen"), strict=True)
         for s in scores
@@ -771,7 +766,7 @@ def bounds_charts(bounds: BoundsRecord) -> Iterator[Chart]:
         if math.isfinite(value)
     ]
     if terms:
-        scale = alt.Scale(domain=order, range=colours(order))
+        scale = alt.Scale(domain=order, range=Styles.of(order).colours(order))
         yield (
             "bounds-terms",
             "Theorem 1's bound on the mean of E‖∇F(w_k)‖² by term, at the run's β or the largest "
@@ -797,7 +792,6 @@ def bounds_charts(bounds: BoundsRecord) -> Iterator[Chart]:
     measured = [dict(row) for row in bounds.stationarity if math.isfinite(row.value or 0.0)]
     if measured:
         names = list(dict.fromkeys(row["method"] for row in measured))
-        scale = alt.Scale(domain=names, range=colours(names))
         yield (
             "bounds-stationarity",
             "Measured ‖∇F(w_k)‖² by round, of each method's F (its ν), over agents in training.",
@@ -807,11 +801,7 @@ def bounds_charts(bounds: BoundsRecord) -> Iterator[Chart]:
                 .encode(
                     x=alt.X("round:Q", title="communication round", axis=alt.Axis(tickMinStep=1)),
                     y=alt.Y("value:Q", title="‖∇F(w)‖²", scale=alt.Scale(type="log")),
-                    color=alt.Color(
-                        "method:N",
-                        scale=scale,
-                        legend=alt.Legend(title=None, orient="top", columns=6),
-                    ),
+                    color=method_colour(names, Styles.of(names)),
                     tooltip=["method:N", "round:Q", "value:Q"],
                 )
                 .properties(width=WIDTH, height=HEIGHT)
@@ -829,11 +819,7 @@ def _advice_chart(advice: Advice) -> Any:
     accuracy = advice.accuracy
     sign = 1 if accuracy else -1
     names = list(advice.auto)
-    colour = alt.Color(
-        "method:N",
-        scale=alt.Scale(domain=names, range=PALETTE[: len(names)]),
-        legend=alt.Legend(title=None, orient="top", symbolOpacity=1, symbolSize=80),
-    )
+    colour = method_colour(names, Styles.of(names))
 
     def rows(curve: Curve) -> list[dict[str, Any]]:
         return [
@@ -846,14 +832,12 @@ def _advice_chart(advice: Advice) -> Any:
         ]
 
     def chart(values: list[dict[str, Any]]) -> Any:
-        return alt.Chart(alt.InlineData(values=values)).encode(
-            x=alt.X("steps:Q", title="fine-tuning steps", axis=alt.Axis(tickMinStep=1, format="d"))
-        )
+        axis = alt.Axis(tickMinStep=1, format="d")
+        return plot(values).encode(x=alt.X("steps:Q", title="fine-tuning steps", axis=axis))
 
     def height(field: str) -> Any:
-        title = "accuracy on held-out samples" if accuracy else "loss on held-out samples"
-        axis = alt.Axis(format="%" if accuracy else "~g")
-        return alt.Y(f"{field}:Q", title=title, scale=alt.Scale(zero=False), axis=axis)
+        measure = "accuracy" if accuracy else "loss"
+        return score_axis(alt.Y, field, f"{measure} on held-out samples", accuracy)
 
     lines = [row for curve in advice.curves if curve.times == 1 for row in rows(curve)]
     chosen = [row for row in rows(best) if row["steps"] == advice.recommended.steps]
@@ -872,7 +856,7 @@ def _advice_chart(advice: Advice) -> Any:
     if advice.majority is not None:
         last = lines[-1]["steps"]
         null = [{"steps": step, "mean": advice.majority, "name": "majority"} for step in (0, last)]
-        dashed = chart(null).mark_line(strokeDash=[5, 4], color=GREY).encode(y=height("mean"))
+        dashed = chart(null).mark_line(strokeDash=DASHED, color=GREY).encode(y=height("mean"))
         text = chart(null[1:]).mark_text(align="left", dx=8, color=GREY, fontSize=11)
         layers += [dashed, text.encode(y=height("mean"), text="name:N")]
     return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
@@ -984,11 +968,6 @@ def _clipped(record: TuningRecord, scores: list[float]) -> list[float] | None:
 
 
 def _validation_axis(record: TuningRecord, limits: list[float] | None = None) -> Any:
-    scale = alt.Scale(zero=False) if limits is None else alt.Scale(domain=limits, clamp=True)
-    percent = record.search.measure == "accuracy"
-    return alt.Y(
-        "score:Q",
-        title=f"validation {record.search.measure}",
-        scale=scale,
-        axis=alt.Axis(format="%" if percent else "~g"),
-    )
+    measure = record.search.measure
+    axis = score_axis(alt.Y, "score", f"validation {measure}", measure == "accuracy")
+    return axis if limits is None else axis.scale(domain=limits, clamp=True)

@@ -6,6 +6,7 @@ and of a run in training (``watch.py``) are lists of sections, which ``page.html
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import jinja2
+from markupsafe import Markup
 
 from nufed.errors import RunError, visible
 from nufed.lab.report.figures import Chart, Drawn, draw, spec_of
@@ -136,6 +138,17 @@ class Page:
             raise RunError(f"the report can't be written to {out}: {error.strerror}") from error
         drawn.warn(f"{out / file} has tables but lacks charts; `{command}` retries")
         return out / file
+
+
+def note(name: str, **values: str) -> Markup:
+    """An explanation of ``notes.toml``, with escaped values."""
+    escaped = {key: visible(value) for key, value in values.items()}
+    return Markup(_notes()[name].strip()).format(**escaped)
+
+
+@cache
+def _notes() -> dict[str, str]:
+    return tomllib.loads((files("nufed.lab.report") / "notes.toml").read_text("utf-8"))
 
 
 def _charts(blocks: Sequence[Block]) -> Iterator[Chart]:

@@ -12,7 +12,7 @@ from nufed.lab.report.bounds_tables import bounds_notes, bounds_tables
 from nufed.lab.report.charts import all_charts, bounds_charts
 from nufed.lab.report.figures import Chart
 from nufed.lab.report.headline import finding, measured
-from nufed.lab.report.page import Block, Charts, Folded, Page, Section, Text, Warned
+from nufed.lab.report.page import Block, Charts, Folded, Page, Section, Text, Warned, note
 from nufed.lab.report.tables import (
     Table,
     agents_table,
@@ -79,7 +79,7 @@ def run_page(runs: Sequence[Run], *, charts: bool = True) -> Page:
             *(_details(runs, scored, drawn) if groups else []),
             Section("Data", [Charts(drawn["data"])]),
             _theory(runs, charts),
-            Section("Costs", [costs_table(runs), COSTS]),
+            Section("Costs", [costs_table(runs), note("costs")]),
             *_sites(runs),
             Section("Settings", list(_settings(runs))),
         ],
@@ -150,25 +150,16 @@ def _concerns(runs: Sequence[Run]) -> list[Warned]:
 def _results(runs: Sequence[Run], charts: Sequence[Chart]) -> Section:
     """The first group's scores."""
     table = results_table(runs, all_groups(runs)[0], short=True)
-    notes = [n for run in runs for n in (_named(run, runs, problem_text(run)), run.config.note)]
-    return Section("", [Charts(charts), table, *notes, _columns_in_short(runs, table)])
+    notes = [x for run in runs for x in (_named(run, runs, problem_text(run)), run.config.note)]
+    return Section("", [Charts(charts), table, *notes, _short_columns(runs, table)])
 
 
-def _columns_in_short(runs: Sequence[Run], table: Table) -> Markup:
+def _short_columns(runs: Sequence[Run], table: Table) -> str:
+    """What the columns of scores and paired differences mean."""
     points = ", in percentage points" if runs[0].measure.name == "accuracy" else ""
-    differences = (
-        "− local, − best: paired differences to local training and to the best method, on the same "
-        f"agents and seeds{points}, with their 95 % confidence intervals over seeds (of three or "
-        "more), or over agents if those are wider or seeds are fewer. An interval that includes 0: "
-        "can't be told apart. "
-    )
-    samples = (
-        "± samples, and after a slash: 95 % confidence intervals for these very agents, over their "
-        "samples (bootstrap); with few agents, those over agents say little. "
-    )
-    return Markup(
-        '{}{}Grey: null baselines. <a href="#explained">What the columns mean</a>'
-    ).format(differences if len(table.headings) > 4 else "", samples if over_samples(runs) else "")
+    notes = [note("differences", points=points)] if len(table.headings) > 4 else []
+    notes += [note("samples")] if over_samples(runs) else []
+    return Markup(" ").join([*notes, note("explained")])
 
 
 def _between(runs: Sequence[Run], group: str) -> Section:
@@ -186,8 +177,7 @@ def _unseen(runs: Sequence[Run], group: str, charts: Sequence[Chart]) -> Section
         blocks += [Text(_named(run, runs, lines[1])) for run, lines in found if len(lines) > 1]
     blocks.append(results_table(runs, group, short=True))
     newcomers = "; ".join(f"{what} ({names})" for names, what in newcomer_notes(runs))
-    if newcomers:
-        blocks.append(f"An agent that never took part in training (a newcomer): {newcomers}.")
+    blocks.append(note("newcomers", what=newcomers) if newcomers else "")
     return Section(f"Agents {group} in training", [*blocks, Charts(charts)])
 
 
@@ -199,16 +189,12 @@ def _details(
     if charts["training"]:
         yield Section("Training and fine-tuning", [Charts(charts["training"])])
     else:
-        yield Section("", ["This page was made without charts: `nufed report` draws them."])
+        yield Section("", [note("no_charts")])
     tables = [(run_name(run, runs), agents_table(run)) for run in scored]
-    interval = (
-        "± : 95 % confidence interval over the agent's samples (bootstrap; where all are right or "
-        "all wrong, 3 of n samples)."
-    )
     folded = [
         Folded(
             f"{name}, first seed, {len(table.rows)} agents",
-            [table, interval if over_samples(runs) else ""],
+            [table, note("agents") if over_samples(runs) else ""],
             open=len(table.rows) <= MAX_OPEN,
         )
         for name, table in tables
@@ -234,40 +220,19 @@ def _details(
 
 
 def _columns(runs: Sequence[Run]) -> str:
-    """What the columns of results mean."""
-    chosen = (
-        ", and fine-tuned with the step size α that was chosen for that method, seed and number of "
-        "steps on the validation parts of seen agents (0: no step lowers the loss there, and none "
-        "is taken). As trained: fine-tuned with the step size of training"
-    )
-    classes = (
-        " Over majority: difference to always predicting the agent's most frequent class. "
-        "Balanced: mean of the accuracies on each of an agent's classes. Minority: accuracy on all "
-        "samples that are not of their agent's most frequent class."
-    )
+    """What all columns of results mean."""
+    chosen = note("chosen") if any(run.step_sizes_chosen for run in runs) else ""
     nulls = "; ".join(f"{name}: {what}" for name, what in baseline_notes(runs[0]))
-    return (
-        "Global: the model that all agents share, without fine-tuning. Personal: the model that an "
-        "agent would use, after the shown fine-tuning steps on its training part; both are scored "
-        f"on the agent's {runs[0].config.eval_on} part"
-        f"{chosen if any(run.step_sizes_chosen for run in runs) else ''}. ± 95 %: half-width of "
-        "the confidence interval of the mean over seeds, with fewer than three seeds over agents "
-        "(Student's t; too few: fewer than three of both). Std: over agents. Worst 10 %: mean of "
-        "the worst tenth of agents. Harmed: share of agents whose personal model is worse than "
-        f"the global one.{classes if runs[0].measure.name == 'accuracy' else ''} Each paired "
-        "difference is one comparison at 95 %, not corrected for their number."
-        f"{f' Grey rows are null baselines: {nulls}.' if nulls else ''}"
-    )
+    notes = [note("columns", part=runs[0].config.eval_on, chosen=chosen)]
+    notes += [note("classes")] if runs[0].measure.name == "accuracy" else []
+    notes += [note("uncorrected"), *([note("nulls", nulls=nulls)] if nulls else [])]
+    return Markup(" ").join(notes)
 
 
 def _result_notes(scored: Sequence[Run]) -> list[str]:
-    methods = without_global(scored)
-    undefined = (
-        f"Of {', '.join(methods)}, global and harmed are not defined (–): the server holds no "
-        "complete model."
-    )
-    notes = [note for run in scored for note in (*run.step_size_notes(), *run.model_notes())]
-    return [undefined if methods else "", *dict.fromkeys(notes)]
+    methods = ", ".join(without_global(scored))
+    notes = [text for run in scored for text in (*run.step_size_notes(), *run.model_notes())]
+    return [note("without_global", methods=methods) if methods else "", *dict.fromkeys(notes)]
 
 
 def _theory(runs: Sequence[Run], charts: bool) -> Section:
@@ -280,21 +245,6 @@ def _theory(runs: Sequence[Run], charts: bool) -> Section:
     return Section("Theory", [*tables, *bounds_notes(bounds), drawn])
 
 
-COSTS = (
-    "Per seed. Gradients, Hessian-vector products (HVPs) and traffic are those of training; "
-    "gradients of evaluation are those of fine-tuning agents to score them, including the choice "
-    "of step sizes; seconds are wall-clock times of both. Gradients of a newcomer: to make its "
-    "personal model, as evaluated agents that never took part did (–: there were none), and to "
-    "fine-tune it."
-)
-REQUESTS = (
-    "Requests to train, to evaluate (also null baselines) and to keep the personal model, as the "
-    "server measured them: from sending to the complete answer, also of repeated attempts. Bytes "
-    "are those of arrays, numbers and texts, without Flower's envelope. traffic.jsonl lists every "
-    "request."
-)
-
-
 def _sites(runs: Sequence[Run]) -> Iterator[Section]:
     """Time and bytes of a federation's sites."""
     tables = [(run, sites_table(run), rounds_table(run)) for run in runs]
@@ -302,7 +252,7 @@ def _sites(runs: Sequence[Run]) -> Iterator[Section]:
     by_round = "By round: seconds until the answer, kilobytes to the site (↓) and back (↑)"
     for run, sites, rounds in recorded:
         name = f": {run_name(run, runs)}" if len(recorded) > 1 else ""
-        yield Section(f"Sites{name}", [sites, Folded(by_round, [rounds]), REQUESTS])
+        yield Section(f"Sites{name}", [sites, Folded(by_round, [rounds]), note("requests")])
 
 
 def _settings(runs: Sequence[Run]) -> Iterator[Folded]:

@@ -54,16 +54,6 @@ class Styles:
         return {name: i for i, name in enumerate(self.names)}
 
 
-def colours(names: Sequence[str]) -> list[str]:
-    """A colour for each name, in their order; repeated after eight."""
-    return Styles.of(names).colours(names)
-
-
-def shapes(names: Sequence[str]) -> list[str]:
-    """A symbol for each name, in their order."""
-    return Styles.of(names).shapes(names)
-
-
 def plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A chart of these rows."""
     return alt.Chart(alt.InlineData(values=[dict(row) for row in rows]))

@@ -15,17 +15,10 @@ from nufed.errors import visible
 from nufed.lab.analysis.by_key import keyed_scores, marginal_scores
 from nufed.lab.config.sweep_grid import in_words, value_text
 from nufed.lab.report.figures import Chart
-from nufed.lab.report.page import Charts, Code, Folded, Page, Section, Text, Warned
+from nufed.lab.report.page import Charts, Code, Folded, Page, Section, Text, Warned, note
 from nufed.lab.report.tables import Table, number_format
 from nufed.lab.runs import Row, Run
 from nufed.lab.runs.sweep_record import Sweep
-
-SCORES = Markup(
-    "Scores of personal models after the last round, mean over agents, averaged over seeds; ±: "
-    "half-width of the 95 % confidence interval over seeds (with fewer than three, over agents). "
-    "Bold: the best method of a run. A run's name leads to its report. "
-    '<a href="results.csv">results.csv</a> has every score by seed.'
-)
 
 
 def build_sweep_page(sweep: Sweep, *, figures: bool = True) -> Path:
@@ -159,7 +152,7 @@ def _sweep_page(sweep: Sweep) -> Page:
                     Charts([chart for chart in charts if chart[0].startswith("by-key")]),
                 ],
             ),
-            Section("All runs", [*tables, SCORES, *sweep_notes(sweep)] if tables else []),
+            Section("All runs", [*tables, note("sweep"), *sweep_notes(sweep)] if tables else []),
             Section("By two keys", [Charts([c for c in charts if c[0].startswith("map")])]),
             Section(
                 "Settings",

@@ -17,7 +17,7 @@ from nufed.lab.analysis.tuning_findings import (
     repeated,
     sensitivities,
 )
-from nufed.lab.report.page import Block, Charts, Folded, Page, Section, Text, Warned
+from nufed.lab.report.page import Block, Charts, Folded, Page, Section, Text, Warned, note
 from nufed.lab.report.tables import Table, settings_text
 from nufed.lab.runs.tuning_record import TuningRecord
 
@@ -201,29 +201,6 @@ def _listed(numbers: list[int]) -> str:
     return f"{', '.join(before)} and {last}" if before else last
 
 
-CHOICES = Markup(
-    "Score: on validation samples, of the chosen trial; it is the best of many, so that it "
-    "flatters. Other seeds: the mean of the same settings with other seeds, which took no part in "
-    "the choice. <code>tuned.toml</code> has these settings, ready for <code>nufed run</code>."
-)
-CERTAINTY = (
-    "The best trials of each method, repeated with other seeds (other splits and initial models, "
-    "the same for all methods). In grey: not chosen. The choice is the best trial of the search; "
-    "repeats only measure, and are counted separately from the budget."
-)
-SENSITIVITY = (
-    "Score lost if a setting is three times smaller or larger: the best score of trials within a "
-    "factor of √3 of the chosen value, minus that of trials within a factor of √3 of a third or "
-    "three times that value, whatever their other settings, after the largest number of rounds "
-    "that both were trained for. Where a range is linear: a third of it. Of choices: the best "
-    "other one. A negative number is a gain, due to shorter training or other settings."
-)
-WORK = (
-    "In gradients; a Hessian-vector product counts two. The budget is for the search; evaluation "
-    "(with the choice of the step size of fine-tuning) and repeats are counted separately."
-)
-
-
 def _tune_page(record: TuningRecord) -> Page:
     from nufed.lab.report.charts import tune_charts  # altair is slow to import
 
@@ -242,18 +219,21 @@ def _tune_page(record: TuningRecord) -> Page:
                 "Choices",
                 [
                     choices_table(record),
-                    CHOICES,
+                    note("choices"),
                     Warned("Choices at the edge of their range:", at_edge),
                     no_edge,
                     Warned("", doubtful),
                 ],
             ),
-            Section("How certain is the ranking?", [*ranking, certainty_table(record), CERTAINTY]),
+            Section(
+                "How certain is the ranking?",
+                [*ranking, certainty_table(record), note("certainty")],
+            ),
             Section(
                 "How much do settings matter?",
-                [sensitivity_table(record), SENSITIVITY, Charts(charts[1:])],
+                [sensitivity_table(record), note("sensitivity"), Charts(charts[1:])],
             ),
-            Section("Work", [work_table(record), WORK]),
+            Section("Work", [work_table(record), note("work")]),
             Section(
                 "Search",
                 [search_table(record), Folded(f"All {len(trials.rows)} trials", [trials])],

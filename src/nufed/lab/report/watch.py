@@ -44,7 +44,7 @@ def watched_page(state: TrainingState) -> bytes:
             f"agents {group} in training, with the step size of fine-tuning as trained. Lines: "
             "mean over agents and the seeds that have reached the round; bands: range over seeds; "
             "dotted: the method's global model; dashed: null baselines.",
-            rounds_chart([so_far], group),
+            rounds_chart(so_far, group),
         )
         for group in groups
     ]
