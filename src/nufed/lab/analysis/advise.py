@@ -317,10 +317,6 @@ def _advise(run: Run, problem: Problem, max_steps: int | None, on_progress: OnPr
     )
 
 
-def _bundle(run: Run, problem: Problem, name: str, seed: int) -> Bundle:
-    return bundle_of(run, name, seed, problem.objectives[seed], problem.algorithms[name])
-
-
 def _bundles(
     run: Run, problem: Problem, seeds: Sequence[int]
 ) -> tuple[dict[tuple[str, int], Bundle], list[LeftOut]]:
@@ -328,12 +324,14 @@ def _bundles(
     bundles: dict[tuple[str, int], Bundle] = {}
     left_out = []
     for name in run.methods:
+        algorithm = problem.algorithms[name]
         try:
-            own = {(name, s): _bundle(run, problem, name, s) for s in seeds}
+            bundles |= {
+                (name, seed): bundle_of(run, name, seed, problem.objectives[seed], algorithm)
+                for seed in seeds
+            }
         except NoBundleError as error:
             left_out.append(LeftOut(name, str(error)))
-        else:
-            bundles |= own
     return bundles, left_out
 
 

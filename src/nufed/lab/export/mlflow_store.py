@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from nufed.lab.config import Config
-from nufed.lab.experiment import Event, Observer
-from nufed.lab.export.target import (
-    Chosen,
-    evaluation_scalars,
-    final_scalars,
-    needed,
-    replay,
-    round_scalars,
-    settings_of_method,
-    trained_parts,
-)
+from nufed.lab.export.target import Chosen, Tracker, needed, replay, settings_of_method
 from nufed.lab.runs import Run
 
 FOLDER = "mlruns"
 MAX_TEXT = 500  # characters of a parameter that every store of MLflow takes
 
 
-class MLflow(Observer):
+class MLflow(Tracker):
     """Logs every method and seed as an MLflow run, while it trains.
 
     Args:
@@ -53,29 +44,18 @@ class MLflow(Observer):
         self._last: dict[tuple[str, str], int] = {}  # the last round of a run's metric
 
     def start(self, config: Config, path: Path) -> None:
-        self._config, self._path = config, str(path.absolute())
+        super().start(config, path)
         name = self._experiment or config.name
-        found = self._client.get_experiment_by_name(name)
-        self._in = found.experiment_id if found else self._client.create_experiment(name)
+        known = self._client.get_experiment_by_name(name)
+        self._in = known.experiment_id if known else self._client.create_experiment(name)
 
-    def round(self, event: Event) -> None:
-        self._log(event.method, event.seed, round_scalars(event), event.round)
-
-    def evaluation(self, event: Event) -> None:
-        self._log(event.method, event.seed, evaluation_scalars(event), event.round)
-
-    def end(self, run: Run | None) -> None:
-        trained = list(trained_parts(run))
-        for method, seed in trained:  # also those that were finished before a resume
-            assert run is not None
-            round = run.methods[method][seed].round
-            self._log(method, seed, final_scalars(run, method, seed), round)
+    def _close(self, trained: Collection[tuple[str, int]] | None) -> None:
         for part, identity in self._runs.items():
-            state = "KILLED" if run is None else "FINISHED" if part in trained else "FAILED"
+            state = "KILLED" if trained is None else "FINISHED" if part in trained else "FAILED"
             self._client.set_terminated(identity, state)
         self._runs.clear()
 
-    def _log(self, method: str, seed: int, scalars: dict[str, float], round: int) -> None:
+    def _log(self, method: str, seed: int, scalars: Mapping[str, float], round: int) -> None:
         """Log what is new: after a resume, some rounds are told again, with the same values."""
         identity, now = self._run(method, seed), int(1000 * time.time())
         new = [name for name in scalars if round > self._last_round(identity, name)]
@@ -93,13 +73,13 @@ class MLflow(Observer):
         """The MLflow run of a method and seed: one from before a resume, or a new one."""
         if (method, seed) in self._runs:
             return self._runs[method, seed]
-        tags = {"nufed.run": self._path, "nufed.method": method, "nufed.seed": str(seed)}
+        tags = {"nufed.run": str(self._path), "nufed.method": method, "nufed.seed": str(seed)}
         known: list[Any] = [
-            own
-            for own in self._client.search_runs(
+            stored
+            for stored in self._client.search_runs(
                 [self._in], f"tags.nufed.method = '{method}' and tags.nufed.seed = '{seed}'"
             )
-            if own.data.tags.get("nufed.run") == self._path
+            if stored.data.tags.get("nufed.run") == str(self._path)
         ]
         if known:
             identity = str(known[0].info.run_id)

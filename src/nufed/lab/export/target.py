@@ -1,13 +1,8 @@
-"""What a target of ``nufed export`` is.
-
-The settings of a run and one of its methods as text, for tools that list parameters.
-
-The numbers that are tracked, by name, and the replay of a finished run for an observer.
-"""
+"""What targets of ``nufed export`` share: what one is, and what trackers log of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,23 +119,51 @@ def evaluation_scalars(event: Event) -> dict[str, float]:
     )
 
 
-def trained_parts(run: Run | None) -> Iterator[tuple[str, int]]:
-    """Every method and seed of a finished run that was trained; none of one that was stopped."""
-    for method, part in run.methods.items() if run else ():
-        yield from ((method, seed) for seed in part)
-
-
 def final_scalars(run: Run, method: str, seed: int) -> dict[str, float]:
     """The final scores that results show, with chosen step sizes where there are any."""
-    found: dict[str, float | None] = {}
+    scalars: dict[str, float | None] = {}
     for group in run.groups:
-        own = [s for s in run.methods[method][seed].final if s.seen == (group == "seen")]
-        if own:
-            means = summarise(own, run.config.steps_of(method)[0], run.measure)
-            found[f"final/{group}/personal"] = means.mean
-            if own[0].global_score is not None:
-                found[f"final/{group}/global"] = means.global_mean
-    return _known(found)
+        scores = [s for s in run.methods[method][seed].final if s.seen == (group == "seen")]
+        if scores:
+            means = summarise(scores, run.config.steps_of(method)[0], run.measure)
+            scalars[f"final/{group}/personal"] = means.mean
+            if scores[0].global_score is not None:
+                scalars[f"final/{group}/global"] = means.global_mean
+    return _known(scalars)
+
+
+class Tracker(Observer):
+    """Logs every method and seed of a run while it trains; a subclass says where."""
+
+    def start(self, config: Config, path: Path) -> None:
+        self._config, self._path = config, path.absolute()
+
+    def round(self, event: Event) -> None:
+        self._log(event.method, event.seed, round_scalars(event), event.round)
+
+    def evaluation(self, event: Event) -> None:
+        self._log(event.method, event.seed, evaluation_scalars(event), event.round)
+
+    def end(self, run: Run | None) -> None:
+        """Log the final scores of all that was trained, also before a resume."""
+        if run is None:
+            self._close(None)
+            return
+        for method, part in run.methods.items():
+            for seed, trained in part.items():
+                self._log_final(method, seed, final_scalars(run, method, seed), trained.round)
+        self._close({(method, seed) for method, part in run.methods.items() for seed in part})
+
+    def _log(self, method: str, seed: int, scalars: Mapping[str, float], round: int) -> None:
+        """Log the numbers of a round."""
+        raise NotImplementedError
+
+    def _log_final(self, method: str, seed: int, scalars: Mapping[str, float], round: int) -> None:
+        self._log(method, seed, scalars, round)
+
+    def _close(self, trained: Collection[tuple[str, int]] | None) -> None:
+        """End the logs of all parts; None: the run was stopped."""
+        raise NotImplementedError
 
 
 def replay(run: Run, observer: Observer) -> None:

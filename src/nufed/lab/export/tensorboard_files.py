@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from nufed.lab.config import Config
-from nufed.lab.experiment import Event, Observer
-from nufed.lab.export.target import (
-    Chosen,
-    evaluation_scalars,
-    final_scalars,
-    needed,
-    replay,
-    round_scalars,
-    trained_parts,
-)
+from nufed.lab.experiment import Event
+from nufed.lab.export.target import Chosen, Tracker, needed, replay
 from nufed.lab.runs import Run
 
 FOLDER = "tensorboard"
 
 
-class TensorBoard(Observer):
+class TensorBoard(Tracker):
     """Writes event files that ``tensorboard --logdir RUN/tensorboard`` shows while a run trains.
 
     Args:
@@ -39,32 +32,24 @@ class TensorBoard(Observer):
         self._resumed: dict[tuple[str, int], Event] = {}
 
     def start(self, config: Config, path: Path) -> None:
+        super().start(config, path)
         self._folder = self._folder or path / FOLDER
 
     def part(self, event: Event) -> None:
         self._resumed[event.method, event.seed] = event
 
-    def round(self, event: Event) -> None:
-        self._write(event, round_scalars(event))
-
     def evaluation(self, event: Event) -> None:
-        self._write(event, evaluation_scalars(event))
+        super().evaluation(event)
         self._writer(event.method, event.seed).flush()
 
-    def end(self, run: Run | None) -> None:
-        for method, seed in trained_parts(run):
-            assert run is not None
-            round = run.methods[method][seed].round
-            for name, value in final_scalars(run, method, seed).items():
-                self._writer(method, seed).add_scalar(name, value, round)
+    def _close(self, trained: Collection[tuple[str, int]] | None) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
 
-    def _write(self, event: Event, scalars: dict[str, float]) -> None:
-        writer = self._writer(event.method, event.seed)
+    def _log(self, method: str, seed: int, scalars: Mapping[str, float], round: int) -> None:
         for name, value in scalars.items():
-            writer.add_scalar(name, value, event.round)
+            self._writer(method, seed).add_scalar(name, value, round)
 
     def _writer(self, method: str, seed: int) -> Any:
         """The writer of a method and seed, opened when it has something to write."""

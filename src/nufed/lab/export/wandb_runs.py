@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from nufed.files import sha256
-from nufed.lab.config import Config
-from nufed.lab.experiment import Event, Observer
-from nufed.lab.export.target import (
-    Chosen,
-    evaluation_scalars,
-    final_scalars,
-    needed,
-    replay,
-    round_scalars,
-    settings_of_method,
-    trained_parts,
-)
+from nufed.lab.export.target import Chosen, Tracker, needed, replay, settings_of_method
 from nufed.lab.runs import Run
 
 
-class WandB(Observer):
+class WandB(Tracker):
     """Logs every method and seed as a W&B run, while it trains.
 
     Args:
@@ -47,22 +37,15 @@ class WandB(Observer):
         self._folder, self._project, self._mode = Path(folder), project, mode
         self._runs: dict[tuple[str, int], Any] = {}
 
-    def start(self, config: Config, path: Path) -> None:
-        self._config, self._path = config, str(path.absolute())
+    def _log(self, method: str, seed: int, scalars: Mapping[str, float], round: int) -> None:
+        self._run(method, seed).log(scalars, step=round)
 
-    def round(self, event: Event) -> None:
-        self._run(event.method, event.seed).log(round_scalars(event), step=event.round)
+    def _log_final(self, method: str, seed: int, scalars: Mapping[str, float], round: int) -> None:
+        self._run(method, seed).summary.update(scalars)
 
-    def evaluation(self, event: Event) -> None:
-        self._run(event.method, event.seed).log(evaluation_scalars(event), step=event.round)
-
-    def end(self, run: Run | None) -> None:
-        trained = list(trained_parts(run))
-        for method, seed in trained:  # also those that were finished before a resume
-            assert run is not None
-            self._run(method, seed).summary.update(final_scalars(run, method, seed))
-        for part, own in self._runs.items():
-            own.finish(exit_code=0 if part in trained else 1)
+    def _close(self, trained: Collection[tuple[str, int]] | None) -> None:
+        for part, opened in self._runs.items():
+            opened.finish(exit_code=0 if part in (trained or ()) else 1)
         self._runs.clear()
 
     def _run(self, method: str, seed: int) -> Any:
@@ -71,7 +54,7 @@ class WandB(Observer):
             self._runs[method, seed] = self._wandb.init(
                 project=self._project or self._config.name,
                 name=f"{method} seed {seed}",
-                group=Path(self._path).name,
+                group=self._path.name,
                 id=run_id(self._path, method, seed),
                 resume="allow" if self._mode == "online" else None,
                 config=settings_of_method(self._config, method) | {"seed": seed},
@@ -91,7 +74,7 @@ class WandB(Observer):
         return self._runs[method, seed]
 
 
-def run_id(path: str, method: str, seed: int) -> str:
+def run_id(path: Path, method: str, seed: int) -> str:
     """W&B's id of a method and seed of a run; names of methods have no slash."""
     return sha256(f"{path}/{method}/{seed}".encode())[:16]
 

@@ -1,11 +1,7 @@
 """The data sets that nufed can load by name.
 
-Storage of data sets that are too large to ship, and their verification before use.
-
-The data directory is ``NUFED_DATA``, else in the user's cache directory. Files with a known SHA-256
-are verified each time they are read.
-
-Omniglot as a natural federation: every agent classifies characters of its own.
+Those that are too large to ship (``stored.toml``) lie in the data directory, ``NUFED_DATA`` or one
+in the user's cache directory. Files with a known SHA-256 are verified each time they are read.
 """
 
 from __future__ import annotations
@@ -13,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -98,64 +95,9 @@ def data_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nufed"
 
 
-CIFAR10 = Stored(
-    "cifar10",
-    {
-        "cifar-10-batches-bin/data_batch_1.bin": (
-            "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"
-        ),
-        "cifar-10-batches-bin/data_batch_2.bin": (
-            "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"
-        ),
-        "cifar-10-batches-bin/data_batch_3.bin": (
-            "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"
-        ),
-        "cifar-10-batches-bin/data_batch_4.bin": (
-            "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"
-        ),
-        "cifar-10-batches-bin/data_batch_5.bin": (
-            "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"
-        ),
-    },
-    "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-    170_000_000,
-)
-CIFAR100 = Stored(
-    "cifar100",
-    {
-        "cifar-100-binary/train.bin": (
-            "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29"
-        ),
-    },
-    "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
-    169_000_000,
-)
-# SHA-256 and sizes: tensorflow/datasets, url_checksums/fashion_mnist.txt, which names the same
-# addresses as the README of zalandoresearch/fashion-mnist
-FASHION_MNIST = Stored(
-    "fashion-mnist",
-    {
-        "fashion-mnist/train-images-idx3-ubyte.gz": (
-            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"
-        ),
-        "fashion-mnist/train-labels-idx1-ubyte.gz": (
-            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"
-        ),
-        "fashion-mnist/t10k-images-idx3-ubyte.gz": (
-            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"
-        ),
-        "fashion-mnist/t10k-labels-idx1-ubyte.gz": (
-            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"
-        ),
-    },
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-    26_421_880 + 29_515 + 4_422_102 + 5_148,
-)
-MNIST_WRITERS = Stored("mnist-writers", {"mnist_by_writer.npz": ""})
-OMNIGLOT = Stored("omniglot", {"omniglot_8_alphabets.npz": ""})
-
-STORED = {each.name: each for each in (CIFAR10, CIFAR100, FASHION_MNIST, MNIST_WRITERS, OMNIGLOT)}
-
+_TABLES = tomllib.loads((files("nufed.lab.readers") / "stored.toml").read_text("utf-8"))
+STORED = {name: Stored(name, **table) for name, table in _TABLES.items()}
+CIFAR10, CIFAR100, FASHION_MNIST, MNIST_WRITERS, OMNIGLOT = STORED.values()
 
 Pixels: TypeAlias = Literal["unit", "symmetric", "standardised"]
 # scale and shift of bytes; the last gives CIFAR mean about 0 and standard deviation about 1
@@ -312,12 +254,11 @@ def omniglot(ways: int = 5, seed: int = 0) -> Samples:
     characters = arrays["character"]
     rows, labels, owners = [], [], []
     for number, name in enumerate(arrays["alphabets"]):
-        own = np.unique(characters[arrays["alphabet"] == number])
-        dealt = stream(seed, "omniglot", agent=number).permutation(own)
+        here = arrays["alphabet"] == number
+        dealt = stream(seed, "omniglot", agent=number).permutation(np.unique(characters[here]))
         for agent in range(len(dealt) // ways):
             for label, character in enumerate(dealt[agent * ways : (agent + 1) * ways]):
-                found = (arrays["alphabet"] == number) & (characters == character)
-                rows.append(np.flatnonzero(found))
+                rows.append(np.flatnonzero(here & (characters == character)))
                 labels += [label] * len(rows[-1])
                 owners += [f"{name}-{agent}"] * len(rows[-1])
     require(bool(rows), "ways", ways, "must be at most the number of characters of an alphabet")

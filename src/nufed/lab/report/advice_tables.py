@@ -1,7 +1,4 @@
-"""The chart of ``nufed advise``: accuracy by number of fine-tuning steps, with its spread.
-
-The results of ``nufed advise`` as sentences and tables.
-"""
+"""The results of ``nufed advise`` as sentences and tables."""
 
 from __future__ import annotations
 
@@ -72,7 +69,7 @@ def advice_tables(advice: Advice) -> Iterator[tuple[str, Table]]:
     ]
     titles = ["steps (ν)", "mean", "± 95 %", "10 %", "90 %", "harmed", "samples read"]
     title = f"{best.method}, α = {best.lr:.3g}, by steps; spread over agents; cost"
-    yield title, _table(titles, rows)
+    yield title, Table(titles, rows)
     rows = []
     for name in advice.auto:
         curves = [c for c in advice.curves if c.method == name]
@@ -83,7 +80,7 @@ def advice_tables(advice: Advice) -> Iterator[tuple[str, Table]]:
     tried = [f"α × {c.times:.3g}" for c in advice.curves if c.method == name]
     yield (
         "best mean @ its steps, by step size; gradients and HVPs of training",
-        _table(["method", *tried, "training"], rows),
+        Table(["method", *tried, "training"], rows),
     )
     rows = [
         [
@@ -97,11 +94,7 @@ def advice_tables(advice: Advice) -> Iterator[tuple[str, Table]]:
         for row in advice.amounts
     ]
     titles = ["samples", "agents", "global", "personal", "gain", "± 95 %"]
-    yield "the recommended choice by number of samples", _table(titles, rows)
-
-
-def _table(headings: list[str], rows: list[list[str]]) -> Table:
-    return Table(headings, rows)
+    yield "the recommended choice by number of samples", Table(titles, rows)
 
 
 def _score(advice: Advice, value: float) -> str:

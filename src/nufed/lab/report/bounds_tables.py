@@ -1,7 +1,4 @@
-"""The charts of ``nufed bounds``.
-
-The tables and notes of ``nufed bounds``.
-"""
+"""The tables and notes of ``nufed bounds``."""
 
 from __future__ import annotations
 

@@ -108,8 +108,7 @@ def _headline(runs: Sequence[Run]) -> Iterator[Block]:
 
 def _findings(run: Run) -> list[Markup]:
     """What was found of each group of agents, without line breaks between numbers and units."""
-    groups = all_groups([run]) if run.rows() else []
-    escaped = [str(escape(visible(finding(run, group)))) for group in groups]
+    escaped = [str(escape(visible(finding(run, group)))) for group in all_groups([run])]
     return [Markup(x.replace(" %", "&nbsp;%").replace(" ± ", "&nbsp;±&nbsp;")) for x in escaped]
 
 

@@ -455,12 +455,8 @@ def _signed(show: Callable[[float], str]) -> Callable[[float], str]:
     return lambda value: ("+" if value >= 0 else "−") + show(abs(value))
 
 
-def _nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _or_dash(value: float, show: Callable[[float], str]) -> str:
-    return "–" if math.isnan(value) else show(value)
+def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
+    return "–" if value is None or math.isnan(value) else show(value)
 
 
 # paired differences are not properties of a row: results_table fills them in
@@ -468,7 +464,7 @@ _COLUMNS: dict[str, Callable[[Row, Callable[[float], str]], str]] = {
     "global": lambda row, show: _or_dash(row.shared.mean, show),
     "personal": lambda row, show: show(row.personal.mean),
     "± 95 %": lambda row, show: _half_width(row.personal, show),
-    "± samples": lambda row, show: _or_dash(_nan(row.over_samples), show),
+    "± samples": lambda row, show: _or_dash(row.over_samples, show),
     "− local": lambda row, show: "–",
     "− best": lambda row, show: "–",
     "as trained": lambda row, show: show(row.as_trained.mean) if row.lr_scale else "–",
