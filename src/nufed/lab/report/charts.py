@@ -84,8 +84,9 @@ def all_charts(runs: Sequence[Run]) -> Iterator[Chart]:
             yield from _charts_of_training(runs, look)
     for run in runs:
         if next(iter(run.splits.values())).classes:
+            some = f" (the first {MAX_AGENTS} of {run.agents})" if run.agents > MAX_AGENTS else ""
             of, seed = run_name(run, runs), run.config.seeds[0]
-            caption = f"Samples per agent{first_agents(run)} and class, {of}, seed {seed}."
+            caption = f"Samples per agent{some} and class, {of}, seed {seed}."
             yield _numbered("split", run, runs), caption, split_chart(run)
 
 
@@ -718,20 +719,12 @@ def agents_chart(run: Run, look: Look) -> Any:
     return fitted(alt.layer(*layers).properties(width=WIDTH, height=(ROW + 6) * len(names)))
 
 
-def first_agents(run: Run) -> str:
-    """Which agents the chart of a split shows, where not all."""
-    return f" (the first {MAX_AGENTS} of {run.agents})" if run.agents > MAX_AGENTS else ""
-
-
 def split_chart(run: Run) -> Any:
     """The number of samples per agent and class."""
     split = run.splits[run.config.seeds[0]]
     agents = split.agents[:MAX_AGENTS]
-    return counts_chart(
-        [agent.name for agent in agents],
-        split.classes,
-        [agent.counts for agent in agents],
-    )
+    counts = [agent.counts for agent in agents]
+    return counts_chart([agent.name for agent in agents], split.classes, counts)
 
 
 def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> Any:
