@@ -12,7 +12,7 @@ from nufed.lab.report import figures
 from nufed.lab.report.charts import bounds_charts
 from nufed.lab.report.run_page import build_report
 from nufed.lab.runs import load_run
-from nufed.lab.runs.bounds_record import BoundsRecord, Stationarity
+from nufed.lab.runs.records import BoundsRecord, Stationarity
 from processes import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("figures")

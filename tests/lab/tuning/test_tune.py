@@ -15,9 +15,9 @@ from nufed.errors import RunError
 from nufed.files import read_sealed, write_sealed
 from nufed.lab.config import load_config
 from nufed.lab.config import problem as build
-from nufed.lab.runs.bounds_record import BoundsRecord, ConstantRecord
 from nufed.lab.runs.directory import BOUNDS
 from nufed.lab.runs.json_files import read_record
+from nufed.lab.runs.records import BoundsRecord, ConstantRecord
 from nufed.lab.runs.tuning_record import SearchRecord
 from nufed.lab.tuning import halving
 from nufed.simulation import loop, start_method

@@ -27,11 +27,13 @@ from nufed.lab.analysis.estimate import Estimator, LowerEstimate, spread
 from nufed.lab.config.describe import input_error
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.runs import Run
-from nufed.lab.runs.bounds_record import (
+from nufed.lab.runs.directory import BOUNDS
+from nufed.lab.runs.part_files import read_received
+from nufed.lab.runs.records import (
     BoundsRecord,
     ConstantRecord,
+    CurvatureName,
     GradientErrors,
-    Kind,
     MeasuredErrors,
     MethodBounds,
     NotCovered,
@@ -40,18 +42,20 @@ from nufed.lab.runs.bounds_record import (
     StepsRow,
     Terms,
 )
-from nufed.lab.runs.directory import BOUNDS
-from nufed.lab.runs.part_files import read_received
 from nufed.meta.curvature import CURVATURES, HessianFree
 from nufed.objective.threads import torch_threads
 from nufed.server import choose_cohort
 from nufed.theory import BatchSizes, GradientError, ProblemConstants, Training
 
-KINDS: tuple[Kind, ...] = ("first_order", "hessian_free", "exact")
+KINDS: tuple[CurvatureName, ...] = ("first_order", "hessian_free", "exact")
 
 
 def gradient_error(
-    kind: Kind, constants: ProblemConstants, alpha: float, batches: BatchSizes, fd_step: float
+    kind: CurvatureName,
+    constants: ProblemConstants,
+    alpha: float,
+    batches: BatchSizes,
+    fd_step: float,
 ) -> GradientError:
     """μ_F and σ_F² of an update by its name in the configuration."""
     if kind == "first_order":
@@ -135,7 +139,7 @@ class Numbers(BaseModel):
     adapt_steps: Annotated[int, Field(ge=0, le=50)] = Field(description="ν")
     batch_size: Annotated[int, Field(ge=1)] = Field(description="D")
     fd_step: Annotated[float, Field(ge=0)] | None = Field(default=None, description="δ")
-    curvature: Kind = "exact"
+    curvature: CurvatureName = "exact"
     meta_lr: float = Field(description="β")
     local_steps: Annotated[int, Field(ge=1)] = Field(description="τ")
     rounds: Annotated[int, Field(ge=1)] = Field(description="K")

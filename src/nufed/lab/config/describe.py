@@ -89,10 +89,10 @@ def _together(same: list[tuple[Field, str]]) -> str:
 
 def known_settings() -> dict[str, str]:
     """The keys of all registered algorithms, with the first description of each."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for cls in ALGORITHMS.working().values():
-        found = described_by_key(cls) | found
-    return dict(sorted(found.items()))
+        settings = described_by_key(cls) | settings
+    return dict(sorted(settings.items()))
 
 
 def every_setting(cls: type) -> Iterator[tuple[Field, str]]:

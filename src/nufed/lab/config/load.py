@@ -129,10 +129,10 @@ def _text(path: Path) -> str:
 def parse_value(text: str) -> Any:
     """The value of an override: TOML, or a string; ``nan`` and ``inf`` are no numbers here."""
     try:
-        found = tomllib.loads(f"value = {text}")
+        table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    value = found["value"] if len(found) == 1 else text
+    value = table["value"] if len(table) == 1 else text
     return text if isinstance(value, float) and not math.isfinite(value) else value
 
 

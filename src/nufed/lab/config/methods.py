@@ -135,7 +135,7 @@ class Method:
 def make_methods(
     shared: MethodConfig,
     methods: Mapping[str, MethodConfig],
-    own: Mapping[str, Algorithm] | None = None,
+    given: Mapping[str, Algorithm] | None = None,
     recorded: bool = True,
 ) -> dict[str, Method]:
     """The methods of a run by name; a method's own settings override the shared ones.
@@ -143,19 +143,19 @@ def make_methods(
     Args:
         shared: ``[method]``.
         methods: ``[methods.NAME]`` by name; without any, ``[method]`` is the only one.
-        own: algorithms that were given in Python, by name.
-        recorded: with ``own``: whether ``shared`` may hold defaults of other methods.
+        given: algorithms that were given in Python, by name.
+        recorded: with ``given``: whether ``shared`` may hold defaults of other methods.
     """
     name = DEFAULT if shared.algorithm is None else shared.algorithm
     if name != OWN:
         ALGORITHMS.find("method.algorithm", name)  # validate it even if no method uses it
     listed = methods or {name.rpartition(":")[2]: MethodConfig()}
     made = {
-        name: _Tables(name, shared, table).method((own or {}).get(name))
+        name: _Tables(name, shared, table).method((given or {}).get(name))
         for name, table in listed.items()
     }
     unknown = any(isinstance(m.algorithm, GivenInPython) for m in made.values())
-    if not unknown and not (own and recorded):
+    if not unknown and not (given and recorded):
         _refuse_unused(shared, made)
     return made
 
@@ -210,21 +210,21 @@ def named_after(method: str) -> str:
 
 def with_objects(
     methods: Mapping[str, MethodConfig],
-    own: Mapping[str, Algorithm],
+    given: Mapping[str, Algorithm],
     shared: MethodConfig | None = None,
 ) -> dict[str, MethodConfig]:
     """``[methods.NAME]`` with tables that record algorithms given in Python.
 
     What an object does not set itself is what is recorded of it, else what ``shared`` sets.
     """
-    found = dict(methods)
-    for name, algorithm in own.items():
+    tables = dict(methods)
+    for name, algorithm in given.items():
         table = methods.get(name, MethodConfig())
         if isinstance(algorithm, Algorithm):
             recorded = table if table.algorithm == OWN else MethodConfig()
             algorithm = _Tables(name, shared or MethodConfig(), recorded).completed(algorithm)
-        found[name] = table_of(name, algorithm, table.eval_steps)
-    return found
+        tables[name] = table_of(name, algorithm, table.eval_steps)
+    return tables
 
 
 def table_of(name: str, algorithm: Algorithm, eval_steps: list[int] | None) -> MethodConfig:
@@ -292,15 +292,15 @@ class _Tables:
 
     def _where(self, key: str) -> str:
         """The table that sets a key, or else the method's own."""
-        own = key in self.own.model_dump() or key not in self.shared.model_dump()
-        return f"methods.{self.name}" if own else "method"
+        in_own = key in self.own.model_dump() or key not in self.shared.model_dump()
+        return f"methods.{self.name}" if in_own else "method"
 
     def _given(self, key: str) -> Any:
         return self.own.settings.get(key, self.shared.settings.get(key, MISSING))
 
     def _settings(self, cls: type, base: Any = None) -> dict[str, Any]:
         """The given arguments of a class; ``base`` is an object to take the defaults from."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for setting in fields_of(cls):
             key, value = setting.name, self._given(setting.name)
             if key in self.defaults:
@@ -315,12 +315,12 @@ class _Tables:
             if setting.setting.choices is not None:
                 if base is not None and value == name_of(type(default), setting.setting.choices):
                     value = MISSING  # an object given in Python may be of any class
-                found |= self._choice(setting, value, default)
+                arguments |= self._choice(setting, value, default)
             else:
                 self.defaults[key] = _writable(default)
                 if value is not MISSING:
-                    found[key] = self._value(setting, value)
-        return found
+                    arguments[key] = self._value(setting, value)
+        return arguments
 
     def _choice(self, setting: SettingField, value: Any, default: Any) -> dict[str, Any]:
         """The object of a choice, if its name or any of its settings is given."""
@@ -402,8 +402,8 @@ def _refuse_unused(shared: MethodConfig, made: Mapping[str, Method]) -> None:
 def _belongs(key: str) -> str:
     """The choices that a key belongs to, for a message."""
     every = [each for cls in ALGORITHMS.working().values() for each in every_setting(cls)]
-    found = sorted({where for setting, where in every if setting.name == key})
-    return f" (it belongs to {' or '.join(found)})" if all(found) else ""
+    conditions = sorted({where for setting, where in every if setting.name == key})
+    return f" (it belongs to {' or '.join(conditions)})" if all(conditions) else ""
 
 
 def _writable(default: Any) -> Any:

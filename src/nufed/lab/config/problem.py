@@ -71,18 +71,18 @@ def resolved_partition(config: DataConfig, owners: bool) -> str:
 
 
 def build_split(
-    config: DataConfig, samples: Samples, seed: int, own: Partition | None = None
+    config: DataConfig, samples: Samples, seed: int, partition: Partition | None = None
 ) -> Split:
-    """The split of ``samples`` among agents that ``[data]`` describes, or the partition ``own``."""
+    """The split of ``samples`` among agents that ``[data]`` describes, or by ``partition``."""
     if config.split_file is not None:
         path = Path(config.split_file.replace("{seed}", str(seed)))
         return Split.load(path, samples.targets.numpy())
-    if own is None:
+    if partition is None:
         name = resolved_partition(config, samples.owners is not None)
         if name == "dirichlet" and config.reuse == "across_agents" and samples.classes:
             return _split_sharing_samples(config, samples, seed)
-        own = find_named("data.partition", name, PARTITIONS)
-    rows, names = _deal(config, own, samples, stream(seed, "partition"))
+        partition = find_named("data.partition", name, PARTITIONS)
+    rows, names = _deal(config, partition, samples, stream(seed, "partition"))
     return make_split(
         rows,
         seed,
@@ -160,16 +160,16 @@ def build_federation(
 
 
 def build_module(
-    config: Config, samples: Samples, seed: int, own: Callable[[], nn.Module] | None = None
+    config: Config, samples: Samples, seed: int, make: Callable[[], nn.Module] | None = None
 ) -> nn.Module:
-    """The model that ``[model]`` names, or ``own``, its initial weights drawn from the seed."""
+    """The model that ``[model]`` names, or that of ``make``, initialised from the seed."""
     name, arguments = config.model.name, config.model.args
     if name in MODELS:
         shapes = {"input_shape": samples.input_shape, "outputs": samples.outputs}
         arguments = {**shapes, **arguments}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch_seed(stream(seed, "model")))
-        module = call_named("model.name", name, MODELS, arguments) if own is None else own()
+        module = call_named("model.name", name, MODELS, arguments) if make is None else make()
     if not isinstance(module, nn.Module):
         raise InputError(
             f"the model function returned {type(module).__name__}: it must return a torch.nn.Module"
@@ -228,13 +228,13 @@ def loss_name(config: Config, classes: bool) -> str:
     return config.loss
 
 
-def build_measure(config: Config, samples: Samples, own: Metric | None = None) -> Measure:
+def build_measure(config: Config, samples: Samples, metric: Metric | None = None) -> Measure:
     """The measure that ``metric`` names; ``auto``: accuracy for classes, else the loss itself.
 
-    ``own`` is a metric that was given in Python instead.
+    ``metric`` was given in Python instead.
     """
-    if own is not None:
-        return Measure(getattr(own, "__name__", "metric"), own, config.metric_better)
+    if metric is not None:
+        return Measure(getattr(metric, "__name__", "metric"), metric, config.metric_better)
     name = config.metric
     if name == "auto":
         name = "accuracy" if samples.classes and config.loss != "mse" else "none"
@@ -296,14 +296,14 @@ class Given:
     @property
     def keys(self) -> list[str]:
         """The configuration keys that passed objects replace."""
-        own = {
+        objects = {
             "model.name": self.model,
             "data.source": self.data,
             "data.partition": self.partition,
             "loss": self.loss,
             "metric": self.metric,
         }
-        return [key for key, value in own.items() if value is not None]
+        return [key for key, value in objects.items() if value is not None]
 
     def with_placeholders(self, config: Config) -> Config:
         """The configuration with placeholders for everything that is passed as an object."""
@@ -498,10 +498,10 @@ def _module(config: Config, given: Given, like: Samples, seed: int) -> nn.Module
 
 
 def algorithms_of(
-    config: Config, own: Mapping[str, Algorithm] | None, needed: Sequence[str] | None = None
+    config: Config, given: Mapping[str, Algorithm] | None, needed: Sequence[str] | None = None
 ) -> dict[str, Algorithm]:
     """The algorithms of a run; ``needed`` ones (default: all) must not be placeholders."""
-    algorithms = config.algorithms(own)
+    algorithms = config.algorithms(given)
     for name in algorithms if needed is None else needed:
         if isinstance(algorithms[name], GivenInPython):
             raise InputError(

@@ -1,7 +1,8 @@
 """The schema of a run's configuration: its tables, their keys and defaults.
 
 ``[method]`` holds settings that all methods share; ``[methods.NAME]`` adds a method with settings
-of its own (:mod:`nufed.config.methods`). :mod:`nufed.config.load` reads files and overrides.
+of its own (:mod:`nufed.lab.config.methods`). Files and overrides are read by
+:mod:`nufed.lab.config.load`.
 
 ``[compression]``: the codec of what agents send.
 
@@ -400,8 +401,8 @@ class Config(_Table):
 
     def norm_bound(self, default: float | None = None) -> float | None:
         """``max_update_norm`` as a number; None: no bound. ``default`` is for a key not given."""
-        found = self.max_update_norm
-        return default if found is None else None if found == "off" else found
+        bound = self.max_update_norm
+        return default if bound is None else None if bound == "off" else bound
 
     @property
     def steps_shown(self) -> int:
@@ -418,10 +419,10 @@ class Config(_Table):
         return self._steps_of(method, self.algorithms())
 
     def _steps_of(self, method: str, algorithms: Mapping[str, Algorithm]) -> list[int]:
-        own = self.methods[method].eval_steps if method in self.methods else None
+        of_method = self.methods[method].eval_steps if method in self.methods else None
         usual = algorithms[method].shown_steps
         shown = self._steps_shown(algorithms) if usual is None else usual
-        return own or self.method.eval_steps or [shown]
+        return of_method or self.method.eval_steps or [shown]
 
     @property
     def steps_evaluated(self) -> int:
@@ -430,9 +431,9 @@ class Config(_Table):
         return max(self._steps_shown(made), *(s for m in made for s in self._steps_of(m, made)))
 
     def algorithms(
-        self, own: Mapping[str, Algorithm] | None = None, recorded: bool = True
+        self, given: Mapping[str, Algorithm] | None = None, recorded: bool = True
     ) -> dict[str, Algorithm]:
-        """The methods to train, by name; ``own`` are those that were given in Python.
+        """The methods to train, by name; ``given`` are those that were given in Python.
 
         Unless it is ``recorded``, ``[method]`` must not hold keys that no method has.
 
@@ -444,17 +445,17 @@ class Config(_Table):
                     f"methods.{name}: {name} is the name of a null baseline; give the method "
                     "another name"
                 )
-        made = make_methods(self.method, self.methods, own, recorded)
+        made = make_methods(self.method, self.methods, given, recorded)
         return {name: method.algorithm for name, method in made.items()}
 
     def with_objects(
-        self, own: Mapping[str, Algorithm], shared: MethodConfig | None = None
+        self, given: Mapping[str, Algorithm], shared: MethodConfig | None = None
     ) -> Config:
         """The same with placeholders for algorithms given in Python, which hold their settings.
 
         What an object does not set itself is as recorded, or as in ``shared``.
         """
-        return self.model_copy(update={"methods": with_objects(self.methods, own, shared)})
+        return self.model_copy(update={"methods": with_objects(self.methods, given, shared)})
 
     def written_out(self) -> Config:
         """The same with the defaults of all settings of methods written out."""

@@ -84,12 +84,12 @@ def make_grid(
         key, equals, text = setting.partition("=")
         if key.partition(".")[0].strip() == "sweep":
             raise InputError(f"{shown(setting)}: write the swept key itself, such as rounds=10,20")
-        found = _on_command_line(text) if equals else None
-        if found is None:
+        swept_values = _on_command_line(text) if equals else None
+        if swept_values is None:
             overrides.append(setting)
             keys.pop(key.strip(), None)
         else:
-            keys[key.strip()] = found
+            keys[key.strip()] = swept_values
     swept = {key: _values(key, given) for key, given in keys.items()}
     _check_number(swept, max_runs)
     for key, each in swept.items():
@@ -140,21 +140,21 @@ def of_run(error: InputError, chosen: Mapping[str, Any]) -> InputError:
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The table ``[sweep]`` by dotted key, whether its keys are quoted or nested tables."""
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for key, value in table.items():
         inner = isinstance(value, Mapping)
-        found |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return found
+        by_key |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return by_key
 
 
 def _on_command_line(text: str) -> Any:
     """The values of ``key=a,b`` or ``key=a..b``; None if it is a single value, for all runs."""
     if _LIKE_RANGE.fullmatch(text.strip()):
         return text.strip()
-    found = parse_value(f"[{text}]")
-    if not isinstance(found, list):  # bare words are strings
-        found = [parse_value(word.strip()) for word in text.split(",")]
-    return None if len(found) == 1 else found
+    values = parse_value(f"[{text}]")
+    if not isinstance(values, list):  # bare words are strings
+        values = [parse_value(word.strip()) for word in text.split(",")]
+    return None if len(values) == 1 else values
 
 
 def _values(key: str, given: Any) -> Sequence[Any]:
@@ -185,13 +185,13 @@ def _check_distinct(key: str, values: Sequence[Any]) -> None:
 
 
 def _range(key: str, text: str) -> range:
-    found = _RANGE.fullmatch(text.strip())
-    if found is None:
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
         raise InputError(
             f"sweep: {key} = {shown(text)}: must be a list of values, or a range of whole numbers "
             'such as "0..5"'
         )
-    first, last = int(found[1]), int(found[2])
+    first, last = int(match[1]), int(match[2])
     if last < first:
         raise InputError(
             f"sweep: {key} = {text}: the range is reversed; write {last}..{first}, from the "

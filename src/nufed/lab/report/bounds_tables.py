@@ -6,7 +6,13 @@ import math
 from collections.abc import Sequence
 
 from nufed.lab.report.tables import Table
-from nufed.lab.runs.bounds_record import BoundsRecord, Kind, MeasuredErrors, MethodBounds, Promise
+from nufed.lab.runs.records import (
+    BoundsRecord,
+    CurvatureName,
+    MeasuredErrors,
+    MethodBounds,
+    Promise,
+)
 from nufed.theory import GREEK
 
 TERMS = {
@@ -89,7 +95,7 @@ def _constants(bounds: BoundsRecord) -> Table:
 
 
 def _by_steps(bounds: BoundsRecord) -> Table:
-    kinds: dict[Kind, str] = {"first_order": "FO", "hessian_free": "HF", "exact": "exact"}
+    kinds: dict[CurvatureName, str] = {"first_order": "FO", "hessian_free": "HF", "exact": "exact"}
     headings = ["ν", "L_F", "largest β", "γ_F"]
     headings += [f"{letter} {short}" for letter in ("μ", "σ") for short in kinds.values()]
     rows = []

@@ -46,8 +46,7 @@ from nufed.lab.report.style import (
 )
 from nufed.lab.report.tables import all_groups, run_name
 from nufed.lab.runs import Run
-from nufed.lab.runs.bounds_record import BoundsRecord
-from nufed.lab.runs.records import MetricsLine
+from nufed.lab.runs.records import BoundsRecord, MetricsLine
 from nufed.lab.runs.results import Line, Trained
 from nufed.lab.runs.tuning_record import TuningRecord
 from nufed.lab.runs.warnings import jumps

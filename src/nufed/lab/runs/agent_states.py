@@ -181,17 +181,17 @@ class StoredStates:
     def _read(self, agent: int, round: int) -> State:
         path = self._path(agent, round)
         try:
-            found = read_sealed(path)
+            sealed = read_sealed(path)
         except RunError as error:
             raise RunError(f"{error}; {self._what_to_do()}") from error
         about = {"agent": agent, "round": round, "belongs_to": self._belongs_to}
         for key, value in about.items():
-            if found.about.get(key) != value:
+            if sealed.about.get(key) != value:
                 raise RunError(
                     f"{path} is not the state of agent {agent} after round {round} of this run, "
                     f"its {key} differs; {self._what_to_do()}"
                 )
-        return found.tensors
+        return sealed.tensors
 
     def _prune(self, agent: int, rounds: tuple[int, ...]) -> tuple[int, ...]:
         """Remove the agent's files that no checkpoint needs; return the rounds of the others."""

@@ -60,8 +60,8 @@ class AuditLog:
         try:
             content = path.read_bytes() if path.exists() else b""
             whole, end, torn = content.rpartition(b"\n")
-            found = _continued(whole + end, path)
-            self._number, self.head = len(found.events), found.head
+            log = _continued(whole + end, path)
+            self._number, self.head = len(log.events), log.head
             with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "r+b") as file:  # noqa: PTH123
                 file.truncate(len(whole + end))
                 os.fsync(file.fileno())
@@ -102,36 +102,36 @@ def _continued(content: bytes, path: Path) -> Audited:
 def audit(path: Path, head: str | None = None) -> Audited:
     """Verify a log, also that it still contains the line with the hash ``head``."""
     try:
-        found = verified(path.read_bytes(), path)
+        log = verified(path.read_bytes(), path)
     except OSError as error:
         raise RunError(f"{path} can't be read: {error.strerror}") from None
-    if found.events and found.events[0]["event"] not in FIRST:
-        first = shown(found.events[0]["event"])
+    if log.events and log.events[0]["event"] not in FIRST:
+        first = shown(log.events[0]["event"])
         raise RunError(f"{path}, line 1: the log begins with {first}: earlier lines are missing")
-    if head is not None and head not in found.hashes:
+    if head is not None and head not in log.hashes:
         raise RunError(
             f"{path}: no line has the hash {shown(head)}: lines were removed at the end, or all "
             "were written anew"
         )
-    return found
+    return log
 
 
 def verified(content: bytes, path: Path) -> Audited:
     """The log with this content; raises an error that names the first broken line."""
-    found = Audited()
+    log = Audited()
     *lines, rest = content.split(b"\n")
     for number, line in enumerate(lines, 1):
-        reason = _broken(line, number, found.head)
+        reason = _broken(line, number, log.head)
         if reason:
             raise RunError(f"{path}, line {number}: {reason}")
-        found.events.append(json.loads(line))
-        found.hashes.append(found.events[-1]["sha256"])
+        log.events.append(json.loads(line))
+        log.hashes.append(log.events[-1]["sha256"])
     if rest:
         raise RunError(
             f"{path}, line {len(lines) + 1}: it is incomplete: the server stopped while writing "
             "it (resuming the run repairs this), or it was cut off"
         )
-    return found
+    return log
 
 
 def _broken(line: bytes, number: int, previous: str) -> str:

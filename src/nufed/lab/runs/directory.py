@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ from nufed.files import (
     write_durably,
     write_sealed,
 )
-from nufed.lab.runs.json_files import check_entries, checked, finite, read_record
+from nufed.lab.runs.json_files import check_entries, finite, read_record, valid_lines
 from nufed.lab.runs.records import LISTED, Failure, SplitRecord, TimingLine, WarningLine
 
 PRIVACY = "privacy.json"
@@ -207,13 +206,7 @@ class RunDirectory:
 
     def timing(self) -> list[TimingLine]:
         """Wall-clock times; lines that are damaged or were truncated by a full disk are skipped."""
-        path = self.path / "timing.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        found = []
-        for line in lines:
-            with suppress(RunError):
-                found.append(checked(TimingLine, line, path))
-        return found
+        return valid_lines(self.path / "timing.jsonl", TimingLine)
 
 
 def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:

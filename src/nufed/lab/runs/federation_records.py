@@ -24,7 +24,7 @@ from pydantic import Field
 
 from nufed.errors import RunError
 from nufed.files import make_private
-from nufed.lab.runs.json_files import Record, Whole, checked, write_json
+from nufed.lab.runs.json_files import Record, Whole, checked, valid_lines, write_json
 
 Epsilon = Annotated[float, Field(ge=0, allow_inf_nan=True)]
 
@@ -165,11 +165,7 @@ def read_status(folder: Path) -> StatusRecord:
 
 def read_traffic(folder: Path) -> list[TrafficLine]:
     """The requests of a run; lines that a kill has truncated are skipped."""
-    path, found = folder / TRAFFIC, []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with suppress(RunError):
-            found.append(checked(TrafficLine, line, path))
-    return found
+    return valid_lines(folder / TRAFFIC, TrafficLine)
 
 
 class SiteActivity(Record):

@@ -17,11 +17,10 @@ from nufed.files import read_sealed
 from nufed.lab.config.problem import Recorded, resolved_partition
 from nufed.lab.config.schema import Config
 from nufed.lab.runs import frames
-from nufed.lab.runs.bounds_record import BoundsRecord
 from nufed.lab.runs.directory import BOUNDS, PRIVACY
 from nufed.lab.runs.federation_records import PrivacyRecord, TrafficLine, read_traffic
 from nufed.lab.runs.json_files import checked, finite
-from nufed.lab.runs.records import Inputs, SplitRecord, TimingLine
+from nufed.lab.runs.records import BoundsRecord, Inputs, SplitRecord, TimingLine
 from nufed.lab.runs.results import Line, Paired, Row, Trained, paired_differences, results_table
 from nufed.lab.runs.warnings import below_start, instability
 
@@ -133,17 +132,17 @@ class Run:
 
     @cached_property  # a report asks for lines and rows many times
     def _lines(self) -> list[Line]:
-        found = []
+        lines = []
         usual = self.config.steps_shown
         for name, part in self.methods.items():
             shown = self.config.steps_of(name)
             for steps in shown:
                 after = "" if shown == [usual] else f"after {steps} step{'s' * (steps != 1)}"
-                found.append(Line(name, "method", steps, part, after))
+                lines.append(Line(name, "method", steps, part, after))
         for name, part in self.baselines.items():  # a locally trained model is not fine-tuned
             steps = 0 if name == "local" else usual
-            found.append(Line(name, "baseline", steps, part))
-        return found
+            lines.append(Line(name, "baseline", steps, part))
+        return lines
 
     def rows(self) -> list[Row]:
         """The results table, best method of each group first, then the null baselines.
@@ -249,7 +248,7 @@ class Run:
     def rejected(self) -> list[str]:
         """Every update that was left out, as text; in a private run without agent and round."""
         private = self.config.privacy.clip is not None
-        found = [
+        left_out = [
             f"{name}, seed {seed}"
             + ("" if private else f", {self.who(seed, r.agent)}, round {line.round}")
             + f": {r.reason}"
@@ -258,14 +257,14 @@ class Run:
             for line in trained.metrics
             for r in line.rejected
         ]
-        return sorted(found) if private else found
+        return sorted(left_out) if private else left_out
 
     def warnings(self) -> list[RunWarning]:
         """Unusual data, numerical problems, each message once, trainings that became unstable or
         ended below their start, and the number of updates that were left out."""
         private = self.config.privacy.clip is not None
-        found = [RunWarning(None, None, "data", text, 1, None) for text in self.data_warnings]
-        found += [
+        warned = [RunWarning(None, None, "data", text, 1, None) for text in self.data_warnings]
+        warned += [
             RunWarning(line.name, seed, "training", message, 1, None)
             for line in self.lines()
             if line.kind == "method"
@@ -277,21 +276,21 @@ class Run:
             caveat = algorithms[name].caveat(self.config.rounds)
             for seed, trained in part.items():
                 if caveat:
-                    found.append(RunWarning(name, seed, "training", caveat, 1, None))
+                    warned.append(RunWarning(name, seed, "training", caveat, 1, None))
                 if jump := instability(trained):
                     first, count, message = jump
-                    found.append(RunWarning(name, seed, "training", message, count, first))
+                    warned.append(RunWarning(name, seed, "training", message, count, first))
                 counts = Counter(w.message for w in trained.warnings)
                 for message, count in counts.items():
                     first = min(w.round for w in trained.warnings if w.message == message)
-                    found.append(RunWarning(name, seed, "numbers", message, count, first))
+                    warned.append(RunWarning(name, seed, "numbers", message, count, first))
                 lost = [(m.round, r) for m in trained.metrics for r in m.rejected]
                 if lost:
                     first, update = lost[0]
                     message = f"updates left out, the first because {update.reason}"
                     when = None if private else first
-                    found.append(RunWarning(name, seed, "updates", message, len(lost), when))
-        return found
+                    warned.append(RunWarning(name, seed, "updates", message, len(lost), when))
+        return warned
 
     def unscored(self) -> list[str]:
         """The agents without valid scores of the final model, and why, as text."""
@@ -305,14 +304,14 @@ class Run:
 
     def unanswered(self) -> list[str]:
         """The number of unanswered requests by method, as text."""
-        found = []
+        texts = []
         for name, part in self.methods.items():
             lines = [line for trained in part.values() for line in trained.metrics]
             lost = sum(len(line.dropped) for line in lines)
             asked = sum(len(line.cohort) for line in lines)
             if lost:
-                found.append(f"{name}: {lost:,} of {asked:,} requests ({lost / asked:.0%})")
-        return found
+                texts.append(f"{name}: {lost:,} of {asked:,} requests ({lost / asked:.0%})")
+        return texts
 
     def privacy(self) -> PrivacyRecord | None:
         """The privacy spent, of a federation with noisy updates; else None."""

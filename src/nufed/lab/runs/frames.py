@@ -72,7 +72,9 @@ def _score_rows(run: Run, key: tuple[str, str, int], trained: Trained) -> Iterat
         return ScoreRow._make((*key, *agent, round, run.measure.name, *model))
 
     sizes = trained.step_sizes
-    scales = {own.steps: own.scale for own in sizes.chosen} if sizes and trained.chosen else {}
+    scales = (
+        {choice.steps: choice.scale for choice in sizes.chosen} if sizes and trained.chosen else {}
+    )
     for s in trained.scores:
         if s.global_score is not None:
             shared = s.global_score, s.global_loss, math.nan, math.nan
@@ -101,8 +103,11 @@ def history_rows(line: MetricsLine, groups: Sequence[str], shown: int) -> Iterat
     """A round's scores as trained, by group (missing where it was not evaluated), and with chosen
     step sizes if there are any; each with the round's costs and signals."""
     for group in groups:
-        for size, found in (("as_trained", line.evaluation), ("chosen", line.evaluation_chosen)):
-            curves = {str(key): value for key, value in found.items()}.get(group)
+        for size, evaluation in (
+            ("as_trained", line.evaluation),
+            ("chosen", line.evaluation_chosen),
+        ):
+            curves = {str(key): value for key, value in evaluation.items()}.get(group)
             if curves is not None or size == "as_trained":
                 key = {"round": line.round, "group": group, "step_size": size}
                 yield {**key, **_means(curves, shown), **signals(line)}
@@ -119,15 +124,15 @@ def _means(curves: Curves | None, shown: int) -> dict[str, float | None]:
 
 def signals(line: MetricsLine) -> dict[str, float]:
     """Every number of a round but its scores: costs, signals of training, and how many agents."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in line:
         if isinstance(value, Mapping) and all(isinstance(v, int | float) for v in value.values()):
-            found |= {f"{name}_{key}": v for key, v in value.items()}
+            numbers |= {f"{name}_{key}": v for key, v in value.items()}
         elif name in COUNTED:
-            found[name] = len(value)
+            numbers[name] = len(value)
         elif isinstance(value, int | float) and name != "round":
-            found[name] = value
-    return found
+            numbers[name] = value
+    return numbers
 
 
 def pandas() -> Any:

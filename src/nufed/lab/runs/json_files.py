@@ -11,6 +11,7 @@ import json
 import math
 import stat
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import (
     Annotated,
@@ -188,6 +189,15 @@ def read_lines(path: Path, schema: Schema[T]) -> list[T]:
     except OSError as error:
         raise RunError(f"{path} can't be read: {error.strerror}") from error
     return [checked(schema, line, path, number) for number, line in enumerate(lines, start=1)]
+
+
+def valid_lines(path: Path, schema: Schema[T]) -> list[T]:
+    """The records of a JSON Lines file, if there is one, without damaged or truncated lines."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(RunError):
+            records.append(checked(schema, line, path))
+    return records
 
 
 def finite(value: Any) -> Any:

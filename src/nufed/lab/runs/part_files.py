@@ -88,8 +88,8 @@ class ValidationScores:
 
     def restore(self, lines: Iterable[MetricsLine]) -> None:
         """Take the scores of the metrics that a training resumes from."""
-        found = ((line.round, line.validation_score) for line in lines)
-        self.scores = [(round, score) for round, score in found if score is not None]
+        recorded = ((line.round, line.validation_score) for line in lines)
+        self.scores = [(round, score) for round, score in recorded if score is not None]
 
     def add(self, round: int, score: float) -> None:
         """Add the score of a round, unless training resumed after it and has it already."""
@@ -101,8 +101,8 @@ class ValidationScores:
 
         A score that is not finite is worse than all others.
         """
-        found = [(k, score) for k, score in self.scores if until is None or k <= until]
-        return max(found, key=lambda each: self._rank(each[1]))[0] if found else None
+        scores = [(k, score) for k, score in self.scores if until is None or k <= until]
+        return max(scores, key=lambda each: self._rank(each[1]))[0] if scores else None
 
     def stops_at(self, round: int) -> bool:
         """Whether training stops after this round."""
@@ -215,8 +215,8 @@ def saved_rounds(folder: Path) -> list[int]:
 def read_checkpoint(folder: Path, round: int, belongs_to: Mapping[str, str]) -> Checkpoint:
     """The checkpoint of a round; raises if it is damaged or of another run."""
     path = _path(folder, round)
-    found = read_sealed(path)
-    manifest = checked(Manifest, found.about, path)
+    sealed = read_sealed(path)
+    manifest = checked(Manifest, sealed.about, path)
     if manifest.round != round:
         raise RunError(f"it is of round {manifest.round}")
     for what, value in belongs_to.items():
@@ -227,7 +227,7 @@ def read_checkpoint(folder: Path, round: int, belongs_to: Mapping[str, str]) -> 
     if len(metrics) != length or sha256(metrics) != digest:
         raise RunError("metrics.jsonl is damaged: its SHA-256 differs")
     states = Inventory(*manifest.states)
-    return Checkpoint(round, found.tensors, length, digest, manifest.notes, states)
+    return Checkpoint(round, sealed.tensors, length, digest, manifest.notes, states)
 
 
 def _path(folder: Path, round: int) -> Path:
@@ -483,8 +483,8 @@ def read_received(path: Path, algorithm: Algorithm, objective: Objective) -> Sta
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path} can't be read as a model: {error}") from error
     for name, vector in algorithm.initial_server(objective, objective.initial()).items():
-        found = state.get(name)
-        if found is None or found.shape != vector.shape or found.dtype != vector.dtype:
+        saved = state.get(name)
+        if saved is None or saved.shape != vector.shape or saved.dtype != vector.dtype:
             raise RunError(
                 f"{path} is invalid: it must hold a vector {name!r} of {vector.numel()} numbers, "
                 f"{vector.dtype}"

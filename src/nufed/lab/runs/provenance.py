@@ -93,12 +93,12 @@ class Provenance:
     def engines(self) -> dict[str, EngineName]:
         """The engine of each method of a simulation, chosen when it started."""
         engines = self.about().engines
-        found = {name: engine for name, engine in engines.items() if engine != "flower"}
-        if len(found) < len(engines):
+        simulated = {name: engine for name, engine in engines.items() if engine != "flower"}
+        if len(simulated) < len(engines):
             raise RunError(
                 f"{self.path} is the run of a federation: resume it with `nufed federate run`"
             )
-        return found
+        return simulated
 
     def software(self) -> dict[str, str]:
         """The software that the run was started with, and the versions it was resumed with."""
@@ -249,8 +249,8 @@ def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
 def _format_without_seal(path: Path) -> Any:
     """The format in a run.json of formats 1 to 3, which were not sealed files; None in others."""
     try:
-        found = json.loads(path.read_bytes())
-        written = None if "about" in found else found.get("content", found).get("format")
+        content = json.loads(path.read_bytes())
+        written = None if "about" in content else content.get("content", content).get("format")
         return None if written == FORMAT else written
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return None  # read_about says what is wrong with it
@@ -289,11 +289,11 @@ def flat_differences(
     then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
     """The dotted keys whose values differ, with both values."""
-    found: dict[str, tuple[Any, Any]] = {}
+    differences: dict[str, tuple[Any, Any]] = {}
     for key in {**then, **now}:
         a, b = then.get(key), now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found |= flat_differences(a, b, f"{prefix}{key}.")
+            differences |= flat_differences(a, b, f"{prefix}{key}.")
         elif a != b:
-            found[prefix + key] = a, b
-    return found
+            differences[prefix + key] = a, b
+    return differences

@@ -140,7 +140,7 @@ class _Reader:
         """A method or baseline by seed, without seeds that failed."""
         folders = {s: self._path / kind / name / f"seed-{s}" for s in self._config.seeds}
         if self._partial:
-            folders = {seed: own for seed, own in folders.items() if self._is_done(own)}
+            folders = {seed: folder for seed, folder in folders.items() if self._is_done(folder)}
         if kind == "baselines":
             return {
                 seed: self._part(folder, seed, BASELINE_FILES) for seed, folder in folders.items()
@@ -343,23 +343,23 @@ def rounds_so_far(path: Path) -> list[MetricsLine]:
         *lines, _ = path.read_bytes().split(b"\n")  # the last one has no end
     except OSError:
         return []
-    found: list[MetricsLine] = []
+    rounds: list[MetricsLine] = []
     for number, line in enumerate(lines):
         try:
-            found.append(checked(MetricsLine, line, path, number + 1))
+            rounds.append(checked(MetricsLine, line, path, number + 1))
         except RunError:
             break
-    return found
+    return rounds
 
 
 def version_of(path: Path) -> str:
     """A text that changes when the run makes progress: sizes and times of its files."""
-    found = []
+    seen = []
     for pattern in WATCHED:
         for file in sorted(path.glob(pattern)):
             try:
                 about = file.stat()
             except OSError:  # removed by a resume since
                 continue
-            found.append((str(file), about.st_size, about.st_mtime_ns))
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+            seen.append((str(file), about.st_size, about.st_mtime_ns))
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]

@@ -6,9 +6,9 @@ Also the lines of metrics that every engine records, one per round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from nufed.algorithms.protocol import Algorithm, State
 from nufed.data.samples import InputRange
@@ -21,15 +21,18 @@ from nufed.lab.runs.json_files import (
     Numbers,
     Record,
     Whole,
+    finite,
     require_fit,
 )
 from nufed.server import Progress
 from nufed.simulation.engine import EngineName
+from nufed.theory import GREEK
 
 LISTED = 1000  # agents of a split whose counts are recorded
 
 Scale = Annotated[float, Field(gt=0, le=1e9)]
 ScaleOrNone = Annotated[float, Field(ge=0, le=1e9)]  # 0: no step
+CurvatureName: TypeAlias = Literal["first_order", "hessian_free", "exact"]
 Group = Literal["seen", "unseen"]
 
 
@@ -273,6 +276,126 @@ FITS = DataclassJson(Fit, check=_check_fit)
 STEP_SIZES = DataclassJson(StepSizes, tried=tuple[Scale, ...])
 
 
+# bounds.json
+
+
+def _check_constant(name: str) -> str:
+    if name not in GREEK:
+        raise ValueError(f"{name!r} is not a constant of the paper")
+    return name
+
+
+class UnboundedRecord(Record):
+    """Bounds may be infinite; these are written as null."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+
+class ConstantRecord(UnboundedRecord):
+    """A constant of the paper: the maximum over ``samples`` measurements, or given (0 samples)."""
+
+    value: Number
+    samples: Whole = 0
+    spread: Number = 0.0
+
+
+class GradientErrors(UnboundedRecord):
+    """Upper bounds on the bias and error of a meta-gradient: μ_F and σ_F."""
+
+    bias: Number
+    error: Number
+
+
+class StepsRow(UnboundedRecord):
+    """The bounds of all lemmas for a number of fine-tuning steps."""
+
+    steps: Whole
+    smoothness: Number
+    largest_meta_lr: Number
+    dissimilarity: Number
+    errors: Annotated[dict[CurvatureName, GradientErrors], Field(min_length=3)]
+
+
+class MeasuredErrors(UnboundedRecord):
+    """Values measured at the final model."""
+
+    bias: Number
+    error: Number
+    dissimilarity: Number
+
+
+class Terms(UnboundedRecord):
+    """Terms of the bound of Theorem 1."""
+
+    initial_gap: Number
+    bias: Number
+    drift_dissimilarity: Number
+    drift_noise: Number
+    agent_sampling: Number
+    gradient_noise: Number
+
+
+class Promise(UnboundedRecord):
+    """The bound of Theorem 1, at ``meta_lr`` if admissible, else at the largest admissible value.
+
+    ``trivial`` is (B·c^ν)², an upper bound on ‖∇F‖² at any model.
+    """
+
+    smoothness: Number
+    meta_lr: Number
+    largest_meta_lr: Number
+    admissible: bool
+    bias: Number
+    error: Number
+    dissimilarity: Number
+    trivial: Number
+    terms: Terms
+    total: Number
+
+
+class MethodBounds(UnboundedRecord):
+    """A method's bound (None if the loss is not smooth) and its measured values."""
+
+    method: str
+    steps: Whole
+    promised: Promise | None = None
+    measured: MeasuredErrors | None = None
+
+
+class NotCovered(UnboundedRecord):
+    """A method that the bounds do not cover, and why."""
+
+    method: str
+    reason: str
+
+
+class Stationarity(UnboundedRecord):
+    """‖∇F(w)‖² of a method's model after a round."""
+
+    method: str
+    round: Whole
+    value: Number
+
+
+class BoundsRecord(UnboundedRecord):
+    """``bounds.json``. ``by_steps`` uses the settings of ``by_steps_of``, the first method."""
+
+    constants: dict[Annotated[str, AfterValidator(_check_constant)], ConstantRecord | None]
+    smooth: bool
+    seed: Whole | None = None
+    uniform: bool
+    by_steps_of: str
+    by_steps: list[StepsRow]
+    methods: list[MethodBounds]
+    not_covered: list[NotCovered] = Field(default=[])
+    stationarity: list[Stationarity] = Field(default=[])
+
+    def record(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        plain: dict[str, Any] = finite(self.model_dump())
+        return plain
+
+
 def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
     """A round's cohort, rejected updates and cost, as a line of metrics.jsonl."""
     agents, sent = len(progress.cohort), algorithm.sent_in(progress.round)
@@ -313,7 +436,7 @@ def evaluation_line(evaluation: Evaluation, steps: int, measure: Measure) -> dic
     }
     if evaluation.chosen is not None and evaluation.step_sizes is not None:
         line["evaluation_chosen"] = by_group(evaluation.chosen, steps, measure)
-        line["scales"] = [own.scale for own in evaluation.step_sizes.chosen]
+        line["scales"] = [choice.scale for choice in evaluation.step_sizes.chosen]
     return line
 
 

@@ -109,11 +109,13 @@ class Line:
     def scales(self) -> list[float]:
         """The chosen scale of the step size, by seed; empty if none was chosen."""
         sizes = [t.step_sizes for t in self.seeds.values() if t.step_sizes is not None]
-        return [own.scale for each in sizes for own in each.chosen if own.steps == self.steps]
+        return [
+            choice.scale for each in sizes for choice in each.chosen if choice.steps == self.steps
+        ]
 
     @staticmethod
-    def _scores(group: str, found: Iterable[list[AgentScores]]) -> list[list[AgentScores]]:
-        return [[s for s in scores if s.seen == (group == "seen")] for scores in found]
+    def _scores(group: str, by_seed: Iterable[list[AgentScores]]) -> list[list[AgentScores]]:
+        return [[s for s in scores if s.seen == (group == "seen")] for scores in by_seed]
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def results_table(
 def _row(line: Line, group: str, measure: Measure, lr: float | None, majority: Line | None) -> Row:
     # a seed that still trains has no scores
     chosen, trained = (
-        [own for own in by_seed if own]
+        [scores for scores in by_seed if scores]
         for by_seed in (line.scores(group), line.scores_as_trained(group))
     )
     steps, at_steps = line.steps, _personal_score(line.steps)
@@ -205,7 +207,7 @@ def _row(line: Line, group: str, measure: Measure, lr: float | None, majority: L
         balanced=_over_seeds([s.balanced for s in after]),
         minority=_over_seeds([m for s in after if (m := s.minority) == m] or [math.nan]),
         above_majority=_over_seeds(_above_majority(line, group, majority)),
-        over_samples=over_samples([deviations(own, steps) for own in chosen]),
+        over_samples=over_samples([deviations(scores, steps) for scores in chosen]),
         deciles=tuple(np.mean([s.deciles for s in after], axis=0).tolist()),
         **{f: _mean(after, f) for f in ("weighted_mean", "std", "worst_tenth", "harmed", "loss")},
     )
@@ -228,15 +230,15 @@ def _estimate(
     by_seed: Sequence[Sequence[AgentScores]], score: Callable[[AgentScores], float]
 ) -> Estimate:
     """The mean score over agents with its interval over seeds, or over agents."""
-    seeds = [{s.agent: score(s) for s in own} for own in by_seed]
-    found = _over_seeds([float(np.mean(list(own.values()))) for own in seeds])
-    return found if len(seeds) >= MIN_VALUES else Estimate(found.mean, over_agents(seeds))
+    seeds = [{s.agent: score(s) for s in scores} for scores in by_seed]
+    estimate = _over_seeds([float(np.mean(list(by_agent.values()))) for by_agent in seeds])
+    return estimate if len(seeds) >= MIN_VALUES else Estimate(estimate.mean, over_agents(seeds))
 
 
 def _over_seeds(values: Sequence[float]) -> Estimate:
     """Their mean; its interval only of at least three seeds, since that of two is useless."""
-    found = Estimate.of(values)
-    return found if len(values) >= MIN_VALUES else Estimate(found.mean, None)
+    estimate = Estimate.of(values)
+    return estimate if len(values) >= MIN_VALUES else Estimate(estimate.mean, None)
 
 
 def over_agents(seeds: Sequence[Mapping[int, float]]) -> float | None:
@@ -246,10 +248,10 @@ def over_agents(seeds: Sequence[Mapping[int, float]]) -> float | None:
     a natural federation) or others in each.
     """
     values: dict[int, list[float]] = {}
-    for own in seeds:
-        for agent, value in own.items():
+    for by_agent in seeds:
+        for agent, value in by_agent.items():
             values.setdefault(agent, []).append(value)
-    means = [float(np.mean(own)) for own in values.values()]
+    means = [float(np.mean(of_agent)) for of_agent in values.values()]
     return Estimate.of(means).half_width if len(means) >= MIN_VALUES else None
 
 
@@ -267,8 +269,8 @@ def over_samples(seeds: Sequence[Mapping[int, Deviations]]) -> float | None:
     not recorded.
     """
     with np.errstate(all="ignore"):  # of diverged models
-        means = [np.mean(list(own.values()), axis=0) for own in seeds if own]
-        width = float(np.mean([Z975 * np.std(own) for own in means])) if means else math.nan
+        means = [np.mean(list(by_agent.values()), axis=0) for by_agent in seeds if by_agent]
+        width = float(np.mean([Z975 * np.std(mean) for mean in means])) if means else math.nan
     return width if math.isfinite(width) and len(means) == len(seeds) else None
 
 
@@ -333,17 +335,17 @@ class Paired:
         seeds = [pair for pair in pairs if pair]
         if not seeds:
             return None
-        found = Estimate.of([float(np.mean(list(pair.values()))) for pair in seeds])
+        estimate = Estimate.of([float(np.mean(list(pair.values()))) for pair in seeds])
         half = over_agents(seeds)
         over: Literal["seeds", "agents"] = "agents"
-        if len(seeds) >= MIN_VALUES and (half is None or not (found.half_width or 0.0) < half):
-            half, over = found.half_width, "seeds"
-        low, high = sorted(sign * (found.mean + side * (half or 0.0)) for side in (-1, 1))
+        if len(seeds) >= MIN_VALUES and (half is None or not (estimate.half_width or 0.0) < half):
+            half, over = estimate.half_width, "seeds"
+        low, high = sorted(sign * (estimate.mean + side * (half or 0.0)) for side in (-1, 1))
         decided = half is not None
         return cls(
             group,
             *names,
-            found.mean,
+            estimate.mean,
             half,
             over if decided else None,
             "better" if decided and low > 0 else "worse" if decided and high < 0 else "undecided",
@@ -362,18 +364,18 @@ def paired_differences(
     """
     by_label = {line.label: line for line in lines}
     sign = 1 if measure.higher_is_better else -1
-    found = []
+    differences = []
     for group in dict.fromkeys(row.group for row in rows):
-        own = [row for row in rows if row.group == group]
-        lines_of = {row.name: by_label[row.name] for row in own}
-        methods = [row.name for row in own if row.kind == "method"]
-        nulls = [row.name for row in own if row.kind == "baseline"]
+        of_group = [row for row in rows if row.group == group]
+        lines_of = {row.name: by_label[row.name] for row in of_group}
+        methods = [row.name for row in of_group if row.kind == "method"]
+        nulls = [row.name for row in of_group if row.kind == "baseline"]
         for name in methods:
             for against in [*nulls, *methods[:1]]:
                 both = (lines_of[name], lines_of[against])
                 if name != against and (pair := paired(group, (name, against), both, sign)):
-                    found.append(pair)
-    return found
+                    differences.append(pair)
+    return differences
 
 
 def paired(
@@ -381,36 +383,35 @@ def paired(
 ) -> Paired | None:
     """The first line minus the second, on the agents of a group; arguments as of Paired.of."""
     one, other = (_scores(line, group) for line in lines)
-    found = Paired.of(group, names, (one, other), sign)
-    if found is None:
+    difference = Paired.of(group, names, (one, other), sign)
+    if difference is None:
         return None
     first, second = (
         {
-            s: deviations(own, line.steps)
-            for s, own in zip(line.seeds, line.scores(group), strict=True)
+            seed: deviations(scores, line.steps)
+            for seed, scores in zip(line.seeds, line.scores(group), strict=True)
         }
         for line in lines
     )
     with np.errstate(all="ignore"):
         pairs = [
             {
-                agent: own[agent] - second[seed][agent]
-                for agent in own.keys() & second[seed]
-                if len(own[agent]) == len(second[seed][agent])
+                agent: by_agent[agent] - second[seed][agent]
+                for agent in by_agent.keys() & second[seed]
+                if len(by_agent[agent]) == len(second[seed][agent])
             }
-            for seed, own in first.items()
+            for seed, by_agent in first.items()
             if seed in second
         ]
-    return replace(found, over_samples=over_samples(pairs))
+    return replace(difference, over_samples=over_samples(pairs))
 
 
 def _scores(line: Line, group: str) -> Scores:
     """The personal models' scores by seed and agent, as results show them; diverged ones NaN."""
-    own = zip(line.seeds, line.scores(group), strict=True)
     return {
         seed: {
             s.agent: value if math.isfinite(value := s.score[line.steps]) else math.nan
             for s in scores
         }
-        for seed, scores in own
+        for seed, scores in zip(line.seeds, line.scores(group), strict=True)
     }

@@ -243,16 +243,16 @@ class SearchRecord(Record):
         While the best trial after a batch lies near an end of a declared range, and no trial beyond
         shows a maximum, that end moves by a factor of 10.
         """
-        found = declared = self.methods[method].ranges
+        ranges = declared = self.methods[method].ranges
         for batch in sorted({trial.batch for trial in trials}) if self.format > 1 else ():
             told = [trial for trial in trials if trial.batch <= batch]
             best = best_trial(told, self.higher_is_better)
             if best is not None:
-                found = [
-                    _grown(own, first, best, told)
-                    for own, first in zip(found, declared, strict=True)
+                ranges = [
+                    _grown(current, first, best, told)
+                    for current, first in zip(ranges, declared, strict=True)
                 ]
-        return found
+        return ranges
 
 
 class TuningRecord(Record):
@@ -292,8 +292,8 @@ class TuningRecord(Record):
 
     def record(self) -> dict[str, Any]:
         """As plain data for JSON."""
-        found: dict[str, Any] = finite(self.model_dump())
-        return found
+        plain: dict[str, Any] = finite(self.model_dump())
+        return plain
 
 
 def best_trial(trials: Sequence[Trial], higher_is_better: bool) -> Trial | None:
@@ -303,13 +303,13 @@ def best_trial(trials: Sequence[Trial], higher_is_better: bool) -> Trial | None:
     return max(scored, key=lambda trial: rank[trial.number], default=None)
 
 
-def _grown(own: Range, declared: Range, best: Trial, trials: Sequence[Trial]) -> Range:
-    side = own.open_side(best, trials) if own.origin == DECLARED else None
+def _grown(current: Range, declared: Range, best: Trial, trials: Sequence[Trial]) -> Range:
+    side = current.open_side(best, trials) if current.origin == DECLARED else None
     if side is None:
-        return own
-    wider = own.wider(side)
+        return current
+    wider = current.wider(side)
     most = max(wider.high / declared.high, declared.low / wider.low)
-    return wider if most <= MAX_WIDER * (1 + 1e-9) else own
+    return wider if most <= MAX_WIDER * (1 + 1e-9) else current
 
 
 def finalists(trials: list[Trial], rounds: int, number: int, higher_is_better: bool) -> list[Trial]:

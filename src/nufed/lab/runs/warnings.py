@@ -32,15 +32,15 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
     with the step size of its settings, before round 1 and after the last round. The difference must
     exceed the standard error of the mean over agents, and show in the three digits printed.
     """
-    found = [m.evaluation["seen"] for m in trained.metrics if "seen" in m.evaluation]
-    if len(found) < 2 or line.steps >= len(found[0].score):
+    evaluated = [m.evaluation["seen"] for m in trained.metrics if "seen" in m.evaluation]
+    if len(evaluated) < 2 or line.steps >= len(evaluated[0].score):
         return None
-    ends = (found[0], found[-1])
+    ends = (evaluated[0], evaluated[-1])
     before, after = (_number(end.score[line.steps]) for end in ends)
     worse = after < before if measure.higher_is_better else after > before
-    own = [s.score[line.steps] for s in trained.scores if s.seen]
+    last = [s.score[line.steps] for s in trained.scores if s.seen]
     with np.errstate(all="ignore"):
-        error = float(np.std(own) / math.sqrt(len(own))) if own else 0.0
+        error = float(np.std(last) / math.sqrt(len(last))) if last else 0.0
     worse = worse and _differ(before, after) and not abs(after - before) <= error
     if not (worse or math.isnan(after)):
         return None
@@ -110,19 +110,19 @@ def instability(trained: Trained) -> tuple[int, int, str] | None:
         "the update norm": [(m.round, m.update_norm) for m in trained.metrics],
         "the training loss": [(m.round, m.training_loss) for m in trained.metrics],
     }
-    found = [
+    unstable = [
         (round, value, median, name)
         for name, values in series.items()
         for round, value, median in jumps([(k, x) for k, x in values if x is not None])
     ]
-    if not found:
+    if not unstable:
         return None
-    round, value, median, name = min(found, key=lambda each: each[0])
+    round, value, median, name = min(unstable, key=lambda each: each[0])
     rose = "is not finite" if not math.isfinite(value) else f"rose to {value:.3g}"
     if math.isfinite(value) and median:
         rose += f", {value / median:.3g} times the median of the rounds before"
     return (
         round,
-        len({each[0] for each in found}),
+        len({each[0] for each in unstable}),
         f"training became unstable: {name} {rose}; lower meta_lr or adapt_lr, or set clip_norm",
     )
