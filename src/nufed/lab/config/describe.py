@@ -1,7 +1,4 @@
-"""Descriptions of settings, from the fields of algorithms: for messages, ``nufed list``, docs.
-
-One-sentence error messages for invalid settings.
-"""
+"""Describes settings, from the fields of algorithms: for messages, ``nufed list`` and the docs."""
 
 from __future__ import annotations
 

@@ -13,8 +13,6 @@ is written as the name of its class, and the settings of that class are further 
     trim = 0.1
 
     [methods.ditto]              # named after its algorithm
-
-Placeholder for an algorithm that was given in Python, when a run is only read.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The problem of a run: data, split, model, loss and algorithms.
+"""The problem of a run: data, split, model, loss, metric and algorithms.
 
 ``Problem.make`` builds it from a configuration and objects that the user passes instead;
 ``Problem.rebuild`` rebuilds that of a run directory: code that the directory names is imported only
 if the user trusts it, and data and splits must match the digests recorded there.
-
-Builds data, splits, models, losses and metrics from a configuration.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 ``[method]`` holds settings that all methods share; ``[methods.NAME]`` adds a method with settings
 of its own (:mod:`nufed.lab.config.methods`). Files and overrides are read by
 :mod:`nufed.lab.config.load`.
-
-``[compression]``: the codec of what agents send.
-
-``[tune]``: what ``nufed tune`` searches; ``[tuned]``: what a search chose, for reports.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ which commits it: on resume, files newer than the checkpoint are removed. An age
 files: the newest that each of the two kept checkpoints needs, and a newer one; with
 ``keep = "best"`` also those that the checkpoints of the best rounds need.
 
-Agents' personal models as files: in the run directory of a simulation, else at the site.
+:func:`write_personal` writes an agent's personal model, in the run directory of a simulation or at
+its site.
 """
 
 from __future__ import annotations

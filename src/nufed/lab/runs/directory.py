@@ -61,7 +61,14 @@ from nufed.files import (
     write_sealed,
 )
 from nufed.lab.runs.json_files import check_entries, finite, read_record, valid_lines
-from nufed.lab.runs.records import LISTED, Failure, SplitRecord, TimingLine, WarningLine
+from nufed.lab.runs.records import (
+    LISTED,
+    AgentCounts,
+    Failure,
+    SplitRecord,
+    TimingLine,
+    WarningLine,
+)
 
 PRIVACY = "privacy.json"
 BOUNDS = "bounds.json"
@@ -133,26 +140,28 @@ class RunDirectory:
         return self.path / "splits" / f"seed-{seed}.json"
 
     def write_split(self, split: Split, samples: Samples, seed: int) -> None:
+        """A seed's split, and its record."""
         folder = _make(self.path / "splits")
         write_durably(folder / f"seed-{seed}.safetensors", split.to_bytes())
-        about = {
-            "sha256": split.fingerprint,
-            "classes": samples.classes,
-            "owners": samples.owners is not None,
-            "unseen": split.unseen,
-            "number": len(split.agents),
-            "agents": [
-                {
-                    "name": name,
-                    "train": len(split.train[agent]),
-                    "validation": len(split.validation[agent]),
-                    "test": len(split.test[agent]),
-                    "counts": class_counts(split, samples, agent),
-                }
-                for agent, name in enumerate(split.names[:LISTED])
-            ],
-        }
-        write_sealed(folder / f"seed-{seed}.json", about)
+        agents = [
+            AgentCounts(
+                name=name,
+                train=len(split.train[agent]),
+                validation=len(split.validation[agent]),
+                test=len(split.test[agent]),
+                counts=class_counts(split, samples, agent),
+            )
+            for agent, name in enumerate(split.names[:LISTED])
+        ]
+        record = SplitRecord(
+            sha256=split.fingerprint,
+            classes=list(samples.classes),
+            unseen=list(split.unseen),
+            number=len(split.agents),
+            agents=agents,
+            owners=samples.owners is not None,
+        )
+        write_sealed(self.split_file(seed), record.model_dump())
 
     def write_sites(
         self,
@@ -166,22 +175,16 @@ class RunDirectory:
 
         ``names`` are those of sites, also of such that sent no scores.
         """
-        folder = _make(self.path / "splits")
         reported = {s.agent: (s.name, s.train_samples, s.test_samples) for s in scores}
-        sites = [
-            reported.get(agent, (names.get(agent, str(agent)), 0, 0)) for agent in range(number)
-        ]
-        about = {
-            "sha256": "",
-            "classes": [],
-            "unseen": sorted(set(range(number)) - set(seen)),
-            "number": number,
-            "agents": [
-                {"name": name, "train": train, "validation": 0, "test": test, "counts": []}
-                for name, train, test in sites[:LISTED]
-            ],
-        }
-        write_sealed(folder / f"seed-{seed}.json", about)
+        agents = []
+        for agent in range(min(number, LISTED)):
+            silent = names.get(agent, str(agent)), 0, 0
+            name, train, test = reported.get(agent, silent)
+            agents.append(AgentCounts(name=name, train=train, validation=0, test=test, counts=[]))
+        unseen = sorted(set(range(number)) - set(seen))
+        record = SplitRecord(sha256="", classes=[], unseen=unseen, number=number, agents=agents)
+        _make(self.path / "splits")
+        write_sealed(self.split_file(seed), record.model_dump(exclude_none=True))
 
     def write_model(self, name: str, seed: int, server: State, round: int) -> None:
         """The server's state after ``round`` rounds."""

@@ -1,15 +1,12 @@
-"""The schema of the JSON files that only the run of a federation has.
+"""The schema of the JSON files that only federations have.
 
-What a federation's server writes about itself while it trains, for operators.
-
-::
+Beside ``privacy.json``, ``federation.json`` and ``excluded.json``, a server writes for operators::
 
     status.json    the current state, replaced atomically every few seconds
     traffic.jsonl  one line for each answered or unanswered request: its site, seconds and bytes
 
-Both are wall-clock records: nothing that is reproducible depends on them.
-
-What a site records about its own work, for its administrator and its metrics.
+and a site ``activity-NUMBER.json`` for its administrator and its metrics. These are wall-clock
+records: nothing that is reproducible depends on them.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
-"""The files of one method and seed: metrics, checkpoints and final results.
+"""The files of one method and seed: metrics by round, checkpoints, final results.
+
+Training resumes from a **checkpoint** to the same bits. It is one sealed file: the server's state,
+the SHA-256 of the metrics written so far, an inventory of the agents' states, and digests of
+configuration, data and split. The last two are kept; with ``keep = "best"`` also that of the best
+round.
+
+Early stopping and ``keep = "best"`` use **validation scores**: means over agents seen in training
+on their validation samples, of the personal model after the number of fine-tuning steps that
+results show. Test samples decide nothing. The decisions are functions of the recorded scores, so
+that a resumed training takes the same ones.
 
 ``done.json`` marks a part as done and holds the SHA-256 of its other files.
-
-Validation scores by round: when training stops early, and which round's model is kept.
-
-Scores are means over agents seen in training on their validation samples, of the personal model
-after the number of fine-tuning steps that results show. Test samples decide nothing. The decisions
-are functions of the recorded scores, so that a resumed training takes the same ones.
-
-Checkpoints of one part of a run, from which it resumes to the same bits.
-
-A checkpoint is one sealed file: the server's state, the SHA-256 of the metrics written so far, an
-inventory of the agents' states, and digests of configuration, data and split. The last two are
-kept; with ``keep = "best"`` also that of the best round.
-
-Records the rounds of one method and seed in its run directory, the same for every engine.
 """
 
 from __future__ import annotations
@@ -412,10 +408,13 @@ class PartFiles:
             files[LAST_FILE] = tensor_pieces(last.server)
         if self.warnings:
             files[WARNINGS_FILE] = _lines(line.model_dump() for line in self.warnings)
-        about = {"trained": last.round} if last.round != rounds else {}
-        if self.validation and self.validation.keeps_best:
-            about["shown"] = shown.round
-        self._write_done(rounds, files, {"metrics.jsonl": self._hash.hexdigest()}, about)
+        self._write_done(
+            rounds,
+            files,
+            {"metrics.jsonl": self._hash.hexdigest()},
+            trained=last.round if last.round != rounds else None,
+            shown=shown.round if self.validation and self.validation.keeps_best else None,
+        )
 
     def finish_baseline(self, rounds: int, evaluation: Evaluation) -> None:
         """Write the scores of a null baseline, then mark it as done."""
@@ -426,18 +425,20 @@ class PartFiles:
         rounds: int,
         files: Mapping[str, bytes | Pieces],
         others: Mapping[str, str],
-        further: Mapping[str, int] | None = None,
+        trained: int | None = None,
+        shown: int | None = None,
     ) -> None:
         for name, content in files.items():
             write_durably(self.folder / name, content)
         hashes = {name: sha256(content) for name, content in files.items()}
-        about = {
-            "rounds": rounds,
-            **(further or {}),
-            "belongs_to": dict(self.belongs_to),
-            "files": {**hashes, **others},
-        }
-        write_sealed(self.folder / DONE, about)
+        done = Done(
+            rounds=rounds,
+            trained=trained,
+            shown=shown,
+            belongs_to=dict(self.belongs_to),
+            files=hashes | dict(others),
+        )
+        write_sealed(self.folder / DONE, done.model_dump(exclude_none=True))
 
     def close(self) -> None:
         """Close the metrics; lines since the last sync may be lost."""

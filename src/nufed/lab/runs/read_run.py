@@ -1,6 +1,7 @@
-"""Reads a run directory: checks every file's schema and digest, and that the files agree.
+"""Reads a run directory, whether finished or still training.
 
-How far a run is: which methods and seeds are done, and the rounds of the others so far.
+Every file's schema and digest is checked, and that the files agree. :func:`training_state` tells
+how far a run is: which methods and seeds are done, and the rounds of the others so far.
 """
 
 from __future__ import annotations

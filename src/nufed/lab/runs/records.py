@@ -276,9 +276,6 @@ FITS = DataclassJson(Fit, check=_check_fit)
 STEP_SIZES = DataclassJson(StepSizes, tried=tuple[Scale, ...])
 
 
-# bounds.json
-
-
 def _check_constant(name: str) -> str:
     if name not in GREEK:
         raise ValueError(f"{name!r} is not a constant of the paper")

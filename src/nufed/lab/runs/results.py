@@ -1,9 +1,8 @@
-"""The results table: methods and null baselines, each on a group of agents.
+"""The results table: methods and null baselines on a group of agents, and paired differences.
 
-Paired differences between methods, which in one run have the same agents, splits and batches.
-
-What makes an agent easy or hard is the same for all methods, so that it cancels in the difference
-of their scores on that agent: its interval is often much narrower than those of the scores.
+Methods of one run have the same agents, splits and batches. What makes an agent easy or hard is the
+same for all of them and cancels in the difference of their scores on that agent: its interval is
+often much narrower than those of the scores.
 """
 
 from __future__ import annotations

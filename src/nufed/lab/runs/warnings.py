@@ -1,6 +1,6 @@
-"""Finds rounds in which a training became unstable: its update norm or training loss jumped.
+"""Warnings about a training, with the likely cause: it became unstable, or ends below its start.
 
-Finds trainings that end below their own start, and says the likely cause.
+It became unstable where its update norm or training loss jumped.
 """
 
 from __future__ import annotations
