@@ -7,9 +7,7 @@ from inspect import signature
 import pytest
 
 import nufed
-from nufed.lab.cli import batch as sweep_commands
-from nufed.lab.cli import bundle_commands
-from nufed.lab.cli import commands as export_commands
+from nufed.lab.cli import bundle_commands, result_commands, training_commands
 from nufed.lab.config.sweep_grid import MAX_RUNS
 from nufed.lab.export import TARGETS
 from nufed.lab.readers.files import LABEL
@@ -86,7 +84,7 @@ def test_every_public_name_is_found_when_it_is_used():
 
 
 def test_defaults_of_options_are_those_of_the_functions_behind_them():
-    assert list(export_commands.TARGETS) == list(TARGETS)
-    assert signature(sweep_commands.sweep).parameters["max_runs"].default == MAX_RUNS
+    assert list(result_commands.TARGETS) == list(TARGETS)
+    assert signature(training_commands.sweep).parameters["max_runs"].default == MAX_RUNS
     for command in (bundle_commands.adapt, bundle_commands.predict):
         assert signature(command).parameters["label"].default == LABEL

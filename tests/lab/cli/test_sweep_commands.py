@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from nufed.lab.cli.batch import SweepDisplay
+from nufed.lab.cli.progress import SweepDisplay
 from support import without_report
 
 SMALL = ["rounds=2", "seeds=[0]", "data.agents=6", "data.unseen_agents=1", "baselines=[]"]

@@ -12,7 +12,7 @@ import pytest
 
 import nufed as library
 from nufed.errors import InputError
-from nufed.lab.cli import commands as watch_command
+from nufed.lab.cli import result_commands
 from nufed.lab.report.watch import WatchedPage, WatchServer
 from nufed.lab.runs.read_run import rounds_so_far, training_state
 
@@ -250,13 +250,13 @@ def test_it_waits_for_a_run_that_is_about_to_start(seen, nufed, monkeypatch, tmp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(WatchServer, "serve_forever", interrupted)
-    monkeypatch.setattr(watch_command.time, "sleep", sleep)
+    monkeypatch.setattr(result_commands.time, "sleep", sleep)
     said = nufed("watch", "soon", cwd=tmp_path)
     assert said.returncode == 0 and len(looks) == 2
     first, second, _ = said.stdout.splitlines()
     assert "waiting for a run to start in soon, which does not exist yet" in first
     assert second.startswith("watching soon at http://127.0.0.1:")
-    monkeypatch.setattr(watch_command.time, "sleep", interrupted)
+    monkeypatch.setattr(result_commands.time, "sleep", interrupted)
     said = nufed("watch", "later", cwd=tmp_path)
     assert said.returncode == 0 and said.stdout.splitlines()[1:] == ["stopped watching"]
 

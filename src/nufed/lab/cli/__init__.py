@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line: parsing and printing only."""
 
 from nufed.lab.cli.commands import app, main
 

@@ -1,4 +1,4 @@
-"""The commands that bundle, inspect, adapt and apply models: parsing and printing only."""
+"""The commands that bundle, inspect, adapt and apply models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 from nufed.errors import InputError
 from nufed.lab.cli.catalogue import complete_bundle, complete_method, complete_run
-from nufed.lab.cli.data_commands import AsJson
+from nufed.lab.cli.options import AsJson, Trust
 from nufed.lab.cli.terminal import console, print_table, say, table
 
 if TYPE_CHECKING:
@@ -37,9 +37,6 @@ Targets = Annotated[
     Path | None, typer.Option(help="The .npy with the targets of inputs in a .npy.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file if it exists.")]
-Trust = Annotated[
-    bool, typer.Option("--trust", help="Allow importing the code that the file or run names.")
-]
 
 
 def bundle(
@@ -227,11 +224,6 @@ def predict(
         say(f"right: {right} of {len(answers)}, {right / len(answers):.1%}")
     if out is not None:
         say(f"predictions: {out}")
-
-
-def register(app: typer.Typer) -> None:
-    for command in (bundle, inspect, adapt, predict):
-        app.command()(command)
 
 
 def _check_model_file(out: Path) -> None:

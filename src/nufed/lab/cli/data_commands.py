@@ -1,4 +1,4 @@
-"""The commands ``nufed data …``: parsing and printing only."""
+"""The commands ``nufed data …``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nufed.errors import InputError, visible
-from nufed.lab.cli.catalogue import complete_data_set, complete_override, complete_source
+from nufed.lab.cli.catalogue import complete_data_set
+from nufed.lab.cli.options import AsJson, Overrides, Source
 from nufed.lab.cli.terminal import console, say
 
 if TYPE_CHECKING:
@@ -21,20 +22,6 @@ data_app = typer.Typer(
 )
 
 OWN_FILE = "file"  # the source of users' own files
-Source = Annotated[
-    str,
-    typer.Argument(
-        help="A preset (see `nufed list`) or a TOML file.", autocompletion=complete_source
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Settings as key=value, for example rounds=50 method.adapt_steps=5.",
-        autocompletion=complete_override,
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 
 @data_app.command("list")

@@ -1,4 +1,4 @@
-"""The commands ``nufed federate …``: parsing and printing only."""
+"""The commands ``nufed federate …``."""
 
 from __future__ import annotations
 
