@@ -19,7 +19,7 @@ from nufed.lab.runs.directory import BOUNDS
 from nufed.lab.runs.json_files import read_record
 from nufed.lab.runs.records import BoundsRecord, ConstantRecord
 from nufed.lab.runs.tuning_record import SearchRecord
-from nufed.lab.tuning import halving
+from nufed.lab.tuning.search import rungs_of
 from nufed.simulation import loop, start_method
 from processes import Child, wait_for
 from support import Killed
@@ -374,7 +374,7 @@ def test_without_a_validation_part_it_says_how_to_get_one(tmp_path):
 
 
 def test_without_optuna_the_search_is_random_and_tpe_is_refused(tmp_path, monkeypatch, found):
-    monkeypatch.setattr("nufed.lab.tuning.sampling.find_spec", lambda name: None)
+    monkeypatch.setattr("nufed.lab.tuning.search.find_spec", lambda name: None)
     wanted = CONFIG | {"tune": CONFIG["tune"] | {"sampler": "tpe"}}
     with pytest.raises(InputError, match=r'needs Optuna; `pip install "nufed\[tune\]"`'):
         nufed.tune(wanted, out=tmp_path / "search")
@@ -434,6 +434,6 @@ def test_the_command_line_tunes_and_runs_in_one_go(nufed, tmp_path, page, no_rep
 
 
 def test_rungs_are_halves_of_the_rounds_and_not_too_short():
-    assert halving.rungs_of(100, 2) == [25, 50, 100] and halving.rungs_of(20, 2) == [5, 10, 20]
-    assert halving.rungs_of(9, 2) == [5, 9] and halving.rungs_of(8, 2) == [8]
-    assert halving.rungs_of(1, 2) == [1] and halving.rungs_of(9, 0) == [9]
+    assert rungs_of(100, 2) == [25, 50, 100] and rungs_of(20, 2) == [5, 10, 20]
+    assert rungs_of(9, 2) == [5, 9] and rungs_of(8, 2) == [8]
+    assert rungs_of(1, 2) == [1] and rungs_of(9, 0) == [9]

@@ -30,7 +30,7 @@ from nufed.lab.runs.json_files import finite, read_lines, read_record
 from nufed.lab.runs.part_files import PartFiles, Recorder
 from nufed.lab.runs.records import MetricsLine
 from nufed.lab.runs.tuning_record import AskedTrial, RungScore, SearchRecord
-from nufed.lab.tuning.halving import KEEP, Predict
+from nufed.lab.tuning.search import KEEP, Predict
 from nufed.server import Progress
 from nufed.simulation import Engine
 

@@ -41,9 +41,8 @@ from nufed.lab.runs.tuning_record import (
     TuningRecord,
     finalists,
 )
-from nufed.lab.tuning.halving import check_budget, rungs_of, search
 from nufed.lab.tuning.ranges import Predictor, Smoothness, configured, matters, ranges_of_methods
-from nufed.lab.tuning.sampling import resolve_sampler
+from nufed.lab.tuning.search import check_budget, resolve_sampler, rungs_of, search
 from nufed.lab.tuning.trials import Trainer, TuneListener, scored_agents
 from nufed.objective import Loss
 from nufed.objective.threads import torch_threads

@@ -5,35 +5,44 @@ trial of a batch is trained to the first rung; the best third is trained further
 rounds, and so on (synchronous successive halving: Jamieson and Talwalkar 2016). Every method may
 spend the same work, or the same number of trials. Only real training is counted: a promoted trial
 resumes.
+
+Settings are proposed at random, on a grid, or by Optuna's TPE. A proposal is a function of the
+search's seed, the batch and the trials finished before, and of nothing else, so that a resumed
+search repeats its proposals without a stored random state. Methods with the same ranges get the
+same random proposals.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 from nufed.errors import InputError
-from nufed.lab.config.schema import BudgetUnit
+from nufed.lab.config.schema import BudgetUnit, SamplerName
 from nufed.lab.runs.tuning_record import (
     FACTOR,
     AskedTrial,
-    MethodSearch,
     Range,
     RungScore,
     SearchRecord,
     Trial,
     best_trial,
 )
-from nufed.lab.tuning.sampling import propose
+from nufed.seeding import stream
 
 KEEP = 3  # one in so many trials is promoted
 LONGER = 2  # factor between the rounds of rungs
 LEAST_ROUNDS = 5  # of a rung: after fewer, scores hardly depend on training
 BATCH = 9  # trials of a method asked together, whatever the number of workers
+MAX_DRAWS = 200  # at random, for one proposal that was not tried before
+TPE_DRAWS = 3  # per proposal
 
+Settings: TypeAlias = dict[str, Any]
 Predict: TypeAlias = Callable[[str, Mapping[str, Any]], float]
 """The predicted work of a round, of a method with some settings."""
 Train: TypeAlias = Callable[[Sequence[AskedTrial], int], Sequence[RungScore]]
@@ -59,8 +68,8 @@ def check_budget(budget: float, work: Mapping[str, float], per: BudgetUnit = "gr
         if budget != int(budget):
             raise InputError(f"tune.budget = {budget:g}: trials are counted, give a whole number")
         return min(work.values()) or 1.0
-    for method, own in work.items():
-        if not own:
+    for method, gradients in work.items():
+        if not gradients:
             raise InputError(
                 f"{method} reports no gradients, so that no budget can be counted: its "
                 "agent_update must return its cost"
@@ -82,7 +91,6 @@ class _Account:
     """One method's side of the search."""
 
     name: str
-    search: MethodSearch
     allowed: float
     predict: Predict
     rungs: Sequence[int]
@@ -138,8 +146,7 @@ def search(
     """
     number = int(plan.budget) if plan.per == "trial" else None
     accounts = {
-        name: _Account(name, own, plan.allowed, predict, plan.rungs, number)
-        for name, own in plan.methods.items()
+        name: _Account(name, plan.allowed, predict, plan.rungs, number) for name in plan.methods
     }
     trials: list[Trial] = []
     for batch in itertools.count():
@@ -162,40 +169,12 @@ def _ask(plan: SearchRecord, account: _Account, batch: int, first: int) -> list[
     number = min(BATCH, account.most_trials - len(account.trials))
     if number <= 0:
         return []
-    ranges = plan.ranges(account.name, account.trials)
-    proposed = propose(
-        plan.sampler,
-        ranges,
-        account.search.configured,
-        account.trials,
-        number,
-        seed=plan.seed,
-        batch=batch,
-        higher_is_better=plan.higher_is_better,
-        first=_beyond(plan, account, ranges),
-    )
     seed = plan.config["seeds"][0]
     asked = [
         AskedTrial(number=first + k, method=account.name, batch=batch, seed=seed, settings=settings)
-        for k, settings in enumerate(proposed)
+        for k, settings in enumerate(propose(plan, account.name, account.trials, number, batch))
     ]
     return asked[: account.affordable(asked)]
-
-
-def _beyond(plan: SearchRecord, account: _Account, ranges: Sequence[Range]) -> list[dict[str, Any]]:
-    """The best settings, each moved by a factor of 3 into what its range has just grown by."""
-    best = best_trial(account.trials, plan.higher_is_better)
-    if best is None:
-        return []
-    last = max(trial.batch for trial in account.trials)
-    earlier = [trial for trial in account.trials if trial.batch < last]
-    found = []
-    for own, before in zip(ranges, plan.ranges(account.name, earlier), strict=True):
-        if own != before:
-            factor = FACTOR if own.high > before.high else 1 / FACTOR
-            value = own.at(own.position(best.settings[own.setting] * factor))
-            found.append({**best.settings, own.setting: value})
-    return found
 
 
 def _halve(
@@ -210,9 +189,9 @@ def _halve(
     live = list(asked)
     for rounds in plan.rungs:
         for each, score in zip(live, train(live, rounds), strict=True):
-            account, own = accounts[each.method], scores[each.number]
-            account.spent += score.work - (own[-1].work if own else 0)
-            own.append(score)
+            account, earlier = accounts[each.method], scores[each.number]
+            account.spent += score.work - (earlier[-1].work if earlier else 0)
+            earlier.append(score)
         promoted: list[AskedTrial] = []
         if rounds != plan.rungs[-1]:
             for account in accounts.values():
@@ -245,11 +224,165 @@ def _promoted(
         done, key=lambda each: scores[each.number][-1].rank(plan.higher_is_better), reverse=True
     )
     further = plan.rungs[plan.rungs.index(rounds) + 1] - rounds
-    found: list[AskedTrial] = []
+    promoted: list[AskedTrial] = []
     left = account.allowed * (1 + 1e-9) - account.spent
     needed = left > 0 or not any(trial.after(plan.rungs[-1]) for trial in account.trials)
     for each in best[: promoted_of(len(live))]:
         left -= account.cost(each, further)
         if left >= 0 or (each is best[0] and needed):
-            found.append(each)
-    return sorted(found, key=lambda each: each.number)
+            promoted.append(each)
+    return sorted(promoted, key=lambda each: each.number)
+
+
+def resolve_sampler(wanted: str) -> SamplerName:
+    """The sampler's name; ``auto`` is tpe where Optuna is installed."""
+    installed = find_spec("optuna") is not None
+    if wanted == "tpe" and not installed:
+        raise InputError(
+            'tune.sampler = "tpe": needs Optuna; `pip install "nufed[tune]"`, or use "random"'
+        )
+    if wanted == "auto":
+        return "tpe" if installed else "random"
+    named: SamplerName = wanted  # type: ignore[assignment]
+    return named
+
+
+def propose(
+    plan: SearchRecord, method: str, tried: Sequence[Trial], number: int, batch: int
+) -> list[Settings]:
+    """Up to ``number`` settings that were not tried before; none if there are no others.
+
+    The first are the settings as configured, if they lie in the ranges. If nothing is searched,
+    they are the only proposal.
+
+    Args:
+        plan: what is searched.
+        method: the name of the method.
+        tried: its finished trials.
+        number: how many.
+        batch: that they are for.
+    """
+    ranges, configured = plan.ranges(method, tried), plan.methods[method].configured
+    known = [trial.settings for trial in tried]
+    proposed: list[Settings] = []
+    if not batch and all(each.contains(configured[each.setting]) for each in ranges):
+        proposed.append({each.setting: configured[each.setting] for each in ranges})
+    if not ranges:
+        return proposed if not batch else []
+    drawn: Iterable[Settings] = _random(ranges, number, plan.seed, batch)
+    if plan.sampler == "grid":
+        drawn = _grid(ranges, plan.seed)
+    if plan.sampler == "tpe" and tried:
+        model = _tpe(plan, ranges, tried, number, batch)
+        drawn = itertools.chain(model, drawn)  # at random where TPE repeats itself
+    for settings in itertools.chain(_beyond(plan, method, tried, ranges), drawn):
+        if len(proposed) >= number:
+            break
+        if settings not in proposed and settings not in known:
+            proposed.append(settings)
+    return proposed[:number]
+
+
+def _beyond(
+    plan: SearchRecord, method: str, tried: Sequence[Trial], ranges: Sequence[Range]
+) -> list[Settings]:
+    """The best settings, each moved by a factor of 3 into what its range has just grown by."""
+    best = best_trial(tried, plan.higher_is_better)
+    if best is None:
+        return []
+    last = max(trial.batch for trial in tried)
+    earlier = [trial for trial in tried if trial.batch < last]
+    moved = []
+    for now, before in zip(ranges, plan.ranges(method, earlier), strict=True):
+        if now != before:
+            factor = FACTOR if now.high > before.high else 1 / FACTOR
+            value = now.at(now.position(best.settings[now.setting] * factor))
+            moved.append({**best.settings, now.setting: value})
+    return moved
+
+
+def _random(ranges: Sequence[Range], number: int, seed: int, batch: int) -> Iterator[Settings]:
+    """Independent draws, log-uniform where a range is logarithmic."""
+    for draw in range(MAX_DRAWS * number):
+        positions = stream(seed, "tuned settings", batch, step=draw).random(len(ranges))
+        yield {each.setting: each.at(float(u)) for each, u in zip(ranges, positions, strict=True)}
+
+
+def _grid(ranges: Sequence[Range], seed: int) -> Iterator[Settings]:
+    """All points of the grid in a random order, so that a part of them covers it evenly."""
+    points = list(itertools.product(*(each.grid() for each in ranges)))
+    for place in stream(seed, "order of the grid").permutation(len(points)):
+        yield {each.setting: v for each, v in zip(ranges, points[place], strict=True)}
+
+
+def _tpe(
+    plan: SearchRecord, ranges: Sequence[Range], tried: Sequence[Trial], number: int, batch: int
+) -> list[Settings]:
+    """Draws of Optuna's multivariate TPE, all before any of their results is known.
+
+    A trial that was not trained to the end is told as pruned, with its score after its last rung:
+    TPE ranks it below those trained longer. A failed trial ranks last.
+    """
+    import optuna
+
+    axes = {each.setting: _distribution(each) for each in ranges}
+    entropy = int(stream(plan.seed, "tuned settings", batch).integers(2**32))
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about experimental arguments
+            sampler = optuna.samplers.TPESampler(
+                seed=entropy, n_startup_trials=0, multivariate=True, constant_liar=True
+            )
+            study = optuna.create_study(
+                sampler=sampler, direction="maximize" if plan.higher_is_better else "minimize"
+            )
+            study.add_trials(_history(ranges, tried, axes))
+            asked = [study.ask(axes).params for _ in range(TPE_DRAWS * number)]
+    finally:
+        optuna.logging.set_verbosity(before)
+    return [
+        {each.setting: _value(each, params[each.setting]) for each in ranges} for params in asked
+    ]
+
+
+def _history(ranges: Sequence[Range], tried: Sequence[Trial], axes: Mapping[str, Any]) -> list[Any]:
+    """The finished trials, as Optuna's."""
+    from optuna.trial import TrialState, create_trial
+
+    most = max(trial.last.rounds for trial in tried)
+    told = []
+    for trial in tried:
+        params = {each.setting: _parameter(each, trial.settings[each.setting]) for each in ranges}
+        last, point = trial.last, dict[str, Any](params=params, distributions=dict(axes))
+        if last.failure is None and last.rounds == most:
+            told.append(create_trial(value=last.score, **point))
+        else:
+            score = {0: math.nan} if last.failure else {last.rounds: last.score or 0.0}
+            told.append(create_trial(state=TrialState.PRUNED, intermediate_values=score, **point))
+    return told
+
+
+def _distribution(searched: Range) -> Any:
+    from optuna import distributions
+
+    if searched.choices:
+        return distributions.CategoricalDistribution(list(range(len(searched.choices))))
+    if searched.whole:
+        return distributions.IntDistribution(
+            int(searched.low), int(searched.high), log=searched.log
+        )
+    return distributions.FloatDistribution(searched.low, searched.high, log=searched.log)
+
+
+def _parameter(searched: Range, value: Any) -> Any:
+    """Optuna's parameter for a value."""
+    return searched.choices.index(value) if searched.choices else value
+
+
+def _value(searched: Range, parameter: Any) -> Any:
+    """The value of Optuna's parameter."""
+    if searched.choices:
+        return searched.choices[parameter]
+    return parameter if searched.whole else searched.at(searched.position(parameter))

@@ -22,8 +22,7 @@ from nufed.lab.runs.tuning_record import (
     Trial,
     TuningRecord,
 )
-from nufed.lab.tuning.halving import check_budget, rungs_of, search
-from nufed.lab.tuning.sampling import propose
+from nufed.lab.tuning.search import check_budget, propose, rungs_of, search
 
 LR = Range(setting="meta_lr", low=1e-3, high=1.0, log=True)
 MIX = Range(setting="mixing", low=0.0, high=1.0)
@@ -151,6 +150,7 @@ def test_failed_trials_are_never_promoted_and_the_search_goes_on():
 @pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
 def test_proposals_depend_on_seed_batch_and_results_only(sampler):
     ranges = [LR, MIX, KIND, STEPS]
+    made = plan({"a": 1}, sampler=sampler, ranges=ranges)
     _, _, trials = searched({"a": 1})
     tried = [
         t.model_copy(
@@ -160,16 +160,13 @@ def test_proposals_depend_on_seed_batch_and_results_only(sampler):
         )
         for t in trials
     ]
-    first, again = (
-        propose(sampler, ranges, {}, tried, 9, seed=3, batch=2, higher_is_better=True)
-        for _ in range(2)
-    )
+    first, again = (propose(made, "a", tried, 9, batch=2) for _ in range(2))
     assert first == again and len(first) == 9
     for each in first:
         assert all(own.contains(each[own.setting]) for own in ranges)
         assert isinstance(each["local_steps"], int)
-    other = propose(sampler, ranges, {}, tried, 9, seed=4, batch=2, higher_is_better=True)
-    assert other != first
+    other = made.model_copy(update={"seed": 4})
+    assert propose(other, "a", tried, 9, batch=2) != first
 
 
 def test_tpe_searches_where_scores_are_good():
@@ -190,7 +187,7 @@ def test_the_grid_is_tried_once_and_then_the_search_ends():
 
 
 def test_random_settings_are_log_uniform():
-    drawn = propose("random", [LR], {}, [], 400, seed=0, batch=1, higher_is_better=True)
+    drawn = propose(plan({"a": 1}), "a", [], 400, batch=1)
     logs = sorted(math.log10(each["meta_lr"]) for each in drawn)
     for share in (0.25, 0.5, 0.75):
         assert logs[int(share * len(logs))] == pytest.approx(-3 + 3 * share, abs=0.25)
