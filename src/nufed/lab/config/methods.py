@@ -256,25 +256,25 @@ def _plain(thing: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class _Tables:
-    """The two tables of a method's settings, shared and its own."""
+    """The two tables of a method's settings: ``[method]``, and ``[methods.NAME]`` of its own."""
 
     name: str
     shared: MethodConfig
-    own: MethodConfig
+    table: MethodConfig
     defaults: dict[str, Any] = field(default_factory=dict)  # of its keys
 
     def method(self, given: Algorithm | None) -> Method:
         """The algorithm, built from the settings that it has."""
-        given_names = [n for n in (self.own.algorithm, self.shared.algorithm) if n is not None]
+        given_names = [n for n in (self.table.algorithm, self.shared.algorithm) if n is not None]
         name = given_names[0] if given_names else named_after(self.name)
         if name == OWN:
             if given is None:
-                return Method(GivenInPython(self.own.settings), {})
-            recorded = _Tables(self.name, MethodConfig(), self.own)
+                return Method(GivenInPython(self.table.settings), {})
+            recorded = _Tables(self.name, MethodConfig(), self.table)
             return Method(recorded.completed(given), recorded.defaults)
         cls = ALGORITHMS.find(f"{self._where('algorithm')}.algorithm", name)
         settings = self._settings(cls)
-        for key in self.own.settings:
+        for key in self.table.settings:
             if key not in self.defaults:
                 raise self._lacks(key, name)
         try:
@@ -290,11 +290,11 @@ class _Tables:
 
     def _where(self, key: str) -> str:
         """The table that sets a key, or else the method's own."""
-        in_own = key in self.own.model_dump() or key not in self.shared.model_dump()
+        in_own = key in self.table.model_dump() or key not in self.shared.model_dump()
         return f"methods.{self.name}" if in_own else "method"
 
     def _given(self, key: str) -> Any:
-        return self.own.settings.get(key, self.shared.settings.get(key, MISSING))
+        return self.table.settings.get(key, self.shared.settings.get(key, MISSING))
 
     def _settings(self, cls: type, base: Any = None) -> dict[str, Any]:
         """The given arguments of a class; ``base`` is an object to take the defaults from."""
@@ -370,7 +370,7 @@ class _Tables:
         has, full = ", ".join(sorted(self.defaults)), f"methods.{self.name}.{key}"
         if key in known_settings():
             return InputError(
-                f"= {shown(self.own.settings[key])}: {algorithm} has no such setting"
+                f"= {shown(self.table.settings[key])}: {algorithm} has no such setting"
                 f"{_belongs(key)}, it takes {has}; remove it or use another algorithm",
                 full,
             )

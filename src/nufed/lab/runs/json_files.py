@@ -200,6 +200,15 @@ def valid_lines(path: Path, schema: Schema[T]) -> list[T]:
     return records
 
 
+def check_format(path: Path, written: object, read: int) -> None:
+    """Refuse a file of another format than this version of nufed reads."""
+    if written != read:
+        raise RunError(
+            f"{path} has format {shown(written)}, and this nufed reads {read}: use the version "
+            "that wrote it"
+        )
+
+
 def finite(value: Any) -> Any:
     """The value with every non-finite number replaced by None, as JSON requires."""
     if isinstance(value, float):

@@ -16,20 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from nufed.data import Samples, Split
 from nufed.data.samples import InputRange, input_ranges, scale_warnings
 from nufed.errors import InputError, NumericalWarning, ResumableError, RunError, shown
 from nufed.evaluate import Measure
 from nufed.files import write_durably, write_sealed
-from nufed.lab.config.describe import input_error
-from nufed.lab.config.load import known_fields, read_config
+from nufed.lab.config.load import read_config
 from nufed.lab.config.problem import Recorded
 from nufed.lab.config.schema import Config
 from nufed.lab.config.trust import methods_are_imported, require_trust
 from nufed.lab.runs.directory import RunDirectory
-from nufed.lab.runs.json_files import checked, read_about
+from nufed.lab.runs.json_files import check_format, checked, read_about
 from nufed.lab.runs.records import RunAbout
 from nufed.simulation.engine import EngineName
 
@@ -82,12 +80,7 @@ class Provenance:
         path = self.path / "run.json"
         unsealed = _format_without_seal(path)
         content = read_about(path) if unsealed is None else {"format": unsealed}
-        written = content.get("format", FORMAT)
-        if written != FORMAT:
-            raise RunError(
-                f"{path} has format {shown(written)}, and this nufed reads {FORMAT}: use the "
-                "version that wrote it"
-            )
+        check_format(path, content.get("format", FORMAT), FORMAT)
         return checked(RunAbout, content, path)
 
     def engines(self) -> dict[str, EngineName]:
@@ -157,11 +150,7 @@ class Provenance:
     def _changes(self, config: Config) -> dict[str, tuple[Any, Any]]:
         """The keys whose values differ from run.json, with the old and the new value."""
         about, path = self.about(), self.path / "run.json"
-        try:
-            original = Config.model_validate(about.config)
-        except ValidationError as error:
-            reason = input_error(error, (), dict(known_fields()))
-            raise RunError(f"{path} is invalid: in its config, {reason}") from None
+        original = recorded_config(about.config, path)
         changed = flat_differences(plain_settings(original), plain_settings(config))
         orders = list(original.methods), list(config.methods)  # baselines use the first's settings
         return changed or ({} if orders[0] == orders[1] else {"the order of methods": orders})
@@ -259,6 +248,14 @@ def _format_without_seal(path: Path) -> Any:
 def _versions() -> dict[str, str]:
     """The versions of the packages that determine bits."""
     return {package: version(package) for package in ("nufed", "torch", "numpy")}
+
+
+def recorded_config(settings: Mapping[str, Any], path: Path) -> Config:
+    """The configuration that a file records. Imports nothing that it names."""
+    try:
+        return read_config(settings)
+    except InputError as error:
+        raise RunError(f"{path} is invalid: in its config, {error}") from None
 
 
 def plain_settings(config: Config) -> dict[str, Any]:

@@ -17,17 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from nufed.errors import RunError, shown
+from nufed.errors import RunError
 from nufed.evaluate import summarise
 from nufed.files import write_sealed
-from nufed.lab.config.describe import Name, input_error
-from nufed.lab.config.load import known_fields
+from nufed.lab.config.describe import Name
 from nufed.lab.config.schema import Config
 from nufed.lab.config.sweep_grid import Grid, GridPoint, in_words
 from nufed.lab.runs.finished_run import Run
-from nufed.lab.runs.json_files import Record, Whole, check_entries, checked, read_about
+from nufed.lab.runs.json_files import (
+    Record,
+    Whole,
+    check_entries,
+    check_format,
+    checked,
+    read_about,
+)
+from nufed.lab.runs.provenance import recorded_config
 from nufed.lab.runs.read_run import load_run
 
 FORMAT = 1
@@ -76,19 +83,17 @@ def read_manifest(path: Path) -> Grid:
     check_entries(path)
     file = path / MANIFEST
     content = read_about(file)
-    if content.get("format", FORMAT) != FORMAT:
-        raise RunError(
-            f"{file} has format {shown(content['format'])}, and this nufed reads {FORMAT}: use the "
-            "version that wrote it"
-        )
+    check_format(file, content.get("format", FORMAT), FORMAT)
     about = checked(SweepAbout, content, file)
     names = [run.name for run in about.runs]
     if len(set(names)) < len(names) or any(
         run.values.keys() != about.keys.keys() for run in about.runs
     ):
         raise RunError(f"{file} is invalid: its runs need distinct names and a value of every key")
-    points = [GridPoint(run.name, run.values, _config(run.config, file)) for run in about.runs]
-    return Grid(about.keys, _config(about.config, file), points)
+    points = [
+        GridPoint(run.name, run.values, recorded_config(run.config, file)) for run in about.runs
+    ]
+    return Grid(about.keys, recorded_config(about.config, file), points)
 
 
 def run_path(path: Path, name: str) -> Path:
@@ -99,14 +104,6 @@ def run_path(path: Path, name: str) -> Path:
 def _plain(config: Config) -> dict[str, Any]:
     settings: dict[str, Any] = json.loads(config.model_dump_json())
     return settings
-
-
-def _config(settings: Mapping[str, Any], file: Path) -> Config:
-    try:
-        return Config.model_validate(settings)
-    except ValidationError as error:
-        reason = input_error(error, (), dict(known_fields()))
-        raise RunError(f"{file} is invalid: in its config, {reason}") from None
 
 
 @dataclass(frozen=True)
