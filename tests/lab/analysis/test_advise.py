@@ -15,6 +15,7 @@ from nufed.errors import RunError
 from nufed.lab.analysis.advise import (
     Amount,
     Choice,
+    Scored,
     advise,
     compare_automatic,
     fewest_samples,
@@ -81,7 +82,7 @@ def test_automatic_steps_are_compared_with_the_best_and_the_default():
 
 def test_advice_of_a_run(run, advice):
     assert advice.agents == 6
-    assert advice.scored == "training parts of agents unseen in training"
+    assert advice.scored_on == "training parts of agents unseen in training"
     curves = {(c.method, c.times): c for c in advice.curves}
     assert len(curves) == 10 and len(curves["fedavg", 1.0].points) == 7
     assert curves["fedavg", 3.0].lr == pytest.approx(0.3)
@@ -125,7 +126,7 @@ def test_warnings_are_given_where_they_are_due(advice):
     useless = replace(advice, majority=0.99)
     assert "needs no model" in " ".join(advice_notes(useless))
     assert "needs no model" not in " ".join(advice_notes(replace(advice, majority=0.01)))
-    seen = replace(advice, scored="training parts of agents seen in training")
+    seen = replace(advice, scored=(Scored("training", seen=True),))
     assert "optimistic; hold out" in " ".join(advice_notes(seen))
     few = replace(advice, recommended=replace(advice.recommended, samples=None))
     assert "for any amount of data" in " ".join(advice_notes(few))
@@ -135,7 +136,7 @@ def test_validation_parts_are_used_where_there_are_some(tmp_path):
     config = {**CONFIG, "seeds": [0], "methods": {}, "data": {**CONFIG["data"], "validation": 0.2}}
     run = nufed.run({**config, "data": {**config["data"], "unseen_agents": 0}}, out=tmp_path / "r")
     advice = advise(run, max_steps=1)
-    assert advice.scored == "validation parts of agents seen in training"
+    assert advice.scored_on == "validation parts of agents seen in training"
     assert advice.agents == 8 and "optimistic; hold out" not in " ".join(advice_notes(advice))
 
 

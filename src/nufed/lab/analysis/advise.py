@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -114,12 +114,23 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """The samples that choices are made on: a part of the agents that were held out, or not."""
+
+    part: Literal["training", "validation"]
+    seen: bool
+
+    def __str__(self) -> str:
+        return f"{self.part} parts of agents {'' if self.seen else 'un'}seen in training"
+
+
+@dataclass(frozen=True)
 class Advice:
     """Advice from a finished run on fine-tuning its global models."""
 
     measure: str
     agents: int
-    scored: str
+    scored: tuple[Scored, ...]
     recommended: Recommended
     curves: tuple[Curve, ...]
     auto: dict[str, Automatic]
@@ -134,18 +145,28 @@ class Advice:
         return self.measure == "accuracy"
 
     @property
+    def optimistic(self) -> bool:
+        """Whether choices are made on samples that the models were trained on."""
+        return Scored("training", seen=True) in self.scored
+
+    @property
+    def scored_on(self) -> str:
+        return " and ".join(sorted(map(str, self.scored)))
+
+    @property
     def recommended_curve(self) -> Curve:
         best = self.recommended
         return next(c for c in self.curves if (c.method, c.times) == (best.method, best.times))
 
     def record(self) -> dict[str, Any]:
         """For JSON, where ``shared`` is called ``global``, a keyword in Python."""
-        found: dict[str, Any] = finite(asdict(self))
-        found["amounts"] = [
+        record: dict[str, Any] = finite(asdict(self))
+        record["scored"] = self.scored_on
+        record["amounts"] = [
             {"global" if key == "shared" else key: value for key, value in row.items()}
-            for row in found["amounts"]
+            for row in record["amounts"]
         ]
-        return found
+        return record
 
 
 @dataclass(frozen=True)
@@ -271,7 +292,7 @@ def _advise(run: Run, problem: Problem, max_steps: int | None, on_progress: OnPr
     if not bundles:
         listed = "; ".join(each.reason for each in left_out)
         raise InputError(f"{run.path} has no global model to fine-tune: {listed}")
-    cases, kind = _cases(run, problem, seeds)
+    cases, scored = _cases(run, problem, seeds)
     scores: dict[tuple[str, float], Array] = {}
     auto: dict[str, Automatic] = {}
     for number, name in enumerate(methods):
@@ -289,7 +310,7 @@ def _advise(run: Run, problem: Problem, max_steps: int | None, on_progress: OnPr
     return Advice(
         measure="accuracy" if classes else "loss, negative",
         agents=len(cases),
-        scored=kind,
+        scored=scored,
         recommended=Recommended(
             best.method,
             best.steps,
@@ -335,27 +356,29 @@ def _bundles(
     return bundles, left_out
 
 
-def _cases(run: Run, problem: Problem, seeds: Sequence[int]) -> tuple[list[Case], str]:
-    """The agents that choices are made on, and a description of them."""
-    found, kinds = [], set()
+def _cases(
+    run: Run, problem: Problem, seeds: Sequence[int]
+) -> tuple[list[Case], tuple[Scored, ...]]:
+    """The agents that choices are made on, and which samples of theirs."""
+    cases, kinds = [], set()
     for seed in seeds:
         federation = problem.federations[seed]
         split = federation.split
         for agent in split.unseen or split.seen:
             train, scored = np.asarray(split.train[agent]), np.asarray(split.validation[agent])
-            part = "validation" if len(scored) else "training"
+            kind = Scored("validation" if len(scored) else "training", agent not in split.unseen)
             if not len(scored):
                 order = stream(seed, "advice", agent=agent).permutation(train)
                 scored, train = np.split(order, [max(1, round(HELD_OUT * len(order)))])
             if len(train) < 2:
                 continue
-            kinds.add(f"{part} parts of agents {'un' * (agent in split.unseen)}seen in training")
-            found.append(Case(seed, agent, federation, train, scored))
-    if not found:
+            kinds.add(kind)
+            cases.append(Case(seed, agent, federation, train, scored))
+    if not cases:
         raise InputError(
             f"{run.path}: no agent has enough samples to adapt on some and score the rest"
         )
-    return found, " and ".join(sorted(kinds))
+    return cases, tuple(sorted(kinds, key=str))
 
 
 def _curve(bundle: Bundle, case: Case, steps: int, times: float) -> list[float]:

@@ -24,7 +24,7 @@ def advice_notes(advice: Advice) -> Iterator[str]:
         )
     )
     yield (
-        f"Measured on {advice.agents} agents ({advice.scored}; no test data): "
+        f"Measured on {advice.agents} agents ({advice.scored_on}; no test data): "
         f"{_score(advice, shared.mean)} with the global model, {_score(advice, point.mean)} after "
         f"fine-tuning, {point.harmed:.0%} of them harmed (worse than with the global model). It is "
         "the cheapest choice within a standard error of the best, and was selected on the same "
@@ -45,7 +45,7 @@ def advice_notes(advice: Advice) -> Iterator[str]:
         )
     for each in advice.left_out:
         yield f"Left out: {each.reason}."
-    if "agents seen" in advice.scored and "training parts" in advice.scored:
+    if advice.optimistic:
         yield (
             "Warning: these are training samples, so all scores are optimistic; hold out agents "
             "(data.unseen_agents) or samples (data.validation) for better advice."

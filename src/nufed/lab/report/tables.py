@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,13 @@ from nufed.algorithms.protocol import Algorithm
 from nufed.data import PARTITIONS, settings_taken
 from nufed.evaluate import AgentScores
 from nufed.evaluate.scores import FEW_AGENTS
+from nufed.lab.analysis.comparison import Incomparable, compare
 from nufed.lab.config import Config
 from nufed.lab.config.schema import AT_SITES
 from nufed.lab.runs import Estimate, Row, Run
 from nufed.lab.runs.federation_records import TrafficLine
 from nufed.lab.runs.finished_run import BASELINES
-from nufed.lab.runs.results import Line, Paired, deviations, paired
+from nufed.lab.runs.results import Paired, deviations
 from nufed.lab.runs.results import over_samples as over_samples_of
 from nufed.settings import Field, settings_of, text_of
 
@@ -402,53 +403,30 @@ def _pairs(run: Run, group: str) -> dict[tuple[str, str], str]:
     return found
 
 
+INCOMPARABLE: dict[Incomparable, str] = {
+    "data": "since their data differ",
+    "at_sites": "since the splits of a federation stay at its sites",
+    "splits": "since their splits differ",
+    "seeds": "since they have no seed in common",
+}
+
+
 def between_runs(runs: Sequence[Run], group: str) -> tuple[Table, list[str]]:
     """Paired differences of the methods of each further run to the first, and why some have none.
 
-    Methods of the same name are compared; if no name is in both runs, their best ones. Seeds whose
-    splits differ are left out.
+    The reasons are given once, with the agents seen in training.
     """
     rows, reasons = [], []
-    verdicts = {"undecided": "can't be told apart"}
-    first = runs[0]
-    for other in runs[1:]:
-        both = f"{run_name(other, runs)} − {run_name(first, runs)}"
-        seeds, reason = _same_splits(first, other)
-        if reason:
-            if group == "seen":  # once
-                reasons.append(f"{both}: no paired differences, {reason}")
-            continue
-        own, ours = (_lines_of(run, group, seeds) for run in (other, first))
-        names = [(name, name) for name in own if name in ours]
-        names = names or [(a, b) for a, b in zip(own, ours, strict=False)][:1]
-        sign = 1 if first.measure.higher_is_better else -1
-        for pair in names:
-            found = paired(group, pair, (own[pair[0]], ours[pair[1]]), sign)
-            if found:
-                name = pair[0] if pair[0] == pair[1] else " − ".join(pair)
-                verdict = verdicts.get(found.verdict, found.verdict)
-                rows.append([f"{both}: {name}", difference_format(first)(found), verdict])
+    show, verdicts = difference_format(runs[0]), {"undecided": "can't be told apart"}
+    for each in compare(runs, group):
+        both = f"{run_name(each.run, runs)} − {run_name(runs[0], runs)}"
+        if each.incomparable is not None and group == "seen":
+            reasons.append(f"{both}: no paired differences, {INCOMPARABLE[each.incomparable]}")
+        for pair in each.pairs:
+            name = " − ".join(dict.fromkeys((pair.name, pair.against)))
+            verdict = verdicts.get(pair.verdict, pair.verdict)
+            rows.append([f"{both}: {name}", show(pair), verdict])
     return Table(["", "difference", ""], rows), reasons
-
-
-def _same_splits(one: Run, other: Run) -> tuple[list[int], str]:
-    """The seeds in which two runs have the same agents and samples; if there are none, why."""
-    if one.data_sha256 != other.data_sha256:
-        return [], "since their data differ"
-    if one.federated or other.federated:
-        return [], "since the splits of a federation stay at its sites"
-    common = [seed for seed in one.splits if seed in other.splits]
-    same = [seed for seed in common if one.splits[seed].sha256 == other.splits[seed].sha256]
-    why = "since their splits differ" if common else "since they have no seed in common"
-    return same, "" if same else why
-
-
-def _lines_of(run: Run, group: str, seeds: Sequence[int]) -> dict[str, Line]:
-    """The lines of the methods of a run with these seeds only, the best first."""
-    lines = {line.label: line for line in run.lines()}
-    own = [row.name for row in run.rows() if (row.kind, row.group) == ("method", group)]
-    kept = {name: {s: t for s, t in lines[name].seeds.items() if s in seeds} for name in own}
-    return {name: replace(lines[name], seeds=trained) for name, trained in kept.items()}
 
 
 def _signed(show: Callable[[float], str]) -> Callable[[float], str]:
