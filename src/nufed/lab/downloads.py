@@ -1,11 +1,9 @@
 """Fetches a data set: from its official archive, a mirror, or a local file.
 
-Files get their final names only after all files of the data set have been verified.
-
-Downloads a file, resuming an interrupted download.
-
-Beside ``NAME.part`` lies ``NAME.part.version``, the ETag or date that the server gives this version
-of the file. It is sent as ``If-Range`` on resume, so that two versions are never mixed.
+Files get their final names only after all files of the data set have been verified. Beside
+``NAME.part`` of an interrupted download lies ``NAME.part.version``, the ETag or date that the
+server gives this version of the file. It is sent as ``If-Range`` on resume, so that two versions
+are never mixed.
 """
 
 from __future__ import annotations
@@ -362,13 +360,13 @@ class _BoundedGzip(gzip.GzipFile):
 
 
 def _write_checked(name: str, content: IO[bytes], path: Path, sha256: str) -> None:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("wb") as target:
         while block := content.read(1 << 20):
-            found.update(block)
+            digest.update(block)
             target.write(block)
         _sync(target)
-    if found.hexdigest() != sha256:
+    if digest.hexdigest() != sha256:
         raise _UnusableError(f"the SHA-256 of {name} differs from the official file's")
 
 

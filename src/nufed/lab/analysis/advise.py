@@ -2,13 +2,7 @@
 
 Choices are made on unseen agents, if some were held out from training, and on their training and
 validation parts alone: nothing here reads test data. An agent adapts on a part of its samples and
-is scored on the rest.
-
-Records of what ``nufed advise`` finds; ``advice.json`` is written from them.
-
-Scores are accuracies, or for regression negative losses: higher is better.
-
-The rules that choose advice from measured scores.
+is scored on the rest. Scores are accuracies, or for regression negative losses: higher is better.
 """
 
 from __future__ import annotations
@@ -184,19 +178,19 @@ def recommend(scores: dict[tuple[str, float], Array]) -> Choice:
     Fewer steps are cheaper; then the step size of the bundle, then the better score.
     ``scores`` has a row per agent and a column per number of steps, for methods and step sizes.
     """
-    found = {
-        Choice(method, times, steps): np.nan_to_num(own[:, steps], nan=-1e9)
-        for (method, times), own in scores.items()
-        for steps in range(own.shape[1])
+    by_choice = {
+        Choice(method, times, steps): np.nan_to_num(after[:, steps], nan=-1e9)
+        for (method, times), after in scores.items()
+        for steps in range(after.shape[1])
     }
-    top = max(found.values(), key=lambda values: float(values.mean()))
+    top = max(by_choice.values(), key=lambda values: float(values.mean()))
 
     def as_good(values: Array) -> bool:
         gaps = top - values
         noise = gaps.std(ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
         return bool(gaps.mean() <= noise)
 
-    good = {choice: values.mean() for choice, values in found.items() if as_good(values)}
+    good = {choice: values.mean() for choice, values in by_choice.items() if as_good(values)}
     return min(good, key=lambda c: (c.steps, abs(math.log(c.times)), -good[c]))
 
 
@@ -206,12 +200,12 @@ def compare_automatic(chosen: Sequence[int], scores: Array, default: int) -> Aut
     ``scores`` has a row per agent and a column per number of steps. The best fixed number is chosen
     in hindsight, on the same scores.
     """
-    own = scores[np.arange(len(chosen)), chosen]
+    automatic = scores[np.arange(len(chosen)), chosen]
     best = int(np.nan_to_num(scores.mean(axis=0), nan=-np.inf).argmax())
-    loss = Estimate.of((own - scores[:, best]).tolist())
-    gain = Estimate.of((own - scores[:, default]).tolist())
+    loss = Estimate.of((automatic - scores[:, best]).tolist())
+    gain = Estimate.of((automatic - scores[:, default]).tolist())
     return Automatic(
-        float(own.mean()),
+        float(automatic.mean()),
         float(np.mean(chosen)),
         Against(best, loss.mean, loss.half_width),
         Against(default, gain.mean, gain.half_width),
@@ -324,11 +318,11 @@ def _advise(run: Run, problem: Problem, max_steps: int | None, on_progress: OnPr
                 times,
                 times * rates[name],
                 tuple(
-                    _point(own, s, bundles[name, seeds[0]].about.adapt.batch_size)
+                    _point(after, s, bundles[name, seeds[0]].about.adapt.batch_size)
                     for s in range(most + 1)
                 ),
             )
-            for (name, times), own in scores.items()
+            for (name, times), after in scores.items()
         ),
         auto=auto,
         amounts=amounts,
@@ -402,8 +396,8 @@ def _automatic(bundle: Bundle, case: Case, most: int) -> int:
     samples = case.federation.samples
     inputs, targets = samples.inputs, samples.targets
     assert not isinstance(inputs, tuple | dict)
-    own = bundle.about.samples(inputs[case.adapt], targets[case.adapt])  # type: ignore[index]
-    return cross_validate(bundle, own, "auto", most, case.agent).steps
+    adapt_on = bundle.about.samples(inputs[case.adapt], targets[case.adapt])  # type: ignore[index]
+    return cross_validate(bundle, adapt_on, "auto", most, case.agent).steps
 
 
 def _amounts(
@@ -428,15 +422,15 @@ def _amounts(
 
 def _point(scores: Array, steps: int, batch_size: int) -> Point:
     """One number of steps: the score over agents, its spread, and the cost for an agent."""
-    own, shared = scores[:, steps], scores[:, 0]
-    low, high = np.quantile(own, [0.1, 0.9])
+    personal, shared = scores[:, steps], scores[:, 0]
+    low, high = np.quantile(personal, [0.1, 0.9])
     return Point(
         steps,
-        float(own.mean()),
-        Estimate.of(own.tolist()).half_width,
+        float(personal.mean()),
+        Estimate.of(personal.tolist()).half_width,
         float(low),
         float(high),
-        harmed=float((own < shared).mean()),
+        harmed=float((personal < shared).mean()),
         gradients=steps,
         samples=steps * batch_size,
     )

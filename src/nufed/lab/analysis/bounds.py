@@ -1,8 +1,6 @@
-"""Bounds for a finished run: constants estimated on its data, predictions beside measurements.
+"""The paper's bounds: of given numbers, and of a finished run, beside what is measured there.
 
-The bounds for the settings of a method.
-
-Bounds from given numbers: ``nufed bounds FILE.toml``.
+A run's constants are estimated on its data (``estimate.py``).
 """
 
 from __future__ import annotations
@@ -224,7 +222,7 @@ def bounds_of_run(run: Run, *, given: Given | None = None, trust: bool = False) 
     problem = Problem.rebuild(run.recorded, given, trust=trust, seeds=[seed])
     trained = {n: a for n, a in problem.algorithms.items() if seed in run.methods.get(n, {})}
     settings = {name: algorithm.theory() for name, algorithm in trained.items()}
-    methods = {name: own for name, own in settings.items() if own is not None}
+    methods = {name: covered for name, covered in settings.items() if covered is not None}
     not_covered = [
         NotCovered(method=name, reason=_why_not(trained[name]))
         for name in settings
@@ -240,9 +238,9 @@ def bounds_of_run(run: Run, *, given: Given | None = None, trust: bool = False) 
     estimates = _estimates(estimator, _distinct(ends), smooth)
     constants = _constants(estimates)
     first = next(iter(methods))
-    most = max(own.adapt_steps for own in methods.values()) if smooth else -1
-    largest = max(fd_step(own) for own in methods.values())
-    paper = {name: _paper_algorithm(own) for name, own in methods.items()}
+    most = max(covered.adapt_steps for covered in methods.values()) if smooth else -1
+    largest = max(fd_step(covered) for covered in methods.values())
+    paper = {name: _paper_algorithm(covered) for name, covered in methods.items()}
     return BoundsRecord(
         constants={
             n: None if e is None else ConstantRecord(**asdict(e)) for n, e in estimates.items()
@@ -251,16 +249,16 @@ def bounds_of_run(run: Run, *, given: Given | None = None, trust: bool = False) 
         seed=seed,
         by_steps_of=first,
         by_steps=table_by_steps(constants, methods[first], largest, most),
-        uniform=all(own.uniform for own in methods.values()),
+        uniform=all(covered.uniform for covered in methods.values()),
         methods=[
             MethodBounds(
                 method=name,
-                steps=own.adapt_steps,
+                steps=covered.adapt_steps,
                 # the theory does not cover losses with kinks
-                promised=_promised(run, own, constants, estimator) if smooth else None,
+                promised=_promised(run, covered, constants, estimator) if smooth else None,
                 measured=_measured(estimator, models[name][-1][1], paper[name]),
             )
-            for name, own in methods.items()
+            for name, covered in methods.items()
         ],
         not_covered=not_covered,
         stationarity=[
@@ -278,27 +276,27 @@ def _why_not(algorithm: Algorithm) -> str:
     )
 
 
-def _paper_algorithm(own: TheorySettings) -> GMeta:
+def _paper_algorithm(settings: TheorySettings) -> GMeta:
     """Algorithm 1 of the paper with these settings."""
-    kind = CURVATURES[own.kind]
+    kind = CURVATURES[settings.kind]
     return GMeta(
-        own.adapt_steps,
-        HessianFree(own.fd_step) if kind is HessianFree else kind(),
-        adapt_lr=own.adapt_lr,
-        meta_lr=own.meta_lr,
-        local_steps=own.local_steps,
-        batch_size=own.batch_size,
+        settings.adapt_steps,
+        HessianFree(settings.fd_step) if kind is HessianFree else kind(),
+        adapt_lr=settings.adapt_lr,
+        meta_lr=settings.meta_lr,
+        local_steps=settings.local_steps,
+        batch_size=settings.batch_size,
     )
 
 
 def _promised(
-    run: Run, own: TheorySettings, constants: ProblemConstants, estimator: Estimator
+    run: Run, settings: TheorySettings, constants: ProblemConstants, estimator: Estimator
 ) -> Promise:
     agents = estimator.federation.split.seen
     cohort = choose_cohort(agents, run.config.participation, seed=0, round=0)
     # F(w₀), an upper bound of F(w₀) − F* for non-negative losses
-    gap = estimator.meta_value(estimator.objective.initial(), _paper_algorithm(own))
-    return promise(constants, own, run.config.rounds, len(cohort), len(agents), gap)
+    gap = estimator.meta_value(estimator.objective.initial(), _paper_algorithm(settings))
+    return promise(constants, settings, run.config.rounds, len(cohort), len(agents), gap)
 
 
 def _measured(estimator: Estimator, w: Tensor, algorithm: GMeta) -> MeasuredErrors:
@@ -324,12 +322,12 @@ def _models(run: Run, name: str, seed: int, problem: Problem) -> list[tuple[int,
         for path in sorted(folder.glob("model-round-*.safetensors"))
         if (number := path.stem.removeprefix("model-round-")).isdecimal() and int(number) < final
     }
-    found = [(0, objective.double.initial())]
+    models = [(0, objective.double.initial())]
     for round, path in {**saved, final: folder / "model.safetensors"}.items():
         model = algorithm.global_model(objective, read_received(path, algorithm, objective))
         assert model is not None  # which the theory covers
-        found.append((round, model.double()))
-    return found
+        models.append((round, model.double()))
+    return models
 
 
 def _distinct(models: list[Tensor]) -> list[Tensor]:

@@ -115,25 +115,25 @@ def marginal_scores(sweep: Sweep, group: str, key: str) -> list[KeyedScore]:
     """
     if len(sweep.runs) == len(sweep.keys[key]):
         return keyed_scores(sweep, group)
-    found: dict[tuple[str, KeyValue, bool], list[dict[int, dict[int, float]]]] = {}
+    by_place: dict[tuple[str, KeyValue, bool], list[dict[int, dict[int, float]]]] = {}
     for name, run in sweep.runs.items():
         for line in run.lines():
-            own = _by_seed_and_agent(line, group)
-            if own:
+            each = _by_seed_and_agent(line, group)
+            if each:
                 place = (line.label, _value(sweep.values[name][key]), line.kind == "baseline")
-                found.setdefault(place, []).append(own)
+                by_place.setdefault(place, []).append(each)
     scores = []
-    for (method, value, baseline), runs in found.items():
-        common = sorted(set.intersection(*(set(own) for own in runs)))
+    for (method, value, baseline), runs in by_place.items():
+        common = sorted(set.intersection(*(set(each) for each in runs)))
         if not common:
             continue
         by_seed = [
-            float(np.mean([np.mean(list(own[seed].values())) for own in runs])) for seed in common
+            float(np.mean([np.mean(list(each[seed].values())) for each in runs])) for seed in common
         ]
         mean = Estimate.of(by_seed)
         half = mean.half_width
         if len(by_seed) < MIN_VALUES:
-            half = over_agents([own[seed] for own in runs for seed in common])
+            half = over_agents([each[seed] for each in runs for seed in common])
         scores.append(KeyedScore({key: value}, method, mean.mean, half, baseline))
     return scores
 

@@ -175,8 +175,8 @@ class Estimator:
             for part in self.parts:
 
                 def noise(v: Tensor, w: Tensor = w, part: TrainingPart = part) -> Tensor:
-                    own = torch.stack([self.objective.hvp(w, s, v) for s in part.singles])
-                    return own - own.mean(dim=0)  # a row per sample
+                    products = torch.stack([self.objective.hvp(w, s, v) for s in part.singles])
+                    return products - products.mean(dim=0)  # a row per sample
 
                 def squared(v: Tensor, w: Tensor = w, part: TrainingPart = part) -> Tensor:
                     again = [

@@ -67,7 +67,7 @@ class Repeated:
 
     trial: Trial
     chosen: bool
-    found: float
+    score: float
     scores: tuple[float | None, ...]
 
     @property
@@ -78,61 +78,61 @@ class Repeated:
 
 def edges(record: TuningRecord) -> list[Edge]:
     """The choices at an edge of their range, unless the setting can't go beyond it."""
-    found = []
+    at_edge = []
     for method in record.chosen:
         choice = record.choice(method)
-        for own in record.ranges(method):
-            if not own.log:  # choices, and shares, which are bounded
+        for span in record.ranges(method):
+            if not span.log:  # choices, and shares, which are bounded
                 continue
-            value = choice.settings[own.setting]
-            place, side = own.position(value), own.open_side(choice, record.of(method))
+            value = choice.settings[span.setting]
+            place, side = span.position(value), span.open_side(choice, record.of(method))
             if side is None and not EDGE < place < 1 - EDGE:
                 side = "lower" if place <= EDGE else "upper"
             if side is not None:
-                command = _widening(record, method, own.wider(side))
-                found.append(Edge(method, own.setting, value, side, own, command))
-    return found
+                command = _widening(record, method, span.wider(side))
+                at_edge.append(Edge(method, span.setting, value, side, span, command))
+    return at_edge
 
 
 def _widening(record: TuningRecord, method: str, wider: Range) -> str:
     """The command that repeats the search with a wider range; it names all ranges of the method."""
-    ranges = [wider if own.setting == wider.setting else own for own in record.ranges(method)]
-    words = ", ".join(f"{own.setting} = {_toml(own)}" for own in ranges)
+    ranges = [wider if each.setting == wider.setting else each for each in record.ranges(method)]
+    words = ", ".join(f"{each.setting} = {_toml(each)}" for each in ranges)
     return f"{record.search.command} {shlex.quote(f'tune.methods.{method}={{{words}}}')}"
 
 
-def _toml(own: Range) -> str:
-    if own.choices:
-        ends: Sequence[Any] = own.choices
-    elif own.whole:
-        ends = [int(own.low), int(own.high)]
+def _toml(span: Range) -> str:
+    if span.choices:
+        ends: Sequence[Any] = span.choices
+    elif span.whole:
+        ends = [int(span.low), int(span.high)]
     else:
-        ends = [float(f"{own.low:.6g}"), float(f"{own.high:.6g}")]
+        ends = [float(f"{span.low:.6g}"), float(f"{span.high:.6g}")]
     text = tomli_w.dumps({"x": list(ends)}).partition("=")[2]
     return "".join(text.split()).replace(",]", "]")
 
 
 def sensitivities(record: TuningRecord) -> list[Sensitivity]:
     """The sensitivity of every searched setting of every method with a choice."""
-    found = []
+    rows = []
     for method in record.chosen:
         value_of = record.choice(method).settings
-        for own in record.ranges(method):
-            value = value_of[own.setting]
-            smaller, larger = (_lost(record, method, own, value, side) for side in (-1, 1))
-            found.append(Sensitivity(method, own.setting, value, smaller, larger))
-    return found
+        for span in record.ranges(method):
+            value = value_of[span.setting]
+            smaller, larger = (_lost(record, method, span, value, side) for side in (-1, 1))
+            rows.append(Sensitivity(method, span.setting, value, smaller, larger))
+    return rows
 
 
-def _lost(record: TuningRecord, method: str, own: Range, value: Any, side: int) -> Lost | None:
+def _lost(record: TuningRecord, method: str, span: Range, value: Any, side: int) -> Lost | None:
     """What is lost on one side of the chosen value."""
     trials = record.of(method)
-    if own.choices:
-        near = [t for t in trials if t.settings[own.setting] == value]
-        far = [t for t in trials if t.settings[own.setting] != value] if side > 0 else []
+    if span.choices:
+        near = [t for t in trials if t.settings[span.setting] == value]
+        far = [t for t in trials if t.settings[span.setting] != value] if side > 0 else []
     else:
-        here, width = own.position(value), own.steps()
-        away = {t.number: (own.position(t.settings[own.setting]) - here) * width for t in trials}
+        here, width = span.position(value), span.steps()
+        away = {t.number: (span.position(t.settings[span.setting]) - here) * width for t in trials}
         near = [t for t in trials if abs(away[t.number]) <= 0.5]
         far = [t for t in trials if 0.5 < side * away[t.number] <= 1.5]
     sign = 1 if record.search.higher_is_better else -1
@@ -155,17 +155,17 @@ def repeated(record: TuningRecord) -> list[Repeated]:
     numbers = {trial.number for trial in record.repeats} | set(record.chosen.values())
     rows = []
     for method, chosen in record.chosen.items():
-        own = [trial for trial in record.of(method) if trial.number in numbers]
-        for trial in finalists(own, rounds, len(own), better):
-            found = trial.after(rounds)
+        final_trials = [trial for trial in record.of(method) if trial.number in numbers]
+        for trial in finalists(final_trials, rounds, len(final_trials), better):
+            last = trial.after(rounds)
             again = [r for r in record.repeats if r.number == trial.number]
             scores = tuple(None if r.failure else r.last.score for r in again)
-            assert found is not None and found.score is not None
-            rows.append(Repeated(trial, trial.number == chosen, found.score, scores))
+            assert last is not None and last.score is not None
+            rows.append(Repeated(trial, trial.number == chosen, last.score, scores))
     sign = -1 if better else 1
 
     def rank(row: Repeated) -> float:
-        score = row.found if row.mean is None else row.mean
+        score = row.score if row.mean is None else row.mean
         return sign * score
 
     best = {row.trial.method: rank(row) for row in rows if row.chosen}
@@ -234,7 +234,7 @@ def _too_few(record: TuningRecord) -> Iterator[str]:
     for method in record.chosen:
         ranges, trials = record.ranges(method), record.of(method)
         settings, listed = len(ranges), record.search.sampler == "grid"
-        points = prod(len(own.grid()) if listed or own.choices else inf for own in ranges)
+        points = prod(len(span.grid()) if listed or span.choices else inf for span in ranges)
         if len(trials) < min(points, ENOUGH * settings):
             full = sum(trial.after(record.search.rungs[-1]) is not None for trial in trials)
             what = "1 setting" if settings == 1 else f"{settings} settings together"

@@ -1,7 +1,4 @@
-"""A bundle's metadata: how to build its model, preprocess inputs, and fine-tune it.
-
-The model card of a bundle.
-"""
+"""A bundle's metadata: how to build its model, preprocess inputs, and fine-tune it; its card."""
 
 from __future__ import annotations
 
@@ -105,11 +102,11 @@ class InputsAbout(_AboutRecord):
         """A sentence, if inputs that were read are on another scale than those of training."""
         if self.range is None:
             return None
-        own, trained = InputRange.of(given), InputRange(**self.range.model_dump())
-        if not own.far_from(trained, given.numel()):
+        current, trained = InputRange.of(given), InputRange(**self.range.model_dump())
+        if not current.far_from(trained, given.numel()):
             return None
         return (
-            f"the inputs range {own}, and those that this model was trained on {trained}: give "
+            f"the inputs range {current}, and those that this model was trained on {trained}: give "
             "them in the same units and on the same scale"
         )
 

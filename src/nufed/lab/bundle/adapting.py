@@ -1,9 +1,7 @@
-"""Fine-tuning on a user's data, its measured effect, and the choice of the number of steps.
+"""Fine-tuning on a user's data, its effect by cross-validation, and the adapted model in a file.
 
-Both use cross-validation: each fold is scored by a model that was fine-tuned on the others, so that
-every sample is scored once by a model that never saw it.
-
-An adapted model: the result of adapting a bundle, saved as one self-contained file.
+In cross-validation each fold is scored by a model that was fine-tuned on the others, so that every
+sample is scored once by a model that never saw it.
 """
 
 from __future__ import annotations
@@ -145,8 +143,8 @@ def fine_tuned(
 ) -> Iterator[Tensor]:
     """The models after 0, 1, … ``steps`` fine-tuning steps on these rows, of size ``times``·α."""
     none = np.empty(0, dtype=np.int64)
-    own = Split([np.asarray(rows)], [none], [none], ("own",))
-    batches = Federation(samples, own, "use_all").batches(0, seed, "own")
+    split = Split([np.asarray(rows)], [none], [none], ("own",))
+    batches = Federation(samples, split, "use_all").batches(0, seed, "own")
     drawn = batches.draw("adapt", bundle.about.adapt.batch_size, steps)
     return trajectory(bundle.objective, bundle.objective.initial(), drawn, times * bundle.rate())
 
@@ -303,13 +301,13 @@ def load_adapted(
     """
     path = Path(path)
     try:
-        found = unseal(path.read_bytes())
-        about = read_about(found.about["adapted"])
+        sealed = unseal(path.read_bytes())
+        about = read_about(sealed.about["adapted"])
         if about.personal is None:
-            built = build_model(about, found.tensors, trust, module)
+            built = build_model(about, sealed.tensors, trust, module)
         else:
-            built = build_personal(about, about.personal, found.tensors, trust, module)
-        adapted = Adapted(about, prepared(about, built), _report(found.about["report"]))
+            built = build_personal(about, about.personal, sealed.tensors, trust, module)
+        adapted = Adapted(about, prepared(about, built), _report(sealed.about["report"]))
         if about.personal is not None:  # its tensors may be anything
             adapted._predict(about.read_inputs(torch.zeros(1, about.inputs.size)))
     except MissingPartError as error:
@@ -322,8 +320,8 @@ def load_adapted(
     return adapted
 
 
-def _report(found: dict[str, Any] | None) -> Report | None:
-    if found is None:
+def _report(record: dict[str, Any] | None) -> Report | None:
+    if record is None:
         return None
-    curve: Sequence[dict[str, Any]] = found["curve"]
-    return Report(**{**found, "curve": tuple(Score(**score) for score in curve)})
+    curve: Sequence[dict[str, Any]] = record["curve"]
+    return Report(**{**record, "curve": tuple(Score(**score) for score in curve)})

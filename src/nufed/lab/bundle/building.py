@@ -1,7 +1,4 @@
-"""Builds a module from metadata and weights; imports nothing untrusted.
-
-Personal models that are more than a module: further tensors, and an algorithm that predicts.
-"""
+"""Builds the model of a file from metadata and weights; imports nothing untrusted."""
 
 from __future__ import annotations
 
@@ -67,8 +64,8 @@ def build_loss(about: About, trust: bool, loss: Loss | None) -> Loss:
             f"its loss is {about.loss}, code that would be imported: pass trust=True (--trust) if "
             "you trust the author of the bundle"
         )
-    found: Loss = find_named("loss", about.loss, LOSSES)
-    return found
+    named: Loss = find_named("loss", about.loss, LOSSES)
+    return named
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:

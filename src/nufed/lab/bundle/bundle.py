@@ -279,10 +279,10 @@ def _opened(path: Path) -> Iterator[tuple[About, Mapping[str, Tensor]]]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise InputError(f"it is larger than {MAX_BYTES} bytes")
-        found = unseal(path.read_bytes())
-        if "bundle" not in found.about:
+        sealed = unseal(path.read_bytes())
+        if "bundle" not in sealed.about:
             raise InputError("it does not contain a bundle")
-        yield read_about(found.about["bundle"]), found.tensors
+        yield read_about(sealed.about["bundle"]), sealed.tensors
     except MissingPartError as error:
         raise InputError(f"{path} can't be loaded: {error}") from error
     except Exception as error:  # a crafted bundle may raise anything

@@ -1,7 +1,4 @@
-"""Makes bundles from the models of a run.
-
-The personal model of one agent of a run, as a file that ``nufed predict`` takes.
-"""
+"""Bundles of a run's global models, and the personal model of one of its agents."""
 
 from __future__ import annotations
 

@@ -72,17 +72,22 @@ def settings_of_method(config: Config, method: str) -> dict[str, str]:
     """The configuration by dotted key, and the method's own settings under ``method.``.
 
     >>> from nufed.lab.config import load_config
-    >>> found = settings_of_method(load_config({"methods": {"fedavg": {}}}), "fedavg")
-    >>> found["method"], found["rounds"], found["data.source"], found["method.local_steps"]
+    >>> texts = settings_of_method(load_config({"methods": {"fedavg": {}}}), "fedavg")
+    >>> texts["method"], texts["rounds"], texts["data.source"], texts["method.local_steps"]
     ('fedavg', '100', 'digits', '4')
     """
     algorithm = config.algorithms()[method]
-    own = {
+    settings = {
         f"method.{field.name}": text_of(field, getattr(algorithm, field.name))
         for field in settings_of(type(algorithm))
     }
     shared = _flat(config.model_dump(exclude={"method", "methods", "workers"}, exclude_none=True))
-    return {"method": method, "method.algorithm": type(algorithm).__name__, **dict(shared), **own}
+    return {
+        "method": method,
+        "method.algorithm": type(algorithm).__name__,
+        **dict(shared),
+        **settings,
+    }
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,9 +1,7 @@
 """What ``nufed export RUN --to NAME`` can write: the targets by name.
 
-A target is one function in a file of its own. It imports the package that it needs itself, inside
-:func:`nufed.export.packages.needed`, so that nothing is imported before it is asked for.
-
-The scores and curves of a run as CSV or Parquet files.
+A target is one function. It imports the package that it needs itself, inside
+:func:`nufed.lab.export.target.needed`, so that nothing is imported before it is asked for.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
-"""The data source ``file``: a user's own table, arrays or images to train on.
+"""The data source ``file``: a user's own table, arrays or images, read with a limit on memory.
 
-Reads users' data files, up to a size limit that is checked before unpacking.
-
-What readers of users' files share: the samples, and the columns of a table.
-
-Reads CSV files with a header: separated by commas, semicolons or tabs.
-
-Reads Parquet files of numeric columns, a label's and an owner's (extra ``frames``).
-
-Reads a folder of images, with a folder for every class (extra ``images``).
-
-Reads a user's data: CSV, Parquet, NPZ or NPY files, and folders of images.
+CSV, Parquet (extra ``frames``), NPZ and NPY files, and folders of images (extra ``images``). Sizes
+are checked before unpacking.
 """
 
 from __future__ import annotations
@@ -300,13 +291,13 @@ def _values(column: Any) -> list[Any]:
 
     if pa.types.is_floating(column.type):
         return list(column.to_pylist())
-    found: list[str | None] = []
+    texts: list[str | None] = []
     for chunk in column.chunks:
         coded = chunk if pa.types.is_dictionary(chunk.type) else chunk.dictionary_encode()
         values = (each.as_py() for each in coded.dictionary)
         distinct = [None if value is None else str(value) for value in values] + [None]
-        found += [distinct[place] for place in coded.indices.fill_null(-1).to_numpy()]
-    return found
+        texts += [distinct[place] for place in coded.indices.fill_null(-1).to_numpy()]
+    return texts
 
 
 def _labels(values: list[Any] | None, name: str, labelled: bool) -> Any:
@@ -449,21 +440,21 @@ def read_data(
     if targets is not None and path.suffix != ".npy":
         raise InputError(f"{targets}: a file of targets is for inputs in a .npy file alone")
     with _named(path):
-        found = _read(path, label, labelled, owner, shape)
-        check_finite(as_tensor(found.inputs), "input")
+        data = _read(path, label, labelled, owner, shape)
+        check_finite(as_tensor(data.inputs), "input")
     if targets is not None:
         with _named(targets):
             if targets.suffix != ".npy":
                 raise InputError("its name must end in .npy")
-            found = found._replace(labels=_from_npy(read_bounded(targets, data_limit())))
+            data = data._replace(labels=_from_npy(read_bounded(targets, data_limit())))
     with _named(targets or path):
-        if isinstance(found.labels, np.ndarray) and found.labels.dtype.kind == "f":
-            check_finite(as_tensor(found.labels), "target")
-        if labelled and found.labels is None:
+        if isinstance(data.labels, np.ndarray) and data.labels.dtype.kind == "f":
+            check_finite(as_tensor(data.labels), "target")
+        if labelled and data.labels is None:
             raise InputError(
                 "it holds inputs alone: give labels in another .npy (--targets, data.args.targets)"
             )
-    return found
+    return data
 
 
 @contextmanager
@@ -549,12 +540,12 @@ def own_file(
     require(bool(path), "data.args.path", path, "must name a file, or a folder of images")
     shape = None if size is None else _image_shape(Path(path), size)
     further = None if targets is None else Path(targets)
-    found = read_data(Path(path), label, owner=owner, targets=further, shape=shape)
-    inputs: Any = torch.from_numpy(np.ascontiguousarray(found.inputs))
-    samples = as_samples((inputs, _targets(found, regression), found.owners))
-    if scale is None and not found.images:
+    data = read_data(Path(path), label, owner=owner, targets=further, shape=shape)
+    inputs: Any = torch.from_numpy(np.ascontiguousarray(data.inputs))
+    samples = as_samples((inputs, _targets(data, regression), data.owners))
+    if scale is None and not data.images:
         return samples
-    if not found.images:
+    if not data.images:
         inputs = _bytes(inputs)
     scale = 1 / 255 if scale is None else float(scale)
     return Samples(inputs, samples.targets, samples.classes, samples.owners, scale=scale)
@@ -568,9 +559,9 @@ def _image_shape(folder: Path, size: Sequence[int]) -> tuple[int, ...]:
     return (3, *size)
 
 
-def _targets(found: Data, regression: bool | None) -> Any:
+def _targets(data: Data, regression: bool | None) -> Any:
     """Class names, class numbers or numbers to predict."""
-    labels = found.labels
+    labels = data.labels
     if isinstance(labels, np.ndarray):
         return labels.astype(float) if regression else labels
     assert labels is not None

@@ -59,15 +59,17 @@ def bounds_notes(bounds: BoundsRecord) -> list[str]:
     if not bounds.uniform:
         notes.append("Theorem 1 assumes the uniform mean; this run aggregates updates otherwise.")
     promised = {row.method: row.promised for row in bounds.methods if row.promised}
-    trivial = [name for name, own in promised.items() if _number(own.total) > _number(own.trivial)]
+    trivial = [
+        name for name, bound in promised.items() if _number(bound.total) > _number(bound.trivial)
+    ]
     if trivial:
         notes.append(
             f"For {', '.join(trivial)} the bound is above the trivial one, ‖∇F‖² ≤ (B·c^ν)²: "
             "for so few rounds the theorem is vacuous."
         )
-    over = {name: own for name, own in promised.items() if not own.admissible}
+    over = {name: bound for name, bound in promised.items() if not bound.admissible}
     if over:
-        names = ", ".join(f"{name} ({_number(own.meta_lr):.2g})" for name, own in over.items())
+        names = ", ".join(f"{name} ({_number(bound.meta_lr):.2g})" for name, bound in over.items())
         notes.append(
             f"meta_lr (β) is above the limit of Theorem 1, 1/(10τL_F), for {names}: the theorem "
             "does not apply there, and its terms are shown for the largest admissible β."
@@ -120,14 +122,14 @@ def _predicted(methods: Sequence[tuple[MethodBounds, MeasuredErrors]]) -> Table:
 
 
 def _theorem(methods: Sequence[tuple[str, Promise]]) -> Table:
-    promised = [own for _, own in methods]
+    promised = [bound for _, bound in methods]
     rows = [
-        ["β of the run", *(_cell(own.meta_lr, 2) for own in promised)],
-        ["largest admissible β", *(_cell(own.largest_meta_lr, 2) for own in promised)],
+        ["β of the run", *(_cell(bound.meta_lr, 2) for bound in promised)],
+        ["largest admissible β", *(_cell(bound.largest_meta_lr, 2) for bound in promised)],
         *(
-            [words, *(_cell(getattr(own.terms, term)) for own in promised)]
+            [words, *(_cell(getattr(bound.terms, term)) for bound in promised)]
             for term, words in TERMS.items()
         ),
-        ["total", *(_cell(own.total) for own in promised)],
+        ["total", *(_cell(bound.total) for bound in promised)],
     ]
     return Table(["", *(name for name, _ in methods)], rows)

@@ -730,8 +730,8 @@ def counts_chart(agents: Sequence[str], classes: Sequence[str], counts: Any) -> 
     """A heat map of samples per agent and class."""
     rows = [
         {"agent": agent, "class": name, "samples": count}
-        for agent, own in zip(agents, counts, strict=True)
-        for name, count in zip(classes, own, strict=True)
+        for agent, by_class in zip(agents, counts, strict=True)
+        for name, count in zip(classes, by_class, strict=True)
     ]
     chart = (
         plot(rows)

@@ -52,11 +52,11 @@ def _numbers(row: Row, differences: Sequence[Paired]) -> Iterator[float | None]:
     for field in ESTIMATES.values():
         estimate: Estimate = getattr(row, field)
         yield from (estimate.mean, estimate.half_width)
-    own = [p for p in differences if (p.group, p.name) == (row.group, row.name)]
+    pairs = [p for p in differences if (p.group, p.name) == (row.group, row.name)]
     nulls = ("local", "majority", "untrained")
     for wanted in (
-        [p for p in own if p.against == "local"],
-        [p for p in own if p.against not in nulls],
+        [p for p in pairs if p.against == "local"],
+        [p for p in pairs if p.against not in nulls],
     ):
         yield from (wanted[0].mean, wanted[0].half_width) if wanted else (None, None)
     yield from (getattr(row, field) for field in NUMBERS)

@@ -172,8 +172,8 @@ def _unseen(runs: Sequence[Run], group: str, charts: Sequence[Chart]) -> Section
     """Scores of agents that took no part in training."""
     blocks: list[Block] = []
     if len(runs) > 1:
-        found = [(run, _findings(run)) for run in runs]
-        blocks += [Text(_named(run, runs, lines[1])) for run, lines in found if len(lines) > 1]
+        findings = [(run, _findings(run)) for run in runs]
+        blocks += [Text(_named(run, runs, lines[1])) for run, lines in findings if len(lines) > 1]
     blocks.append(results_table(runs, group, short=True))
     newcomers = "; ".join(f"{what} ({names})" for names, what in newcomer_notes(runs))
     blocks.append(note("newcomers", what=newcomers) if newcomers else "")

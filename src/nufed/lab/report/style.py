@@ -1,7 +1,4 @@
-"""What all charts share: colours and symbols of methods, sizes and axes.
-
-What the charts of scores on one page have in common.
-"""
+"""What all charts share: colours and symbols of methods, sizes, and the axis of scores."""
 
 from __future__ import annotations
 
@@ -47,8 +44,8 @@ class Styles:
     def shapes(self, names: Sequence[str]) -> list[str]:
         """Their symbols, such that no two of up to 64 share both colour and symbol."""
         place = self._places()
-        found = [(place.get(n, 0) + place.get(n, 0) // len(PALETTE)) for n in names]
-        return [SHAPES[i % len(SHAPES)] for i in found]
+        places = [(place.get(n, 0) + place.get(n, 0) // len(PALETTE)) for n in names]
+        return [SHAPES[i % len(SHAPES)] for i in places]
 
     def _places(self) -> Mapping[str, int]:
         return {name: i for i, name in enumerate(self.names)}
@@ -197,15 +194,15 @@ class Look:
         worst = ends[0] if self.higher_is_better else ends[1]
         shapes = ("triangle-left", "triangle-right") if across else ("triangle-down", "triangle-up")
         for edge, end, shape in zip(self.domain, ends, shapes, strict=True):
-            found = []
+            beyond = []
             for row in rows:
                 mean = row["mean"] if math.isfinite(row["mean"]) else worst
                 if mean == end or (mean - edge) * end > 0:
                     shown = f"{mean:.4g}" if math.isfinite(mean) else "diverged"
-                    found.append({**row, "mean": shown, "edge": edge})
-            if found:
+                    beyond.append({**row, "mean": shown, "edge": edge})
+            if beyond:
                 place = {name: self.axis(channel, "edge")}
-                yield edge_marks(found, shape, **place, **encoding)
+                yield edge_marks(beyond, shape, **place, **encoding)
 
     def axis(self, channel: Any, field: str) -> Any:
         """The axis of scores of means."""
@@ -222,8 +219,8 @@ def interval(estimate: Estimate, percent: bool) -> tuple[float, float]:
 
 
 def _range(values: Iterator[float]) -> tuple[float, float] | None:
-    found = [value for value in values if math.isfinite(value)]
-    return (min(found), max(found)) if found else None
+    finite = [value for value in values if math.isfinite(value)]
+    return (min(finite), max(finite)) if finite else None
 
 
 def _limits(runs: Sequence[Run]) -> tuple[float, float]:
@@ -239,7 +236,9 @@ def _limits(runs: Sequence[Run]) -> tuple[float, float]:
         kinds = {(row.group, row.kind): row.personal.mean for row in reversed(run.rows())}
         good += [mean for mean in kinds.values() if math.isfinite(mean)]  # the best of each
         starts = [t.metrics[0] for part in run.methods.values() for t in part.values() if t.metrics]
-        good += [x for m in starts for own in m.evaluation.values() if _finite(x := own.score[0])]
+        good += [
+            x for m in starts for curves in m.evaluation.values() if _finite(x := curves.score[0])
+        ]
     if not good:
         return (-math.inf, math.inf)
     low, high = min(good), max(good)
@@ -274,6 +273,6 @@ def _scores(run: Run, limits: tuple[float, float]) -> Iterator[float]:
     """Every agent's score that is drawn, of lines that did not diverge."""
     for line in run.lines():
         for scores in line.scores("seen"):
-            own = [s.score[line.steps] for s in scores]
-            if own and _within(math.fsum(own) / len(own), limits):
-                yield from own
+            values = [s.score[line.steps] for s in scores]
+            if values and _within(math.fsum(values) / len(values), limits):
+                yield from values

@@ -48,8 +48,8 @@ def sweep_table(sweep: Sweep, group: str, *, narrow: bool = False) -> Table:
     names = [*labels(sweep, "method"), *([] if narrow else labels(sweep, "baseline"))]
     rows = []
     for name, values in sweep.values.items():
-        found = _by_label(sweep.runs.get(name), group)
-        cells = [_cell(sweep.runs[name], found[n], narrow) if n in found else "–" for n in names]
+        shown = _by_label(sweep.runs.get(name), group)
+        cells = [_cell(sweep.runs[name], shown[n], narrow) if n in shown else "–" for n in names]
         rows.append([*([] if narrow else [name]), *map(value_text, values.values()), *cells])
     keys = [short_key(key, sweep.keys) for key in sweep.keys] if narrow else list(sweep.keys)
     headings = [*([] if narrow else ["run"]), *keys, *names]
@@ -90,7 +90,7 @@ def sweep_headline(sweep: Sweep) -> str:
     if not rows:
         return text
     sign = 1 if measure.higher_is_better else -1
-    best, name = max(rows, key=lambda found: sign * found[0].personal.mean)
+    best, name = max(rows, key=lambda scored: sign * scored[0].personal.mean)
     show = number_format(runs[0])
     return f"{text} Best: {best.name} with {in_words(sweep.values[name])}, {_estimate(best, show)}."
 

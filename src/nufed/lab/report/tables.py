@@ -1,13 +1,5 @@
-"""The result tables of runs as text, shared by the terminal and the page.
-
-What a report says about a search that chose the settings of a run's methods.
-
-The tables of settings and costs of runs.
-
-Time and bytes of a federation's sites, as tables.
-
-The results of runs as CSV.
-"""
+"""The tables of runs as text, shared by the terminal and the page: results, agents, settings, costs,
+and the sites of a federation."""
 
 from __future__ import annotations
 
@@ -40,8 +32,8 @@ def tuned_rows(config: Config) -> dict[str, str]:
     if tuned is None:
         return {}
     choices = [
-        f"{name} {settings_text(own)} ({tuned.trials.get(name, 0)} trials)"
-        for name, own in tuned.choices.items()
+        f"{name} {settings_text(settings)} ({tuned.trials.get(name, 0)} trials)"
+        for name, settings in tuned.choices.items()
     ]
     rows = {
         "tuned": f"{'; '.join(choices)}. Every method had the same budget, {tuned.budget_text} "
@@ -49,10 +41,10 @@ def tuned_rows(config: Config) -> dict[str, str]:
         "agents"
     }
     changed = []
-    for name, own in tuned.choices.items():
+    for name, settings in tuned.choices.items():
         table = config.methods[name].settings if name in config.methods else {}
         now = {**config.method.settings, **table}
-        changed += [f"{name}.{key}" for key, value in own.items() if now.get(key) != value]
+        changed += [f"{name}.{key}" for key, value in settings.items() if now.get(key) != value]
     if changed:
         rows["changed after tuning"] = ", ".join(changed)
     return rows
@@ -122,13 +114,13 @@ def methods_table(runs: Sequence[Run]) -> Table:
 
 def _settings(algorithm: Algorithm) -> Iterator[tuple[Field, Any]]:
     """Its settings with their values, including those of base classes that it fixes."""
-    found = {
+    fields = {
         field.name: field
         for cls in reversed(type(algorithm).__mro__)
         if dataclasses.is_dataclass(cls)
         for field in settings_of(cls)
     }
-    return ((field, getattr(algorithm, name)) for name, field in found.items())
+    return ((field, getattr(algorithm, name)) for name, field in fields.items())
 
 
 def _heading(field: Field) -> str:
@@ -247,17 +239,17 @@ def sites_table(run: Run) -> Table | None:
     seed = run.config.seeds[0]
     rows = []
     for agent in sorted({line.agent for line in lines}):
-        own = [line for line in lines if line.agent == agent]
-        answered = [line for line in own if line.bytes_up]
+        requests = [line for line in lines if line.agent == agent]
+        answered = [line for line in requests if line.bytes_up]
         trained = [line.seconds for line in answered if line.phase == "train"]
         rows.append(
             [
                 run.who(seed, agent).removeprefix("site "),
-                f"{len(answered)} of {len(own)}",
+                f"{len(answered)} of {len(requests)}",
                 f"{sum(trained) / len(trained):.1f}" if trained else "–",
                 f"{max(trained):.1f}" if trained else "–",
-                f"{sum(line.bytes_down for line in own) / 1e6:.3f}",
-                f"{sum(line.bytes_up for line in own) / 1e6:.3f}",
+                f"{sum(line.bytes_down for line in requests) / 1e6:.3f}",
+                f"{sum(line.bytes_up for line in requests) / 1e6:.3f}",
             ]
         )
     headings = ["", "answered", "seconds to train, mean", "longest", "MB down", "MB up"]
@@ -393,14 +385,14 @@ def results_table(runs: Sequence[Run], group: str, *, short: bool = False) -> Ta
 
 def _pairs(run: Run, group: str) -> dict[tuple[str, str], str]:
     """The paired differences of a group by row and column."""
-    show, found = difference_format(run), {}
+    show, texts = difference_format(run), {}
     for pair in run.paired():
         if pair.group == group:
             column = {"local": "− local", "majority": "", "untrained": ""}.get(
                 pair.against, "− best"
             )
-            found[pair.name, column] = show(pair)
-    return found
+            texts[pair.name, column] = show(pair)
+    return texts
 
 
 INCOMPARABLE: dict[Incomparable, str] = {
@@ -533,9 +525,10 @@ def _of_samples(scores: AgentScores, steps: int, show: Callable[[float], str]) -
 
 def steps_shown(run: Run) -> str:
     """The fine-tuning steps after which results are shown, as text."""
-    own = {n: s for n in run.methods if (s := run.config.steps_of(n)) != [run.config.steps_shown]}
-    others = "".join(f"; {name} {' and '.join(map(str, steps))}" for name, steps in own.items())
-    return f"{run.config.steps_shown}{others}"
+    shown = run.config.steps_shown
+    by_method = {name: run.config.steps_of(name) for name in run.methods}
+    others = [f"; {n} {' and '.join(map(str, s))}" for n, s in by_method.items() if s != [shown]]
+    return f"{shown}{''.join(others)}"
 
 
 def evaluated_agents(run: Run) -> str:

@@ -49,7 +49,7 @@ def tune_headline(record: TuningRecord) -> str:
         return "No trial could be trained."
     names = [row.trial.method for row in rows]
     first = rows[0]
-    best = f"{score(first.mean)} with other seeds" if first.mean is not None else score(first.found)
+    best = f"{score(first.mean)} with other seeds" if first.mean is not None else score(first.score)
     words = f"{names[0]} is best after tuning: validation {search.measure} {best}"
     others = f", ahead of {', '.join(names[1:])}" if names[1:] else ""
     return (
@@ -70,7 +70,7 @@ def choices_table(record: TuningRecord) -> Table:
             [
                 method,
                 settings_text(row.trial.settings),
-                score(row.found),
+                score(row.score),
                 score(row.mean) if row.scores else "–",
                 str(len(record.of(method))),
                 f"{spent:,}",
@@ -101,13 +101,13 @@ def sensitivity_table(record: TuningRecord) -> Table:
 
     rows = [
         [
-            own.method,
-            own.setting,
-            settings_text({own.setting: own.value}).partition(" = ")[2],
-            cell(own.smaller),
-            cell(own.larger),
+            each.method,
+            each.setting,
+            settings_text({each.setting: each.value}).partition(" = ")[2],
+            cell(each.smaller),
+            cell(each.larger),
         ]
-        for own in sensitivities(record)
+        for each in sensitivities(record)
     ]
     return Table(headings, rows)
 
@@ -122,7 +122,7 @@ def certainty_table(record: TuningRecord) -> Table:
             row.trial.method,
             str(row.trial.number),
             settings_text(row.trial.settings),
-            score(row.found),
+            score(row.score),
             score(row.mean) if row.scores else "–",
             *([score(each) for each in row.scores] or ["–"] * len(seeds)),
         ]
@@ -136,14 +136,14 @@ def work_table(record: TuningRecord) -> Table:
     """The work of the search, its evaluations and the repeats, in gradients."""
     headings = ["", "one full training", "search", "evaluation", "repeats", "failed trials"]
     rows = []
-    for method, own in record.search.methods.items():
+    for method, searched in record.search.methods.items():
         trials = record.of(method)
         again = [trial for trial in record.repeats if trial.method == method]
         evaluated = sum(rung.evaluation_work for trial in trials for rung in trial.rungs)
         rows.append(
             [
                 method,
-                f"{own.work:,.0f}",
+                f"{searched.work:,.0f}",
                 f"{record.spent(method):,}",
                 f"{evaluated:,}",
                 f"{sum(trial.last.work for trial in again):,}",
@@ -185,13 +185,13 @@ def search_table(record: TuningRecord) -> Table:
         + (", scored before the last with the α of training" if search.format > 1 else ""),
         "scored on": f"validation samples of {search.agents} agents; test samples are never read",
     }
-    for method, own in search.methods.items():
+    for method, searched in search.methods.items():
         words = [
             f"{r.setting} {r}{' (log)' * r.log}, {r.origin}"
             + ("" if r == first else f" {first}, and grown while the best was at its end")
-            for r, first in zip(record.ranges(method), own.ranges, strict=True)
+            for r, first in zip(record.ranges(method), searched.ranges, strict=True)
         ]
-        rows[f"ranges of {method}"] = "; ".join([*words, *own.notes]) or "nothing is searched"
+        rows[f"ranges of {method}"] = "; ".join([*words, *searched.notes]) or "nothing is searched"
     rows["software"] = ", ".join(f"{name} {version}" for name, version in search.software.items())
     return Table(["", ""], [[k, v] for k, v in rows.items()], prose=True)
 

@@ -66,12 +66,12 @@ def progress_table(state: TrainingState) -> Table:
     """Every method and seed: its state, round, latest scores and signals."""
     rounds, show = state.run.config.rounds, number_format(state.run)
     last = [_last_signals(part) for part in state.parts]
-    scalars = dict.fromkeys(name for found in last for name in found)
+    scalars = dict.fromkeys(name for latest in last for name in latest)
     rows = []
-    for part, found in zip(state.parts, last, strict=True):
+    for part, latest in zip(state.parts, last, strict=True):
         at = f"{part.metrics[-1].round} of {rounds}" if part.metrics else "–"
         scores = [show(score) if score == score else "–" for score in _last_scores(state, part)]
-        more = [f"{found[name]:.4g}" if name in found else "–" for name in scalars]
+        more = [f"{latest[name]:.4g}" if name in latest else "–" for name in scalars]
         rows.append([part.method, str(part.seed), part.state, at, *scores, *more])
     titles = ["", "seed", "state", "round", "global", "personal"]
     names = [name.replace("_", " ") for name in scalars]
@@ -91,10 +91,10 @@ def _last_signals(part: PartState) -> dict[str, float]:
 
 def _last_scores(state: TrainingState, part: PartState) -> Iterator[float]:
     """The scores of the global and personal model on seen agents when last evaluated."""
-    found = [m.evaluation["seen"] for m in part.metrics if "seen" in m.evaluation]
-    shared = found[-1].global_score if found else nan
+    evaluated = [m.evaluation["seen"] for m in part.metrics if "seen" in m.evaluation]
+    shared = evaluated[-1].global_score if evaluated else nan
     yield nan if shared is None else shared
-    personal = found[-1].score[state.run.config.steps_of(part.method)[0]] if found else nan
+    personal = evaluated[-1].score[state.run.config.steps_of(part.method)[0]] if evaluated else nan
     yield nan if personal is None else personal
 
 
