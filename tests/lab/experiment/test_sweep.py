@@ -14,8 +14,8 @@ import nufed
 from nufed import InputError
 from nufed.errors import RunError
 from nufed.files import read_sealed, write_sealed
-from nufed.lab.analysis import by_key
-from nufed.lab.analysis.by_key import keyed_scores, marginal_scores
+from nufed.lab.analysis import comparison
+from nufed.lab.analysis.comparison import keyed_scores, marginal_scores
 from nufed.lab.config.sweep_grid import make_grid
 from nufed.lab.experiment import sweeping as sweep_runs
 from nufed.lab.experiment.training import MethodJob
@@ -244,7 +244,7 @@ def test_the_page_links_every_run_and_charts_every_key(whole):
 @pytest.mark.parametrize("needed", [2, 3])
 def test_scores_by_one_key_are_means_over_the_others(whole, monkeypatch, needed):
     """The interval is over the means of two seeds, or, if they are too few, of agents."""
-    monkeypatch.setattr(by_key, "MIN_VALUES", needed)
+    monkeypatch.setattr(comparison, "MIN_VALUES", needed)
     sweep, _ = whole
     for score in marginal_scores(sweep, "seen", "data.dirichlet"):
         scores = {}

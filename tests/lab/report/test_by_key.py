@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lab.report.test_charts import points
-from nufed.lab.analysis.by_key import KeyedScore
+from nufed.lab.analysis.comparison import KeyedScore
 from nufed.lab.report.charts import score_by_key, score_by_two_keys
 from nufed.lab.report.style import GREY, PALETTE, Styles
 

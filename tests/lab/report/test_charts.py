@@ -10,7 +10,7 @@ import pytest
 
 import nufed as library
 from nufed.files import read_sealed
-from nufed.lab.analysis.by_key import one_differing_key, value_of
+from nufed.lab.analysis.comparison import one_differing_key, value_of
 from nufed.lab.config import load_config
 from nufed.lab.report import figures, page
 from nufed.lab.report.charts import all_charts, signal_chart

@@ -263,10 +263,11 @@ def sweep(
 
 
 def _print_sweep(sweep: Sweep) -> None:
-    from nufed.lab.report.sweep_page import sweep_groups, sweep_headline, sweep_table
+    from nufed.lab.report.sweep_page import sweep_headline, sweep_table
+    from nufed.lab.report.tables import all_groups
 
     print_line(sweep_headline(sweep))
-    for group in sweep_groups(sweep):
+    for group in all_groups(list(sweep.runs.values())):
         say("")
         shown = sweep_table(sweep, group, narrow=True)
         title = f"agents {group} in training"

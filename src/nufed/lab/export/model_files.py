@@ -108,7 +108,7 @@ def export_model(path: Path, to: str, out: Path | None, *, trust: bool = False) 
     return write(load_model(path, trust=trust), out or Path(f"{path.stem}{suffix}"))
 
 
-def export_of_run(run: Run, to: str, out: Path, chosen: Chosen) -> list[str]:
+def export_of_run(to: str, run: Run, out: Path, chosen: Chosen) -> list[str]:
     """Write the global model of a method of a run."""
     if chosen.method is None and len(run.methods) > 1:
         raise InputError(f"--to {to} writes one model: add --method, {' or '.join(run.methods)}")

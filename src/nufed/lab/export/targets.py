@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nufed.errors import InputError, shown
 from nufed.files import write_durably
 from nufed.lab.export.mlflow_store import FOLDER as MLFLOW
 from nufed.lab.export.mlflow_store import write_mlflow
-from nufed.lab.export.model_files import export_of_run
+from nufed.lab.export.model_files import WRITERS, export_of_run
 from nufed.lab.export.target import Chosen, Target, check_new, needed
 from nufed.lab.export.tensorboard_files import FOLDER as TENSORBOARD
 from nufed.lab.export.tensorboard_files import write_tensorboard
@@ -25,17 +26,14 @@ from nufed.lab.runs import Run
 from nufed.registry import suggest
 
 
-def write_csv(run: Run, out: Path) -> list[str]:
+def _table_files(suffix: str, encode: Callable[[Any], bytes]) -> Target:
+    return Target(partial(_write, suffix, encode), lambda run: Path(run.path.name + suffix))
+
+
+def _write(
+    suffix: str, encode: Callable[[Any], bytes], run: Run, out: Path, chosen: Chosen
+) -> list[str]:
     """Write :meth:`nufed.Run.frame` to ``out`` and :meth:`nufed.Run.history` beside it."""
-    return _write(run, out, ".csv", _csv)
-
-
-def write_parquet(run: Run, out: Path) -> list[str]:
-    """The same as Parquet files."""
-    return _write(run, out, ".parquet", _parquet)
-
-
-def _write(run: Run, out: Path, suffix: str, encode: Callable[[Any], bytes]) -> list[str]:
     curves = out.with_name(f"{out.stem}-history{suffix}")
     check_new(out, suffix)
     check_new(curves, suffix)
@@ -65,28 +63,20 @@ def _parquet(frame: Any) -> bytes:
     return content.getvalue()
 
 
+def _model_file(kind: str) -> Target:
+    suffix = WRITERS[kind][1]
+    write = partial(export_of_run, kind)
+    return Target(write, lambda run: Path(run.path.name + suffix), chooses=True)
+
+
 TARGETS: Mapping[str, Target] = {
     "tensorboard": Target(write_tensorboard, lambda run: run.path / TENSORBOARD),
     "mlflow": Target(write_mlflow, lambda run: Path(MLFLOW)),
     "wandb": Target(write_wandb, lambda run: Path()),
-    "csv": Target(
-        lambda run, out, chosen: write_csv(run, out),
-        lambda run: Path(f"{run.path.name}.csv"),
-    ),
-    "parquet": Target(
-        lambda run, out, chosen: write_parquet(run, out),
-        lambda run: Path(f"{run.path.name}.parquet"),
-    ),
-    "onnx": Target(
-        lambda run, out, chosen: export_of_run(run, "onnx", out, chosen),
-        lambda run: Path(f"{run.path.name}.onnx"),
-        chooses=True,
-    ),
-    "state_dict": Target(
-        lambda run, out, chosen: export_of_run(run, "state_dict", out, chosen),
-        lambda run: Path(f"{run.path.name}.safetensors"),
-        chooses=True,
-    ),
+    "csv": _table_files(".csv", _csv),
+    "parquet": _table_files(".parquet", _parquet),
+    "onnx": _model_file("onnx"),
+    "state_dict": _model_file("state_dict"),
 }
 
 

@@ -17,7 +17,7 @@ import zipfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -446,7 +446,7 @@ def read_data(
         with _named(targets):
             if targets.suffix != ".npy":
                 raise InputError("its name must end in .npy")
-            data = data._replace(labels=_from_npy(read_bounded(targets, data_limit())))
+            data = data._replace(labels=_from_npy(targets))
     with _named(targets or path):
         if isinstance(data.labels, np.ndarray) and data.labels.dtype.kind == "f":
             check_finite(as_tensor(data.labels), "target")
@@ -485,26 +485,30 @@ def _read(
         case ".npz":
             return _from_npz(read_bounded(path, data_limit()), labelled)
         case ".npy":
-            return Data(_from_npy(read_bounded(path, data_limit())), None)
+            return Data(_from_npy(path), None)
     raise InputError(f"its name must end in {KINDS}")
 
 
-def _from_npy(content: bytes) -> np.ndarray[Any, Any]:
+@contextmanager
+def _numbers_of(kind: str) -> Iterator[None]:
+    """Errors in reading a foreign file, which zipfile and numpy may raise any of."""
     try:
-        return read_npy(content)
+        yield
     except InputError:
         raise
-    except Exception as error:  # numpy may raise anything on a foreign file
-        raise InputError(f"it is not an NPY file of numbers ({error})") from None
+    except Exception as error:
+        raise InputError(f"it is not an {kind} file of numbers ({error})") from None
+
+
+def _from_npy(path: Path) -> np.ndarray[Any, Any]:
+    content = read_bounded(path, data_limit())
+    with _numbers_of("NPY"):
+        return read_npy(content)
 
 
 def _from_npz(content: bytes, labelled: bool) -> Data:
-    try:
+    with _numbers_of("NPZ"):
         arrays = read_npz(content, ("inputs", "targets"))
-    except InputError:
-        raise
-    except Exception as error:  # zipfile and numpy may raise anything on a foreign file
-        raise InputError(f"it is not an NPZ file of numbers ({error})") from None
     wanted = ("inputs", "targets") if labelled else ("inputs",)
     missing = [name for name in wanted if name not in arrays]
     if missing:
@@ -584,7 +588,7 @@ def _number(word: str) -> float | None:
         number = float(word)
     except ValueError:
         return None
-    return number if isfinite(number) else None
+    return number if math.isfinite(number) else None
 
 
 def _bytes(inputs: torch.Tensor) -> torch.Tensor:

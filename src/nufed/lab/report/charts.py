@@ -19,10 +19,11 @@ import altair as alt
 import numpy as np
 
 from nufed.lab.analysis.advise import Advice, Curve
-from nufed.lab.analysis.by_key import KeyedScore, KeyValue, one_differing_key, scores_of_runs
+from nufed.lab.analysis.comparison import KeyedScore, KeyValue, one_differing_key, scores_of_runs
 from nufed.lab.analysis.tuning_findings import best_so_far
 from nufed.lab.report.bounds_tables import TERMS
 from nufed.lab.report.figures import Chart
+from nufed.lab.report.page import caption
 from nufed.lab.report.style import (
     DASHED,
     DOTTED,
@@ -77,16 +78,16 @@ def all_charts(runs: Sequence[Run]) -> Iterator[Chart]:
         yield "fits", fits_caption(runs[0]), curves
     if key := one_differing_key(runs):
         yield from _charts_by_key(runs, key, look)
-    for name, caption, chart_of in _charts_of_scores(runs, groups, look):
-        yield from _of_each(runs, name, caption, [chart_of(run) for run in runs])
+    for name, words, chart_of in _charts_of_scores(runs, groups, look):
+        yield from _of_each(runs, name, words, [chart_of(run) for run in runs])
         if name == f"rounds-{groups[-1]}":
             yield from _charts_of_training(runs, look)
     for run in runs:
         if next(iter(run.splits.values())).classes:
             some = f" (the first {MAX_AGENTS} of {run.agents})" if run.agents > MAX_AGENTS else ""
             of, seed = run_name(run, runs), run.config.seeds[0]
-            caption = f"Samples per agent{some} and class, {of}, seed {seed}."
-            yield _numbered("split", run, runs), caption, split_chart(run)
+            words = caption("split", some=some, run=of, seed=seed)
+            yield _numbered("split", run, runs), words, split_chart(run)
 
 
 def _charts_by_key(runs: Sequence[Run], key: str, look: Look) -> Iterator[Chart]:
@@ -98,68 +99,42 @@ def _charts_by_key(runs: Sequence[Run], key: str, look: Look) -> Iterator[Chart]
             percent=look.percent,
             styles=look.styles,
         )
-        yield (
-            f"by-key-{group}",
-            f"{_score(runs)} of personal models by {key}, agents {group} in training. "
-            "Bars: 95 % confidence intervals; grey: null baselines.",
-            chart,
-        )
+        words = caption("by_key", score=_score(runs), key=key, group=group)
+        yield f"by-key-{group}", words, chart
 
 
 def _charts_of_scores(
     runs: Sequence[Run], groups: Sequence[str], look: Look
 ) -> Iterator[tuple[str, str, Callable[[Run], Any]]]:
     """Name, caption, and what draws a run: results, learning curves, steps and agents."""
-    score, cut = _score(runs), ""
-    if look.clipped:
-        cut = " Triangles at the edge: beyond the axis, or diverged."
+    score = _score(runs)
+    cut = " " + caption("edges") if look.clipped else ""
     counts = {line.steps for run in runs for line in run.lines() if line.kind == "method"}
-    steps = " or ".join(map(str, sorted(counts)))
+    steps, sizes = " or ".join(map(str, sorted(counts))), _sized_by_round(runs)
     for group in groups:
-        yield (
-            f"results-{group}",
-            f"{score} of the shown models, agents {group} in training. Filled: personal models, "
-            "with 95 % confidence intervals; open: the global model; grey: null baselines." + cut,
-            partial(result_chart, group=group, look=look),
-        )
+        words = caption("results", score=score, group=group) + cut
+        yield f"results-{group}", words, partial(result_chart, group=group, look=look)
     for group in groups:
-        yield (
-            f"rounds-{group}",
-            f"{score} of personal models after {steps} fine-tuning steps by round, agents {group} "
-            f"in training, with the step size of fine-tuning {_sized_by_round(runs)}. Lines: mean "
-            "over agents and seeds; bands: range over seeds; dotted: the method's global model; "
-            f"dashed: null baselines.{cut}",
-            partial(rounds_chart, group=group, look=look),
-        )
-    yield (
-        "steps",
-        f"{score} of personal models by number of fine-tuning steps, agents seen in training. "
-        f"Bands: range over seeds; dashed: null baselines.{cut}",
-        partial(steps_chart, look=look),
-    )
-    yield (
-        "agents",
-        f"{score} of individual agents' personal models after {steps} fine-tuning steps, agents "
-        "seen in training, all seeds. Boxes: quartiles; whiskers: range; points: agents.",
-        partial(agents_chart, look=look),
-    )
+        words = caption("rounds", score=score, steps=steps, group=group, sizes=sizes) + cut
+        yield f"rounds-{group}", words, partial(rounds_chart, group=group, look=look)
+    yield "steps", caption("steps", score=score) + cut, partial(steps_chart, look=look)
+    words = caption("agents", score=score, steps=steps)
+    yield "agents", words, partial(agents_chart, look=look)
 
 
 def _charts_of_training(runs: Sequence[Run], look: Look) -> Iterator[Chart]:
     for run in runs:
         before = f"{run_name(run, runs)}: " if len(runs) > 1 else ""
-        for name, caption, chart in training_charts(run, look):
-            yield _numbered(name, run, runs), before + caption, chart
+        for name, words, chart in training_charts(run, look):
+            yield _numbered(name, run, runs), before + words, chart
 
 
-def _of_each(
-    runs: Sequence[Run], name: str, caption: str, charts: Sequence[Any]
-) -> Iterator[Chart]:
+def _of_each(runs: Sequence[Run], name: str, whole: str, charts: Sequence[Any]) -> Iterator[Chart]:
     """One chart of each run; the first of several has the whole caption."""
     for run, chart in zip(runs, charts, strict=True):
-        words = caption
+        words = whole
         if len(runs) > 1:
-            words = run_name(run, runs) + (f": {caption}" if run is runs[0] else "")
+            words = run_name(run, runs) + (f": {whole}" if run is runs[0] else "")
         yield _numbered(name, run, runs), words, chart
 
 
@@ -585,10 +560,7 @@ def fits_caption(run: Run) -> str:
     """What the chart shows."""
     _, fits = _fits(run)[0]
     who = "agents" if fits[0].seen else "newcomers, which took no part in training"
-    return (
-        f"Models of {len(fits)} {who}, before and after fine-tuning, seed {run.config.seeds[0]}. "
-        "Large points: the samples that an agent fine-tunes on; small points: its test samples."
-    )
+    return caption("fits", agents=f"{len(fits)} {who}", seed=run.config.seeds[0])
 
 
 def _fits(run: Run) -> list[tuple[str, list[Any]]]:
@@ -602,12 +574,7 @@ def training_charts(run: Run, look: Look) -> Iterator[Chart]:
     for name, (field, title, what) in SIGNALS.items():
         chart = signal_chart(run, field, title, look)
         if chart is not None:
-            yield (
-                name,
-                f"{title.capitalize()} by round: {what}. Lines: mean over seeds; bands: range over "
-                "seeds; red rings: jumps, far above the rounds before.",
-                chart,
-            )
+            yield name, caption("training", title=title.capitalize(), what=what), chart
 
 
 def signal_chart(run: Run, field: str, title: str, look: Look) -> Any | None:
@@ -761,8 +728,7 @@ def bounds_charts(bounds: BoundsRecord) -> Iterator[Chart]:
         scale = alt.Scale(domain=order, range=Styles.of(order).colours(order))
         yield (
             "bounds-terms",
-            "Theorem 1's bound on the mean of E‖∇F(w_k)‖² by term, at the run's β or the largest "
-            "admissible one, whichever is smaller.",
+            caption("bounds_terms"),
             fitted(
                 plot(terms)
                 .mark_bar()
@@ -786,7 +752,7 @@ def bounds_charts(bounds: BoundsRecord) -> Iterator[Chart]:
         names = list(dict.fromkeys(row["method"] for row in measured))
         yield (
             "bounds-stationarity",
-            "Measured ‖∇F(w_k)‖² by round, of each method's F (its ν), over agents in training.",
+            caption("bounds_stationarity"),
             fitted(
                 plot(measured)
                 .mark_line(point=alt.OverlayMarkDef(filled=False, size=45))
@@ -859,24 +825,14 @@ def tune_charts(record: TuningRecord) -> Iterator[Chart]:
     search = record.search
     points = best_so_far(record)
     if points:
-        yield (
-            "tune-best",
-            f"Best validation {search.measure} of a fully trained trial by the work spent on its "
-            f"method, one point per batch of trials. The unit is {search.unit:,.0f} gradients, one "
-            "full training by the cheapest method.",
-            _best_chart(record, points),
-        )
+        words = caption("tune_best", measure=search.measure, unit=f"{search.unit:,.0f}")
+        yield "tune-best", words, _best_chart(record, points)
     settings = dict.fromkeys(each.setting for m in search.methods.values() for each in m.ranges)
     for setting in settings:
         values = _setting_points(record, setting)
         if len(values) > 1:
-            yield (
-                f"tune-{setting}",
-                f"Validation {search.measure} of all trials by {setting}, after the rounds that "
-                "each was trained for; other settings vary, too. Filled: trained to the end. Much "
-                "worse trials are drawn at the edge.",
-                _setting_chart(record, setting, values),
-            )
+            words = caption("tune_setting", measure=search.measure, setting=setting)
+            yield f"tune-{setting}", words, _setting_chart(record, setting, values)
 
 
 def _best_chart(record: TuningRecord, points: list[dict[str, Any]]) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from nufed.lab.analysis.comparison import Finding, find_best, practically_equal
-from nufed.lab.report.tables import difference_format, evaluated_agents, number_format, steps_shown
+from nufed.lab.report.tables import (
+    difference_format,
+    evaluated_agents,
+    listed,
+    number_format,
+    steps_shown,
+)
 from nufed.lab.runs import Row, Run
 from nufed.lab.runs.results import Paired
 
@@ -79,7 +84,7 @@ def _top(run: Run, result: Finding) -> str:
         return f"the {len(names)} methods {alike} ({span})"
     if len(names) > MAX_NAMED:
         return f"{best.name} and {len(names) - 1} others {alike} ({span})"
-    return f"{_listed(names)} {alike} ({span})"
+    return f"{listed(names)} {alike} ({span})"
 
 
 def _over(run: Run, result: Finding, null: Row) -> str:
@@ -95,7 +100,7 @@ def _over(run: Run, result: Finding, null: Row) -> str:
         return f", {by} over {name}"
     if len(winners) == len(top):
         return f"; all beat {name}, {winners[0].name} by {by}"
-    some = _listed([row.name for row in winners[:MAX_NAMED]])
+    some = listed([row.name for row in winners[:MAX_NAMED]])
     return f"; {some} beat{'s' * (len(winners) == 1)} {name}, {winners[0].name} by {by}"
 
 
@@ -113,10 +118,6 @@ def _over_what(run: Run, pair: Paired) -> str:
 
 def _capital(text: str, before: str) -> str:
     return text if before else text[0].upper() + text[1:]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def measured(run: Run) -> str:
@@ -145,7 +146,7 @@ def _tuned(run: Run) -> str:
     tuned, parts = run.config.tuned, []
     if tuned is not None:
         budget = f"{tuned.budget:g} × {tuned.unit:,.0f} gradients"
-        parts.append(f"settings of {_listed(list(tuned.choices))}, each with a budget of {budget}")
+        parts.append(f"settings of {listed(list(tuned.choices))}, each with a budget of {budget}")
     if run.step_sizes_chosen:
         parts.append("step sizes of fine-tuning, on validation samples")
     rest = (

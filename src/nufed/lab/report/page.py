@@ -7,7 +7,7 @@ and of a run in training (``watch.py``) are lists of sections, which ``page.html
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -140,14 +140,23 @@ class Page:
         return out / file
 
 
-def note(name: str, **values: str) -> Markup:
+def note(name: str, **values: object) -> Markup:
     """An explanation of ``notes.toml``, with escaped values."""
+    return _filled("notes", name, values)
+
+
+def caption(name: str, **values: object) -> Markup:
+    """A caption of ``notes.toml``, with escaped values."""
+    return _filled("captions", name, values)
+
+
+def _filled(table: str, name: str, values: Mapping[str, object]) -> Markup:
     escaped = {key: visible(value) for key, value in values.items()}
-    return Markup(_notes()[name].strip()).format(**escaped)
+    return Markup(_notes()[table][name].strip()).format(**escaped)
 
 
 @cache
-def _notes() -> dict[str, str]:
+def _notes() -> dict[str, dict[str, str]]:
     return tomllib.loads((files("nufed.lab.report") / "notes.toml").read_text("utf-8"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 from markupsafe import Markup
 
 from nufed.errors import visible
-from nufed.lab.analysis.by_key import keyed_scores, marginal_scores
+from nufed.lab.analysis.comparison import keyed_scores, marginal_scores
 from nufed.lab.config.sweep_grid import in_words, value_text
 from nufed.lab.report.figures import Chart
-from nufed.lab.report.page import Charts, Code, Folded, Page, Section, Text, Warned, note
-from nufed.lab.report.tables import Table, number_format
+from nufed.lab.report.page import Charts, Code, Folded, Page, Section, Text, Warned, caption, note
+from nufed.lab.report.tables import Table, all_groups, listed, number_format
 from nufed.lab.runs import Row, Run
 from nufed.lab.runs.sweep_record import Sweep
 
@@ -27,11 +27,6 @@ def build_sweep_page(sweep: Sweep, *, figures: bool = True) -> Path:
     Without ``figures`` no SVG and PNG files are drawn.
     """
     return _sweep_page(sweep).save(sweep.path, "nufed sweep --resume", figures=figures)
-
-
-def sweep_groups(sweep: Sweep) -> list[str]:
-    """The groups of agents that any run has scores of."""
-    return max((r.groups for r in sweep.runs.values() if r.rows()), key=len, default=[])
 
 
 def labels(sweep: Sweep, kind: str) -> list[str]:
@@ -71,10 +66,10 @@ def best_of(sweep: Sweep, name: str, group: str) -> str | None:
 def sweep_headline(sweep: Sweep) -> str:
     """What was measured, and the best result."""
     runs = [run for run in sweep.runs.values() if any(row.kind == "method" for row in run.rows())]
-    about = f"{len(sweep.values)} runs over {_and(list(sweep.keys))}"
+    about = f"{len(sweep.values)} runs over {listed(list(sweep.keys))}"
     if not runs:
         return f"{about}. No method could be trained."
-    group = "unseen" if "unseen" in sweep_groups(sweep) else "seen"
+    group = "unseen" if "unseen" in all_groups(list(sweep.runs.values())) else "seen"
     measure, config = runs[0].measure, runs[0].config
     rows = [
         (row, name)
@@ -105,7 +100,7 @@ def sweep_notes(sweep: Sweep) -> list[str]:
     steps = sorted({run.config.steps_shown for run in runs})
     if len(steps) > 1:
         notes.append(
-            f"Personal models are fine-tuned for {_and(list(map(str, steps)))} steps, by run: "
+            f"Personal models are fine-tuned for {listed(steps)} steps, by run: "
             "eval_steps is the largest adapt_steps of a run unless it is set; set it, for example "
             f"eval_steps={steps[-1]}, to score all runs after the same number of steps."
         )
@@ -130,14 +125,9 @@ def _finite(row: Row) -> bool:
     return math.isfinite(row.personal.mean)
 
 
-def _and(words: Sequence[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} and {last}" if most else last
-
-
 def _sweep_page(sweep: Sweep) -> Page:
     charts = list(sweep_charts(sweep))
-    groups = sweep_groups(sweep)
+    groups = all_groups(list(sweep.runs.values()))
     tables = [Section(f"Agents {g} in training", [_linked_table(sweep, g)]) for g in groups]
     keys = [[key, ", ".join(map(value_text, values))] for key, values in sweep.keys.items()]
     shared = Code(sweep.base.to_toml().splitlines())
@@ -190,31 +180,25 @@ def sweep_charts(sweep: Sweep) -> Iterator[Chart]:
     styles = Styles.of(methods)
     swept = [key for key, values in sweep.keys.items() if len(values) > 1]
     runs = list(sweep.runs.values())
-    for group in sweep_groups(sweep):
+    for group in all_groups(list(sweep.runs.values())):
         scored = next(run for run in runs if run.rows())
         score = f"{scored.config.eval_on} {scored.measure.name}"
         axis: dict[str, Any] = {"title": score, "percent": scored.measure.name == "accuracy"}
-        agents = f"agents {group} in training, last round"
+        capital = score.capitalize()
         for number, key in enumerate(swept, start=1):
             others = ", ".join(other for other in swept if other != key)
             mean = f", mean over the values of {others}" if others else ""
-            caption = (
-                f"{score.capitalize()} of personal models by {key}{mean}; {agents}. Bars: 95 % "
-                "confidence intervals of the mean; dashed: null baselines."
-            )
+            words = caption("sweep", score=capital, key=key, mean=mean, group=group)
             scores = marginal_scores(sweep, group, key)
             yield (
                 f"by-key-{number}-{group}",
-                caption,
+                words,
                 score_by_key(scores, key, styles=styles, **axis),
             )
-        pairs = list(combinations(swept, 2))
-        for pair, (down, across) in enumerate(pairs, start=1):
+        for pair, (down, across) in enumerate(combinations(swept, 2), start=1):
             for number, method in enumerate(methods, start=1):
                 scores = [s for s in keyed_scores(sweep, group) if s.method == method]
-                caption = (
-                    f"{score.capitalize()} of {method}'s personal models by {across} and {down}; "
-                    f"{agents}."
-                )
+                both = {"across": across, "down": down}
+                words = caption("map", score=capital, method=method, group=group, **both)
                 chart = score_by_two_keys(scores, across, down, **axis)
-                yield f"map-{pair}-{number}-{group}", caption, chart
+                yield f"map-{pair}-{number}-{group}", words, chart

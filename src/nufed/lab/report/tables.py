@@ -1,5 +1,5 @@
-"""The tables of runs as text, shared by the terminal and the page: results, agents, settings, costs,
-and the sites of a federation."""
+"""The tables of runs as text, shared by the terminal and the page: results, agents, settings,
+costs, and the sites of a federation."""
 
 from __future__ import annotations
 
@@ -328,6 +328,12 @@ def difference_format(run: Run) -> Callable[[Paired], str]:
         return f"{signed} (too few)" if half is None else f"{signed} ± {show(half)}"
 
     return both
+
+
+def listed(words: Sequence[object]) -> str:
+    """The words with commas and a last “and”."""
+    *most, last = map(str, words)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def label(run: Run, name: str, runs: Sequence[Run]) -> str:

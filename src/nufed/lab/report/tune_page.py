@@ -18,7 +18,7 @@ from nufed.lab.analysis.tuning_findings import (
     sensitivities,
 )
 from nufed.lab.report.page import Block, Charts, Folded, Page, Section, Text, Warned, note
-from nufed.lab.report.tables import Table, settings_text
+from nufed.lab.report.tables import Table, listed, settings_text
 from nufed.lab.runs.tuning_record import TuningRecord
 
 PAGE = "tune.html"
@@ -180,7 +180,7 @@ def search_table(record: TuningRecord) -> Table:
         "a full training by the cheapest method",
         "sampler": f"{search.sampler}, seed {search.seed}; the settings as configured are tried "
         "first",
-        "halving": f"batches of trials are compared after {_listed(search.rungs)} rounds; the best "
+        "halving": f"batches of trials are compared after {listed(search.rungs)} rounds; the best "
         "third is trained further"
         + (", scored before the last with the α of training" if search.format > 1 else ""),
         "scored on": f"validation samples of {search.agents} agents; test samples are never read",
@@ -194,11 +194,6 @@ def search_table(record: TuningRecord) -> Table:
         rows[f"ranges of {method}"] = "; ".join([*words, *searched.notes]) or "nothing is searched"
     rows["software"] = ", ".join(f"{name} {version}" for name, version in search.software.items())
     return Table(["", ""], [[k, v] for k, v in rows.items()], prose=True)
-
-
-def _listed(numbers: list[int]) -> str:
-    *before, last = map(str, numbers)
-    return f"{', '.join(before)} and {last}" if before else last
 
 
 def _tune_page(record: TuningRecord) -> Page:

@@ -24,7 +24,7 @@ from typing import cast
 
 from nufed.errors import InputError, RunError, visible
 from nufed.lab.report.charts import rounds_chart
-from nufed.lab.report.page import Charts, Page, Section, Text, Warned
+from nufed.lab.report.page import Charts, Page, Section, Text, Warned, caption
 from nufed.lab.report.run_page import run_page
 from nufed.lab.report.tables import Table, number_format, results_table
 from nufed.lab.runs.frames import signals
@@ -37,13 +37,11 @@ def watched_page(state: TrainingState) -> bytes:
         return run_page([state.run]).render()[0]
     run, so_far = state.run, state.with_rounds_so_far()
     groups = _groups(state)
+    score = f"{run.config.eval_on.capitalize()} {run.measure.name}"
     charts = [
         (
             f"rounds-{group}",
-            f"{run.config.eval_on.capitalize()} {run.measure.name} of personal models by round, "
-            f"agents {group} in training, with the step size of fine-tuning as trained. Lines: "
-            "mean over agents and the seeds that have reached the round; bands: range over seeds; "
-            "dotted: the method's global model; dashed: null baselines.",
+            caption("rounds_so_far", score=score, group=group),
             rounds_chart(so_far, group),
         )
         for group in groups
