@@ -11,6 +11,7 @@ from nufed.files import write_sealed
 from nufed.lab.analysis.bounds import bounds_of_numbers, bounds_of_run
 from nufed.lab.config import load_config
 from nufed.lab.report.bounds_tables import bounds_notes, bounds_tables
+from nufed.lab.report.run_page import build_report
 from nufed.lab.runs import load_run
 from nufed.theory import BatchSizes, ProblemConstants
 from support import with_figures
@@ -115,7 +116,7 @@ def test_a_run_with_a_smooth_model(tmp_path):
     write_sealed(run.path / "bounds.json", found.record())
     assert load_run(run.path).bounds() == found
     with with_figures():
-        nufed.lab.report.build_report([load_run(run.path)], run.path)
+        build_report([load_run(run.path)], run.path)
     page = (run.path / "report.html").read_text()
     assert "hessian_lipschitz (ρ)" in page and "bounds-stationarity" in page
 

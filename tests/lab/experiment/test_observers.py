@@ -63,7 +63,7 @@ class Notes(nufed.Observer):
 def observed(tmp_path_factory):
     notes = Notes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nufed.lab.report.build_report", lambda runs, out, **_: out)
+        patch.setattr("nufed.lab.report.run_page.build_report", lambda runs, out, **_: out)
         run = nufed.run(CONFIG, out=tmp_path_factory.mktemp("runs") / "one", observers=[notes])
     return run, notes
 
