@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nufed.lab.analysis.advise import Advice, Against
+from nufed.lab.report.page import note
 from nufed.lab.report.tables import Table
 
 MIN_GAIN = 0.01  # of accuracy over the majority class, below which a model is not worthwhile
@@ -26,9 +27,8 @@ def advice_notes(advice: Advice) -> Iterator[str]:
     yield (
         f"Measured on {advice.agents} agents ({advice.scored_on}; no test data): "
         f"{_score(advice, shared.mean)} with the global model, {_score(advice, point.mean)} after "
-        f"fine-tuning, {point.harmed:.0%} of them harmed (worse than with the global model). It is "
-        "the cheapest choice within a standard error of the best, and was selected on the same "
-        "agents: this estimate is slightly optimistic."
+        f"fine-tuning, {point.harmed:.0%} of them harmed (worse than with the global model). "
+        f"{note('recommendation')}"
     )
     automatic = advice.auto[best.method]
     yield (
@@ -46,10 +46,7 @@ def advice_notes(advice: Advice) -> Iterator[str]:
     for each in advice.left_out:
         yield f"Left out: {each.reason}."
     if advice.optimistic:
-        yield (
-            "Warning: these are training samples, so all scores are optimistic; hold out agents "
-            "(data.unseen_agents) or samples (data.validation) for better advice."
-        )
+        yield note("trained_on")
 
 
 def advice_tables(advice: Advice) -> Iterator[tuple[str, Table]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from nufed.lab.report.page import note
 from nufed.lab.report.tables import Table
 from nufed.lab.runs.records import (
     BoundsRecord,
@@ -44,18 +45,9 @@ def bounds_notes(bounds: BoundsRecord) -> list[str]:
     """Caveats for readers of the tables."""
     notes = [f"Not covered: {each.method}: {each.reason}." for each in bounds.not_covered]
     if bounds.stationarity:
-        notes.append(
-            "The constants are lower estimates of suprema, measured at a few models: B and γ_G at "
-            "every method's start and end, L, σ_G and κ_G at the start and one end, ρ, σ_H, κ_H "
-            "and γ_H at one end. Bounds computed from them are indications, not guarantees. F* is "
-            "assumed to be 0. Measured values are root mean squares over agents."
-        )
+        notes.append(note("lower_estimates"))
     if not bounds.smooth:
-        notes.append(
-            "The loss is not smooth (ReLU, max-pooling or similar): its gradient and Hessian are "
-            "not Lipschitz, so there is no ρ and the paper's bounds do not apply. They do with a "
-            'smooth activation (model.args.activation = "tanh").'
-        )
+        notes.append(note("not_smooth"))
     if not bounds.uniform:
         notes.append("Theorem 1 assumes the uniform mean; this run aggregates updates otherwise.")
     promised = {row.method: row.promised for row in bounds.methods if row.promised}
