@@ -86,7 +86,7 @@ def test_only_a_noted_head_shows_that_the_end_was_removed(path):
     assert audit(path, head).events[-1]["event"] == "finished"
     path.write_bytes(b"".join(lines(path)[:-2]))
     audit(path)
-    with pytest.raises(RunError, match="lines were removed at the end, or all were written anew"):
+    with pytest.raises(RunError, match="lines were removed at the end, or the log was rewritten"):
         audit(path, head)
 
 

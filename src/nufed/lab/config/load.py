@@ -34,7 +34,7 @@ def load_config(
     """A validated configuration from a preset's name, a TOML file or a mapping, and overrides.
 
     ``overrides`` are ``key=value`` with dotted keys and TOML values; bare words are strings.
-    ``methods`` are algorithms given in Python; ``[method]`` reaches what they were not made with.
+    ``methods`` are algorithms given in Python; ``[method]`` sets what they leave to defaults.
     Algorithms that it names as ``package.module:Class`` are imported, and the defaults of all
     settings are written out in it.
 

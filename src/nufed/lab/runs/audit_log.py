@@ -4,7 +4,7 @@ Every line holds its ``number``, its ``time`` (UTC), an ``event``, the hash of t
 ``previous`` (64 zeros in the first) and its own hash: the SHA-256 of the JSON text without it. So a
 line that is changed, inserted, removed or moved breaks the chain there. The hash of the last line
 is the log's **head**: whoever has noted it elsewhere can also tell that lines at the end were
-removed, or all were written anew, which the log alone can't show.
+removed, or the log rewritten, which the log alone can't show.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def audit(path: Path, head: str | None = None) -> Audited:
         raise RunError(f"{path}, line 1: the log begins with {first}: earlier lines are missing")
     if head is not None and head not in log.hashes:
         raise RunError(
-            f"{path}: no line has the hash {shown(head)}: lines were removed at the end, or all "
-            "were written anew"
+            f"{path}: no line has the hash {shown(head)}: lines were removed at the end, or the "
+            "log was rewritten"
         )
     return log
 

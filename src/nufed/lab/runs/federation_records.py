@@ -101,8 +101,8 @@ class LastLeftOut(Record):
 class SiteStatus(Record):
     """One site, as the server sees it; times are None for a site that was never connected.
 
-    A connected site that has ``joined`` is asked to train; others have not answered yet, or are
-    ``excluded`` for this reason.
+    A connected site that has ``joined`` is sent training requests; others have not identified
+    themselves yet, or are ``excluded`` for this reason.
     """
 
     number: Whole

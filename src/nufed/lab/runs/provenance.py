@@ -54,8 +54,8 @@ class Provenance:
         if these are at the sites of a federation. Warns of inputs whose scale is far from 1.
         """
         ranges = input_ranges(samples) if data_sha256 else {}
-        told = scale_warnings(samples, ranges)
-        for text in told:
+        doubts = scale_warnings(samples, ranges)
+        for text in doubts:
             warnings.warn(text, NumericalWarning, stacklevel=2)
         self._write_config(config)
         about = {
@@ -65,7 +65,7 @@ class Provenance:
             "config": plain_settings(config),
             "data_sha256": data_sha256,
             "inputs": _describe(samples, ranges),
-            **({"data_warnings": told} if told else {}),
+            **({"data_warnings": doubts} if doubts else {}),
             "software": {
                 "python": platform.python_version(),
                 "platform": platform.platform(),

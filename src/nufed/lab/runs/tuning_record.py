@@ -245,11 +245,11 @@ class SearchRecord(Record):
         """
         ranges = declared = self.methods[method].ranges
         for batch in sorted({trial.batch for trial in trials}) if self.format > 1 else ():
-            told = [trial for trial in trials if trial.batch <= batch]
-            best = best_trial(told, self.higher_is_better)
+            so_far = [trial for trial in trials if trial.batch <= batch]
+            best = best_trial(so_far, self.higher_is_better)
             if best is not None:
                 ranges = [
-                    _grown(current, first, best, told)
+                    _grown(current, first, best, so_far)
                     for current, first in zip(ranges, declared, strict=True)
                 ]
         return ranges

@@ -74,10 +74,10 @@ def _number(value: float | None) -> float:
 
 
 WINDOW = 10  # earlier values that a value is compared with
-ENOUGH = 5  # of them, at least
-TIMES = 4.0  # a jump is above so many medians of them …
-SPREADS = 10.0  # … and above the median by so many median absolute deviations …
-SHARE = 0.25  # … and above this share of the training's first value
+MIN_WINDOW = 5  # fewer earlier values tell nothing
+MEDIANS = 4.0  # a jump is above so many medians of them …
+DEVIATIONS = 10.0  # … and above the median by so many median absolute deviations …
+MIN_SHARE = 0.25  # … and above this share of the training's first value
 
 
 def jumps(values: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float, float]]:
@@ -97,9 +97,9 @@ def jumps(values: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float, flo
         median = statistics.median(before) if before else math.nan
         if not math.isfinite(value):
             yield round, value, median
-        elif len(before) >= ENOUGH:
+        elif len(before) >= MIN_WINDOW:
             spread = statistics.median(abs(x - median) for x in before)
-            least = max(TIMES * median, median + SPREADS * spread, SHARE * values[0][1])
+            least = max(MEDIANS * median, median + DEVIATIONS * spread, MIN_SHARE * values[0][1])
             if value > least:
                 yield round, value, median
 
