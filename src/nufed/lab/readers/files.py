@@ -228,7 +228,7 @@ def _numbers(
         yield value
 
 
-# the most that reading takes in memory (measured: tests/data/test_limits.py)
+# the most that reading takes in memory (measured: tests/lab/readers/test_limits.py)
 NUMBER_BYTES = 16  # for a feature of a row
 TEXT_BYTES = 200  # for the label or the owner of a row, besides its characters
 TEXT_COPIES = 4  # of its characters, at the same time

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from nufed import InputError
 from nufed.data import given
-from nufed.lab import downloads as fetch
+from nufed.lab import downloads
 from nufed.lab.readers.sources import OMNIGLOT, _images, omniglot
 
 FILE = "omniglot_8_alphabets.npz"
@@ -89,14 +89,14 @@ def test_a_file_that_the_user_made_is_checked_and_copied(directory, tmp_path):
     with pytest.raises(InputError, match=r"omniglot is not here .*`nufed data get omniglot`"):
         omniglot()
     with pytest.raises(InputError, match=f"docs/data.md says how to make {FILE}"):
-        fetch.fetch(OMNIGLOT)
+        downloads.fetch(OMNIGLOT)
     mine = tmp_path / "mine.npz"
     mine.write_bytes(packed(ink=None))
     with pytest.raises(InputError, match=r"mine.npz does not have the layout .*ink is not in it"):
-        fetch.fetch(OMNIGLOT, archive=mine)
+        downloads.fetch(OMNIGLOT, archive=mine)
     assert not list(directory.iterdir())
     mine.write_bytes(packed())
-    assert fetch.fetch(OMNIGLOT, archive=mine)
+    assert downloads.fetch(OMNIGLOT, archive=mine)
     assert (directory / FILE).read_bytes() == mine.read_bytes()
 
 

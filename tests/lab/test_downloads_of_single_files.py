@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nufed import InputError
-from nufed.lab import downloads as download
-from nufed.lab import downloads as fetch
+from nufed.lab import downloads
 from nufed.lab.readers import sources
 from nufed.lab.readers.sources import FASHION_MNIST, STORED
 
@@ -43,7 +42,7 @@ SMALL = dataclasses.replace(
 def directory(tmp_path, monkeypatch):
     """The data directory, empty, and a small Fashion-MNIST in the place of the real one."""
     monkeypatch.setenv("NUFED_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(download, "FIRST_BACKOFF", 0)
+    monkeypatch.setattr(downloads, "FIRST_BACKOFF", 0)
     monkeypatch.setattr(sources, "FASHION_MNIST", SMALL)
     monkeypatch.setitem(STORED, "fashion-mnist", SMALL)
     (tmp_path / "data").mkdir()
@@ -91,12 +90,12 @@ def left(directory):
 def test_every_file_is_downloaded_and_checked(directory, server, slash):
     server.plan, seen = [200, 503], []
     url = server.url + slash
-    assert fetch.fetch(SMALL, url=url, on_progress=lambda *at: seen.append(at))
+    assert downloads.fetch(SMALL, url=url, on_progress=lambda *at: seen.append(at))
     assert left(directory) == sorted(CONTENT)
     assert seen[0] == (0, SMALL.size) and seen[-1] == (SMALL.size, SMALL.size)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert len(server.asked) == 5 and server.asked[1] == server.asked[2]
-    assert not fetch.fetch(SMALL, url=url)
+    assert not downloads.fetch(SMALL, url=url)
 
 
 def test_a_wrong_file_is_refused_and_leaves_nothing(directory, server):
@@ -104,7 +103,7 @@ def test_a_wrong_file_is_refused_and_leaves_nothing(directory, server):
     with pytest.raises(
         InputError, match=r"SHA-256 of t10k-labels.* differs.*were removed"
     ) as caught:
-        fetch.fetch(SMALL, url=server.url)
+        downloads.fetch(SMALL, url=server.url)
     assert not left(directory) and "\n" not in str(caught.value)
 
 
@@ -112,17 +111,17 @@ def test_files_of_a_directory_are_checked_and_copied(directory, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     with pytest.raises(InputError, match=r"train-images-idx3-ubyte.gz can't be read"):
-        fetch.fetch(SMALL, archive=mine)
+        downloads.fetch(SMALL, archive=mine)
     for file, content in CONTENT.items():
         (mine / file.rpartition("/")[2]).write_bytes(content)
     (mine / "t10k-images-idx3-ubyte.gz").write_bytes(b"spoilt")
     with pytest.raises(
         InputError, match=r"t10k-images.* can't be used.*--from must be a directory"
     ):
-        fetch.fetch(SMALL, archive=mine)
+        downloads.fetch(SMALL, archive=mine)
     assert not left(directory)
     (mine / "t10k-images-idx3-ubyte.gz").write_bytes(CONTENT[[*CONTENT][2]])
-    assert fetch.fetch(SMALL, archive=mine)
+    assert downloads.fetch(SMALL, archive=mine)
     assert left(directory) == sorted(CONTENT)
 
 

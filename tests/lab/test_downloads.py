@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from nufed import InputError
-from nufed.lab import downloads as download
-from nufed.lab import downloads as fetch
+from nufed.lab import downloads
 from nufed.lab.readers.sources import MNIST_WRITERS, SOURCES, STORED, Stored
 from processes import PATIENCE
 
@@ -60,7 +59,7 @@ HALF = len(ARCHIVE) // 2
 def directory(tmp_path, monkeypatch):
     """The data directory, empty."""
     monkeypatch.setenv("NUFED_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(download, "FIRST_BACKOFF", 0)
+    monkeypatch.setattr(downloads, "FIRST_BACKOFF", 0)
     (tmp_path / "data").mkdir()
     return tmp_path / "data"
 
@@ -131,7 +130,7 @@ def start_of_a_download(directory, archive=ARCHIVE, version='"1"'):
 
 
 def get(server, **settings):
-    return fetch.fetch(TINY, url=server.url, timeout=PATIENCE, **settings)
+    return downloads.fetch(TINY, url=server.url, timeout=PATIENCE, **settings)
 
 
 def test_a_download_is_checked_unpacked_and_not_repeated(directory, server):
@@ -164,7 +163,7 @@ def test_an_interrupted_download_is_resumed(plan, ranges, directory, server):
 
 def test_a_stalled_connection_times_out_and_is_retried(directory, server):
     server.plan = ["stalls"]
-    assert fetch.fetch(TINY, url=server.url, timeout=1)
+    assert downloads.fetch(TINY, url=server.url, timeout=1)
     assert server.asked == [None, f"bytes={HALF}-"]
     assert_complete(directory)
 
@@ -231,7 +230,7 @@ def test_a_missing_file_is_requested_once(directory, server):
 
 def test_no_server_responds(directory):
     with pytest.raises(InputError, match=r"refused, 2 attempts"):
-        fetch.fetch(TINY, url="http://127.0.0.1:1/tiny.tar.gz", attempts=2)
+        downloads.fetch(TINY, url="http://127.0.0.1:1/tiny.tar.gz", attempts=2)
     assert not left(directory)
 
 
@@ -249,12 +248,12 @@ def test_no_server_responds(directory):
 )
 def test_other_addresses_are_refused(url, sentence, directory):
     with pytest.raises(InputError, match=sentence):
-        fetch.fetch(TINY, url=url)
+        downloads.fetch(TINY, url=url)
     assert not left(directory)
 
 
 def test_an_endless_download_is_refused(directory, server, monkeypatch):
-    monkeypatch.setattr(download, "MAX_BYTES", 1000)
+    monkeypatch.setattr(downloads, "MAX_BYTES", 1000)
     with pytest.raises(InputError, match="larger than"):
         get(server)
     assert not left(directory)
@@ -284,7 +283,7 @@ WRONG = {
 def test_a_wrong_archive_is_refused_and_leaves_nothing(
     name, directory, server, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(fetch, "MAX_ARCHIVE_BYTES", 50_000)
+    monkeypatch.setattr(downloads, "MAX_ARCHIVE_BYTES", 50_000)
     server.body, sentence = WRONG[name]
     with pytest.raises(InputError, match=sentence) as caught:
         get(server)
@@ -296,7 +295,7 @@ def test_a_wrong_archive_is_refused_and_leaves_nothing(
     (directory / "tiny").mkdir()
     (directory / "tiny/b.bin").write_bytes(b"mine")
     with pytest.raises(InputError, match=sentence):
-        fetch.fetch(TINY, archive=given)
+        downloads.fetch(TINY, archive=given)
     assert given.read_bytes() == server.body
     assert left(directory) == ["tiny", "tiny/b.bin"]
     assert (directory / "tiny/b.bin").read_bytes() == b"mine"
@@ -312,18 +311,18 @@ def test_only_the_files_of_the_data_set_are_extracted(directory, tmp_path):
     ]
     given = tmp_path / "given.tar.gz"
     given.write_bytes(packed({f"./{name}": data for name, data in CONTENT.items()}, others))
-    assert fetch.fetch(TINY, archive=given)
+    assert downloads.fetch(TINY, archive=given)
     assert_complete(directory)
     assert left(tmp_path) == ["data", "data/tiny", *(f"data/{n}" for n in CONTENT), given.name]
 
 
 def test_files_and_settings_that_cannot_be(directory, tmp_path):
     with pytest.raises(InputError, match=r"nowhere.* can't be read"):
-        fetch.fetch(TINY, archive=tmp_path / "nowhere")
+        downloads.fetch(TINY, archive=tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"can't be read \(Is a directory"):
-        fetch.fetch(TINY, archive=tmp_path)
+        downloads.fetch(TINY, archive=tmp_path)
     with pytest.raises(InputError, match="both"):
-        fetch.fetch(TINY, archive=tmp_path, url="http://127.0.0.1/")
+        downloads.fetch(TINY, archive=tmp_path, url="http://127.0.0.1/")
     assert not left(directory)
 
 
@@ -331,7 +330,7 @@ def test_a_data_directory_that_cannot_be_made(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NUFED_DATA", str(tmp_path / "file/data"))
     with pytest.raises(InputError, match=r"file/data can't be written .*NUFED_DATA"):
-        fetch.fetch(TINY)
+        downloads.fetch(TINY)
     assert left(tmp_path) == ["file"]
 
 
@@ -340,7 +339,7 @@ def test_a_full_disk_while_unpacking(directory, server, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch.os, "fsync", full)
+        patch.setattr(downloads.os, "fsync", full)
         with pytest.raises(InputError, match=r"No space left.*fix that"):
             get(server)
     # the download is valid and need not be repeated
@@ -397,16 +396,16 @@ def writers(count=4, **changed):
 
 def test_a_data_set_that_the_user_made_is_checked_and_copied(directory, tmp_path):
     with pytest.raises(InputError, match=r"docs/data.md says how to make mnist_by_writer.npz"):
-        fetch.fetch(MNIST_WRITERS)
+        downloads.fetch(MNIST_WRITERS)
     given = tmp_path / "mine.npz"
     given.write_bytes(b"PK not really")
     with pytest.raises(InputError, match=r"mine.npz does not have the layout"):
-        fetch.fetch(MNIST_WRITERS, archive=given)
+        downloads.fetch(MNIST_WRITERS, archive=given)
     given.write_bytes(writers(y_test=np.zeros(3, np.uint8)))
     with pytest.raises(InputError, match=r"y_test must hold"):
-        fetch.fetch(MNIST_WRITERS, archive=given)
+        downloads.fetch(MNIST_WRITERS, archive=given)
     assert not left(directory)
     given.write_bytes(writers())
-    assert fetch.fetch(MNIST_WRITERS, archive=given)
+    assert downloads.fetch(MNIST_WRITERS, archive=given)
     assert left(directory) == ["mnist_by_writer.npz"]
     assert (directory / "mnist_by_writer.npz").read_bytes() == given.read_bytes()
