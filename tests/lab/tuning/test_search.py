@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from nufed.lab.analysis.tuning_findings import (
     best_so_far,
-    doubts,
     edges,
-    ranking_notes,
     sensitivities,
 )
+from nufed.lab.report.tune_page import doubts, ranking_notes
 from nufed.lab.runs.tuning_record import (
     MethodSearch,
     Range,
@@ -306,7 +305,7 @@ def test_choices_at_an_edge_are_named_with_the_command_that_widens_the_range():
     made = plan({"a": 1, "b": 1}, ranges=[LR])
     inside, at_edge = trial(0, "a", 0.1, [1, 1, 0.9]), trial(1, "b", 0.98, [1, 1, 0.9])
     (edge,) = edges(record(made, [inside, at_edge]))
-    assert str(edge) == (
+    assert edge_text(edge) == (
         "b: meta_lr = 0.98 lies at the upper edge of its range, 0.001 to 1: a better value may lie "
         "beyond"
     )

@@ -1,4 +1,4 @@
-"""What a search tells beside its choices: sensitivity, edges of ranges, certainty."""
+"""What a search shows beside its choices: sensitivity, edges of ranges, certainty."""
 
 from __future__ import annotations
 
@@ -28,12 +28,6 @@ class Edge:
     side: str
     range: Range
     command: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.method}: {self.setting} = {self.value:g} lies at the {self.side} edge of its "
-            f"range, {self.range}: a better value may lie beyond"
-        )
 
 
 @dataclass(frozen=True)
@@ -74,6 +68,28 @@ class Repeated:
     def mean(self) -> float | None:
         valid = [score for score in self.scores if score is not None]
         return fmean(valid) if valid and len(valid) == len(self.scores) else None
+
+
+@dataclass(frozen=True)
+class Lead:
+    """How far the choice of one method is ahead of another's: mean difference over other seeds, and
+    with how many of them it is better."""
+
+    method: str
+    behind: str
+    difference: float
+    wins: int
+    seeds: int
+
+
+@dataclass(frozen=True)
+class TooFew:
+    """A method with too few trials for its searched settings; ``full``: trained to the end."""
+
+    method: str
+    trials: int
+    full: int
+    settings: int
 
 
 def edges(record: TuningRecord) -> list[Edge]:
@@ -172,76 +188,39 @@ def repeated(record: TuningRecord) -> list[Repeated]:
     return sorted(rows, key=lambda row: (best[row.trial.method], row.trial.method, not row.chosen))
 
 
-def ranking_notes(record: TuningRecord) -> list[str]:
-    """How certain the order of the methods is, in words."""
-    rows = [row for row in repeated(record) if row.chosen]
-    seeds = record.search.repeat_seeds
-    if len(rows) < 2:
-        return []
-    if not seeds:
-        return ["The ranking is of one seed, and not certain: tune.repeats is 0."]
-    failed = [row.trial.method for row in rows if row.mean is None]
-    if failed:
-        return [f"The choice of {', '.join(failed)} failed with another seed: it is not reliable."]
+def leads(rows: Sequence[Repeated], record: TuningRecord) -> list[Lead]:
+    """Each method's choice compared with that of the next one, in this order."""
     sign = 1 if record.search.higher_is_better else -1
-    notes, certain = [], True
+    compared = []
     for a, b in pairwise(rows):
         ahead = [sign * ((x or 0.0) - (y or 0.0)) for x, y in zip(a.scores, b.scores, strict=True)]
         wins = sum(difference > 0 for difference in ahead)
-        certain &= wins == len(ahead)
-        notes.append(
-            f"{a.trial.method} is better than {b.trial.method} by {fmean(ahead):.3g} on average, "
-            f"and with {wins} of {len(ahead)} other seeds (same splits for both)."
-        )
-    listed = ", ".join(row.trial.method for row in rows)
-    if certain:
-        others = "the other seed" if len(seeds) == 1 else f"all {len(seeds)} other seeds"
-        first = f"The order {listed} is the same with {others}"
-        first += "; few seeds can't rule out chance." if len(seeds) < 5 else "."
-    else:
-        first = f"The order {listed} is not certain: it differs between seeds."
-    return [first, *notes]
+        compared.append(Lead(a.trial.method, b.trial.method, fmean(ahead), wins, len(ahead)))
+    return compared
 
 
-def doubts(record: TuningRecord) -> list[str]:
-    """Methods with too few trials or without a choice, and finalists that did better than the
-    choice with other seeds."""
+def better_with_other_seeds(record: TuningRecord) -> list[tuple[Repeated, Repeated]]:
+    """Finalists that did better with other seeds than the choice of their method, and that."""
     rows = repeated(record)
     chosen = {row.trial.method: row for row in rows if row.chosen}
     sign = 1 if record.search.higher_is_better else -1
-    notes = [
-        f"{row.trial.method}: trial {row.trial.number} did better with other seeds than the chosen "
-        f"one (trial {first.trial.number}): they are about equally good."
-        for row in rows
-        if row.mean is not None
-        and (first := chosen[row.trial.method]).mean is not None
-        and sign * (row.mean - first.mean) > 0
+    pairs = [(row, chosen[row.trial.method]) for row in rows]
+    return [
+        (row, choice)
+        for row, choice in pairs
+        if row.mean is not None and choice.mean is not None and sign * (row.mean - choice.mean) > 0
     ]
-    for method in record.search.methods:
-        if method not in record.chosen:
-            cause = next(
-                (t.failure for t in record.of(method) if t.failure), "no trial was trained"
-            )
-            notes.append(f"{method}: every trial failed, the first because {cause}")
-    return [*notes, *_too_few(record)]
 
 
-def _too_few(record: TuningRecord) -> Iterator[str]:
+def too_few_trials(record: TuningRecord) -> Iterator[TooFew]:
     """The methods of which so few settings were tried that the choice is chance."""
-    remedy = "increase --budget" + (
-        ", or count it --per trial" if record.search.per != "trial" else ""
-    )
     for method in record.chosen:
         ranges, trials = record.ranges(method), record.of(method)
-        settings, listed = len(ranges), record.search.sampler == "grid"
+        listed = record.search.sampler == "grid"
         points = prod(len(span.grid()) if listed or span.choices else inf for span in ranges)
-        if len(trials) < min(points, ENOUGH * settings):
+        if len(trials) < min(points, ENOUGH * len(ranges)):
             full = sum(trial.after(record.search.rungs[-1]) is not None for trial in trials)
-            what = "1 setting" if settings == 1 else f"{settings} settings together"
-            yield (
-                f"{method}: {len(trials)} trials, {full} of them trained to the end, are too few "
-                f"for a conclusion about {what}: {remedy}."
-            )
+            yield TooFew(method, len(trials), full, len(ranges))
 
 
 def best_so_far(record: TuningRecord) -> list[dict[str, Any]]:

@@ -353,8 +353,15 @@ def _tune_first(
 
 def _print_tuning(tuning: Tuning) -> None:
     """The choices, and what else the search tells."""
-    from nufed.lab.analysis.tuning_findings import doubts, edges, ranking_notes
-    from nufed.lab.report.tune_page import choices_table, sensitivity_table, tune_headline
+    from nufed.lab.analysis.tuning_findings import edges
+    from nufed.lab.report.tune_page import (
+        choices_table,
+        doubts,
+        edge_text,
+        ranking_notes,
+        sensitivity_table,
+        tune_headline,
+    )
 
     record, terminal = tuning.record, console()
     terminal.print(styled(tune_headline(record)))
@@ -365,7 +372,8 @@ def _print_tuning(tuning: Tuning) -> None:
     for line in (*ranking_notes(record), *doubts(record)):
         terminal.print(styled(line))
     for edge in edges(record):
-        terminal.print(styled(("at the edge of its range", "yellow"), f", {edge}; widen it with:"))
+        at_edge = ("at the edge of its range", "yellow")
+        terminal.print(styled(at_edge, f", {edge_text(edge)}; widen it with:"))
         say(f"  {edge.command}")
     say(f"configuration: {tuning.path / 'tuned.toml'}")
     say(f"page: {tuning.path / 'tune.html'}")

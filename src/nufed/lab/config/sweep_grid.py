@@ -78,7 +78,7 @@ def make_grid(
     table = tables.pop("sweep", {})
     if not isinstance(table, Mapping):
         raise InputError(f"sweep = {shown(table)}: must be a table of keys with lists of values")
-    keys = {**_flat(table), **(values or {})}
+    keys = {**by_dotted_key(table), **(values or {})}
     overrides = []
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -138,12 +138,12 @@ def of_run(error: InputError, chosen: Mapping[str, Any]) -> InputError:
     return error if about_swept else InputError(f"{error} (in the run with {in_words(chosen)})")
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The table ``[sweep]`` by dotted key, whether its keys are quoted or nested tables."""
+def by_dotted_key(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of nested tables by dotted key, such as ``data.dirichlet``."""
     by_key: dict[str, Any] = {}
     for key, value in table.items():
         inner = isinstance(value, Mapping)
-        by_key |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+        by_key |= by_dotted_key(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return by_key
 
 

@@ -56,7 +56,7 @@ class MLflow(Tracker):
         self._runs.clear()
 
     def _log(self, method: str, seed: int, scalars: Mapping[str, float], round: int) -> None:
-        """Log what is new: after a resume, some rounds are told again, with the same values."""
+        """Log what is new: after a resume, some rounds are logged again, with the same values."""
         identity, now = self._run(method, seed), int(1000 * time.time())
         new = [name for name in scalars if round > self._last_round(identity, name)]
         metrics = [self._metric(name, scalars[name], now, round) for name in new]
@@ -65,8 +65,8 @@ class MLflow(Tracker):
 
     def _last_round(self, identity: str, name: str) -> int:
         if (identity, name) not in self._last:
-            told = self._client.get_metric_history(identity, name)
-            self._last[identity, name] = max((metric.step for metric in told), default=-1)
+            history = self._client.get_metric_history(identity, name)
+            self._last[identity, name] = max((metric.step for metric in history), default=-1)
         return self._last[identity, name]
 
     def _run(self, method: str, seed: int) -> str:

@@ -59,7 +59,7 @@ def write_onnx(model: Adapted, out: Path) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the exporter says about itself: warnings, and packages that it lacks."""
+    """Suppress the exporter's own warnings, also about packages that it lacks."""
     log = logging.getLogger("torch.onnx")
     before = log.level
     log.setLevel(logging.ERROR)

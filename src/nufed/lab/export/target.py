@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nufed.errors import InputError
 from nufed.evaluate import summarise
 from nufed.lab.config import Config
+from nufed.lab.config.sweep_grid import by_dotted_key
 from nufed.lab.experiment import Event, Observer
 from nufed.lab.runs import Run
 from nufed.settings import settings_of, text_of
@@ -81,21 +81,13 @@ def settings_of_method(config: Config, method: str) -> dict[str, str]:
         f"method.{field.name}": text_of(field, getattr(algorithm, field.name))
         for field in settings_of(type(algorithm))
     }
-    shared = _flat(config.model_dump(exclude={"method", "methods", "workers"}, exclude_none=True))
+    tables = config.model_dump(exclude={"method", "methods", "workers"}, exclude_none=True)
     return {
         "method": method,
         "method.algorithm": type(algorithm).__name__,
-        **dict(shared),
+        **{key: str(value) for key, value in by_dotted_key(tables).items()},
         **settings,
     }
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, str(value)
 
 
 def round_scalars(event: Event) -> dict[str, float]:
@@ -172,7 +164,7 @@ class Tracker(Observer):
 
 
 def replay(run: Run, observer: Observer) -> None:
-    """Tell an observer about a finished run what it would have been told while it trained."""
+    """Replay to an observer the events of a finished run."""
     observer.start(run.config, run.path)
     for method, part in run.methods.items():
         for seed, trained in part.items():

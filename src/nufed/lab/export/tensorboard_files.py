@@ -57,7 +57,7 @@ class TensorBoard(Tracker):
             assert self._folder is not None
             after = self._resumed[method, seed]
             started = after.round or after.scored_round is not None
-            first = after.round + 1 if started else 0  # from here on it is told again
+            first = after.round + 1 if started else 0  # later rounds are logged again
             self._writers[method, seed] = self._make_writer(
                 str(self._folder / method / f"seed-{seed}"),
                 purge_step=first,

@@ -10,12 +10,14 @@ from markupsafe import Markup
 
 from nufed.errors import visible
 from nufed.lab.analysis.tuning_findings import (
+    Edge,
     Lost,
-    doubts,
+    better_with_other_seeds,
     edges,
-    ranking_notes,
+    leads,
     repeated,
     sensitivities,
+    too_few_trials,
 )
 from nufed.lab.report.page import Block, Charts, Folded, Page, Section, Text, Warned, note
 from nufed.lab.report.tables import Table, listed, settings_text
@@ -55,6 +57,64 @@ def tune_headline(record: TuningRecord) -> str:
     return (
         f"{words} on {search.agents} agents{others}; every method had the same budget, "
         f"{search.budget_text}."
+    )
+
+
+def ranking_notes(record: TuningRecord) -> list[str]:
+    """How certain the order of the methods is."""
+    rows = [row for row in repeated(record) if row.chosen]
+    seeds = record.search.repeat_seeds
+    if len(rows) < 2:
+        return []
+    if not seeds:
+        return ["The ranking is of one seed, and not certain: tune.repeats is 0."]
+    failed = [row.trial.method for row in rows if row.mean is None]
+    if failed:
+        return [f"The choice of {', '.join(failed)} failed with another seed: it is not reliable."]
+    order, compared = ", ".join(row.trial.method for row in rows), leads(rows, record)
+    first = f"The order {order} is not certain: it differs between seeds."
+    if all(lead.wins == lead.seeds for lead in compared):
+        others = "the other seed" if len(seeds) == 1 else f"all {len(seeds)} other seeds"
+        first = f"The order {order} is the same with {others}"
+        first += "; few seeds can't rule out chance." if len(seeds) < 5 else "."
+    return [
+        first,
+        *(
+            f"{lead.method} is better than {lead.behind} by {lead.difference:.3g} on average, and "
+            f"with {lead.wins} of {lead.seeds} other seeds (same splits for both)."
+            for lead in compared
+        ),
+    ]
+
+
+def doubts(record: TuningRecord) -> list[str]:
+    """Finalists that did better than the choice with other seeds, and methods without a choice or
+    with too few trials."""
+    notes = [
+        f"{row.trial.method}: trial {row.trial.number} did better with other seeds than the chosen "
+        f"one (trial {choice.trial.number}): they are about equally good."
+        for row, choice in better_with_other_seeds(record)
+    ]
+    for method in record.search.methods:
+        if method not in record.chosen:
+            failures = [trial.failure for trial in record.of(method) if trial.failure]
+            cause = failures[0] if failures else "no trial was trained"
+            notes.append(f"{method}: every trial failed, the first because {cause}")
+    per_trial = "" if record.search.per == "trial" else ", or count it --per trial"
+    for each in too_few_trials(record):
+        what = "1 setting" if each.settings == 1 else f"{each.settings} settings together"
+        notes.append(
+            f"{each.method}: {each.trials} trials, {each.full} of them trained to the end, are too "
+            f"few for a conclusion about {what}: increase --budget{per_trial}."
+        )
+    return notes
+
+
+def edge_text(edge: Edge) -> str:
+    """That a choice lies at the edge of its range."""
+    return (
+        f"{edge.method}: {edge.setting} = {edge.value:g} lies at the {edge.side} edge of its "
+        f"range, {edge.range}: a better value may lie beyond"
     )
 
 
@@ -201,7 +261,9 @@ def _tune_page(record: TuningRecord) -> Page:
 
     charts, trials = list(tune_charts(record)), trials_table(record)
     widen = Markup("{}. Widen it with<br><code>{}</code>")
-    at_edge = [widen.format(visible(str(edge)), visible(edge.command)) for edge in edges(record)]
+    at_edge = [
+        widen.format(visible(edge_text(edge)), visible(edge.command)) for edge in edges(record)
+    ]
     doubtful = doubts(record)
     no_edge = "" if at_edge or doubtful else "No choice lies at the edge of its range."
     ranking: list[Block] = [Text(line) for line in ranking_notes(record)]
