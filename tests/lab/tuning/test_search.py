@@ -12,7 +12,7 @@ from nufed.lab.analysis.tuning_findings import (
     edges,
     sensitivities,
 )
-from nufed.lab.report.tune_page import doubts, ranking_notes
+from nufed.lab.report.tune_page import doubts, edge_text, ranking_notes
 from nufed.lab.runs.tuning_record import (
     MethodSearch,
     Range,
