@@ -164,9 +164,9 @@ def adapt(
     chosen = _steps(steps)
     if max_steps is not None and chosen != "auto":
         raise InputError(f"--max-steps {max_steps}: is for --steps auto; add that, or leave it out")
-    found = load_bundle(bundle, trust=trust)
-    given = _read(found.about, data, label, targets)
-    adapted = found.adapt(
+    loaded = load_bundle(bundle, trust=trust)
+    given = _read(loaded.about, data, label, targets)
+    adapted = loaded.adapt(
         given.inputs,
         given.labels,
         steps=chosen,

@@ -153,8 +153,7 @@ def _starting(names: Iterable[str], incomplete: str) -> list[str]:
 def _paths(incomplete: str, pattern: str) -> list[str]:
     """The files of a pattern in the directory that the word names so far."""
     folder = incomplete[: incomplete.rfind("/") + 1]
-    found = (folder + path.name for path in sorted(Path(folder).glob(pattern)))
-    return _starting(found, incomplete)
+    return _starting((folder + p.name for p in sorted(Path(folder).glob(pattern))), incomplete)
 
 
 def _runs(incomplete: str) -> Iterator[str]:

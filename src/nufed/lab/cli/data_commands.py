@@ -135,8 +135,7 @@ def _state(stored: Stored | None) -> dict[str, str]:
     if not missing:
         return {"state": "present", "where": where, "command": ""}
     state = "missing" if len(missing) == len(stored.files) else "incomplete"
-    own = "" if stored.url else f" --from {missing[0]}"
-    return {"state": state, "where": where, "command": f"nufed data get {stored.name}{own}"}
+    return {"state": state, "where": where, "command": stored.command}
 
 
 def _print_counts(names: Any, unseen: Any, classes: Any, counts: list[list[int]]) -> None:

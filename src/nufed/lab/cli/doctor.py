@@ -45,25 +45,25 @@ def examine() -> list[Finding]:
 
 
 def _python() -> Finding:
-    found = platform.python_version()
+    version = platform.python_version()
     if sys.version_info >= MIN_PYTHON:
-        return Finding("Python", "ok", found)
+        return Finding("Python", "ok", version)
     minimum = ".".join(map(str, MIN_PYTHON))
-    return Finding("Python", "problem", found, f"install Python {minimum} or newer")
+    return Finding("Python", "problem", version, f"install Python {minimum} or newer")
 
 
 def _torch() -> Finding:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    found = f"{torch.__version__}, {torch.get_num_threads()} threads; runs use `threads` of them"
+    result = f"{torch.__version__}, {torch.get_num_threads()} threads; runs use `threads` of them"
     if version >= MIN_TORCH:
-        return Finding("torch", "ok", found)
+        return Finding("torch", "ok", result)
     minimum = ".".join(map(str, MIN_TORCH))
-    return Finding("torch", "problem", found, f"install torch {minimum} or newer")
+    return Finding("torch", "problem", result, f"install torch {minimum} or newer")
 
 
 def _processes() -> Finding:
-    found = f"{usable_cores()} cores, all used by default (workers), by {start_method()}"
-    return Finding("processes", "ok", found)
+    result = f"{usable_cores()} cores, all used by default (workers), by {start_method()}"
+    return Finding("processes", "ok", result)
 
 
 def _memory() -> Iterator[Finding]:
@@ -72,18 +72,18 @@ def _memory() -> Iterator[Finding]:
     if available is None:
         return
     free = available / GIB
-    found = f"{free:.1f} GiB free"
+    result = f"{free:.1f} GiB free"
     if free >= MIN_MEMORY:
-        yield Finding("memory", "ok", found)
+        yield Finding("memory", "ok", result)
     else:
         advice = f"free some: the paper's runs need about {MIN_MEMORY:g} GiB; or set workers=1"
-        yield Finding("memory", "problem", found, advice)
+        yield Finding("memory", "problem", result, advice)
 
 
 def _runs_directory() -> Finding:
     here = Path.cwd()
     free = shutil.disk_usage(here).free / 2**30
-    found = f"{free:.1f} GiB free in {here}"
+    result = f"{free:.1f} GiB free in {here}"
     try:
         with tempfile.TemporaryFile(dir=here):
             pass
@@ -91,16 +91,15 @@ def _runs_directory() -> Finding:
         advice = "change to a writable directory, or give --out"
         return Finding("disk", "problem", f"{here} can't be written ({error.strerror})", advice)
     if free >= MIN_DISK:
-        return Finding("disk", "ok", found)
-    return Finding("disk", "problem", found, "free some space, or give --out on another disk")
+        return Finding("disk", "ok", result)
+    return Finding("disk", "problem", result, "free some space, or give --out on another disk")
 
 
 def _data_set(name: str) -> Finding:
     stored = STORED[name]
-    missing, where = stored.missing(), data_directory()
-    if missing:
-        command = f"nufed data get {name}" + ("" if stored.url else f" --from {missing[0]}")
-        return Finding(name, "note", f"not in {where}", f"if you need it: {command}")
+    where = data_directory()
+    if stored.missing():
+        return Finding(name, "note", f"not in {where}", f"if you need it: {stored.command}")
     unreadable = [file for file in stored.files if not os.access(where / file, os.R_OK)]
     if unreadable:
         return Finding(

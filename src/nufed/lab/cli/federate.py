@@ -29,8 +29,8 @@ def check(
 
     if data is not None and not data.exists():
         raise InputError(f"--data {data}: there is no such file or folder")
-    for found in check_site(app, data, number):
-        say(str(found))
+    for finding in check_site(app, data, number):
+        say(str(finding))
     say("ok: this site could take part")
 
 
@@ -54,14 +54,14 @@ def status(
     from nufed.flower.ops.status import HEADINGS, has_ended, is_gone, newest_run, site_row, summary
     from nufed.lab.runs.federation_records import read_status
 
-    found = read_status(run or newest_run())
+    state = read_status(run or newest_run())
     if as_json:
-        over = {"gone": is_gone(found), "ended": has_ended(found)}
-        print(json.dumps({**found.model_dump(), **over}, indent=1))
+        over = {"gone": is_gone(state), "ended": has_ended(state)}
+        print(json.dumps({**state.model_dump(), **over}, indent=1))
         return
-    for line in summary(found):
+    for line in summary(state):
         say(line)
-    print_table(table([site_row(site) for site in found.sites], HEADINGS))
+    print_table(table([site_row(site) for site in state.sites], HEADINGS))
 
 
 def _server_status(keys: Path, server: str, as_json: bool) -> None:
@@ -86,10 +86,10 @@ def audit(
     from nufed.lab.runs.audit_log import AUDIT
     from nufed.lab.runs.audit_log import audit as verify
 
-    found = verify(run / AUDIT, head)
-    events = found.events
+    log = verify(run / AUDIT, head)
+    events = log.events
     span = f" from {events[0]['time']} to {events[-1]['time']}" if events else ""
-    say(f"{run / AUDIT}: {len(events)} lines{span}, the chain is intact; head: {found.head}")
+    say(f"{run / AUDIT}: {len(events)} lines{span}, the chain is intact; head: {log.head}")
 
 
 Keys = Annotated[
@@ -140,8 +140,8 @@ def revoke(site: SiteName, keys: Keys = KEYS) -> None:
     """Remove a site from the registry and revoke its keys, also during a run."""
     from nufed.flower.ops.registration import revoke_site
 
-    found = revoke_site(keys, site)
-    say(f"revoked: site {found.number} ({found.name!r}) and its keys; {APPLIES}")
+    revoked = revoke_site(keys, site)
+    say(f"revoked: site {revoked.number} ({revoked.name!r}) and its keys; {APPLIES}")
 
 
 # Implementations are imported lazily: they need the extra `flower`.
@@ -309,8 +309,8 @@ def run(
     if dry:
         from nufed.flower.app.check import check_configuration, load_app
 
-        for found in check_configuration(load_app(app)):
-            say(str(found))
+        for finding in check_configuration(load_app(app)):
+            say(str(finding))
         return
     link = link_to(server, ca, insecure)
     monitoring = Monitoring(as_format(log_format), metrics_port)

@@ -86,13 +86,13 @@ def _kept(cls: type[Algorithm]) -> str:
 
 def values() -> dict[str, list[str]]:
     """The values of every configuration key that have names; of numbers the default."""
-    found = {key: _field_values(field) for key, field in value_fields().items()}
-    found |= {f"method.{name}": [] for name in known_settings()}
+    by_key = {key: _field_values(field) for key, field in value_fields().items()}
+    by_key |= {f"method.{name}": [] for name in known_settings()}
     for cls in ALGORITHMS.working().values():
         for setting, _ in every_setting(cls):
-            known = found[f"method.{setting.name}"]
+            known = by_key[f"method.{setting.name}"]
             known += [value for value in setting.values() if value not in known]
-    return found | {key: list(names) for key, names in _names().items()}
+    return by_key | {key: list(names) for key, names in _names().items()}
 
 
 def _names() -> dict[str, Iterable[str]]:

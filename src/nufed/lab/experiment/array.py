@@ -27,10 +27,9 @@ from typing import Any, TypeAlias
 
 from nufed.errors import InputError, RunError, in_short, shown
 from nufed.files import locked, make_private
-from nufed.lab.config import load_config
 from nufed.lab.config.trust import named_code
 from nufed.lab.experiment.jobs import RunPart
-from nufed.lab.experiment.setup import Setup, begin_run, check_simulated
+from nufed.lab.experiment.setup import Setup, begin_run, load_one_run
 from nufed.lab.experiment.training import parts_of
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.provenance import Provenance
@@ -120,13 +119,13 @@ def parse_share(text: str) -> Share:
     >>> parse_share("3/16")
     (3, 16)
     """
-    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text.strip())
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text.strip())
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise InputError(
             f"--part {text}: must be the part, from 1, and the number of parts, for example 3/16, "
             "or `all`"
         )
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def slurm_share(environ: Mapping[str, str]) -> Share | None:
@@ -244,10 +243,7 @@ def submit(
         resources: those of each job.
         local: processes on this machine, all at the same time, instead of Slurm.
     """
-    checked = load_config(config, overrides)
-    check_simulated(checked)
-    if checked.sweep:
-        raise InputError("[sweep] is for several runs: submit each of them, or remove the table")
+    checked = load_one_run(config, overrides)
     logs = out.with_name(f"{out.name}-jobs")
     executor = _executor(logs, "local" if local else "slurm")
     nufed = [sys.executable, "-m", "nufed.lab.cli", "run"]

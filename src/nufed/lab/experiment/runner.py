@@ -13,14 +13,14 @@ from nufed.data import Partition
 from nufed.errors import InputError
 from nufed.evaluate import Metric
 from nufed.files import locked
-from nufed.lab.config import Config, load_config
+from nufed.lab.config import Config
 from nufed.lab.config.problem import Given
 from nufed.lab.experiment.array import Share, check_share, end_sharing, shared_run
 from nufed.lab.experiment.finish import finish
 from nufed.lab.experiment.jobs import run_jobs
 from nufed.lab.experiment.observers import Listener, Observer
 from nufed.lab.experiment.session import Session
-from nufed.lab.experiment.setup import Setup, begin_run, check_simulated, reopen_run
+from nufed.lab.experiment.setup import Setup, begin_run, load_one_run, reopen_run
 from nufed.lab.experiment.training import job_of, jobs_of
 from nufed.lab.report.notebook import ShownRun
 from nufed.lab.runs import RunDirectory, load_run
@@ -80,12 +80,7 @@ def run(
     Returns:
         The finished run, read back from its directory (``run.path``, ``run.rows()``).
     """
-    checked = load_config(config, overrides, methods)
-    check_simulated(checked)
-    if checked.sweep:
-        raise InputError(
-            "[sweep] is for several runs: start them with `nufed sweep`, or remove the table"
-        )
+    checked = load_one_run(config, overrides, methods)
     if part is not None and out is None:
         raise InputError("a part of a run needs the directory that all parts share: give --out DIR")
     session = Session(
@@ -99,8 +94,7 @@ def run(
     )
     with torch_threads(checked.threads):
         setup = session.setup(checked).on_ray(ray)
-        if part is not None:
-            assert out is not None
+        if part is not None and out is not None:
             return _run_share(setup, Path(out), check_share(part), session)
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
         with locked(directory.path):

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from nufed.algorithms.protocol import Algorithm, Context
 from nufed.data import Federation, Samples, Split, check_single_sample
 from nufed.errors import InputError, in_short, shown
 from nufed.evaluate import Measure
-from nufed.lab.config import Config
+from nufed.lab.config import Config, load_config
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.config.schema import DataConfig
 from nufed.lab.runs import RunDirectory
@@ -355,6 +356,21 @@ def _startable_workers(setup: Setup) -> int:
         stacklevel=2,
     )
     return 1
+
+
+def load_one_run(
+    config: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    methods: Mapping[str, Algorithm] | None = None,
+) -> Config:
+    """The configuration of one simulated run; refuses those of a sweep or a federation."""
+    checked = load_config(config, overrides, methods)
+    check_simulated(checked)
+    if checked.sweep:
+        raise InputError(
+            "[sweep] is for several runs: start them with `nufed sweep`, or remove the table"
+        )
+    return checked
 
 
 def check_simulated(config: Config) -> None:

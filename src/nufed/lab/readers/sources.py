@@ -49,6 +49,12 @@ class Stored:
         """Whether the official source has single files, not an archive."""
         return self.url.endswith("/")
 
+    @property
+    def command(self) -> str:
+        """The command that gets it, from the first missing file if it has no address."""
+        source = "" if self.url else f" --from {[*self.missing(), *self.files][0]}"
+        return f"nufed data get {self.name}{source}"
+
     def missing(self) -> list[str]:
         """The missing files."""
         return [file for file in self.files if not (data_directory() / file).is_file()]

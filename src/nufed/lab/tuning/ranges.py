@@ -73,20 +73,20 @@ def ranges_of_methods(
         if not any(key in settings for settings in active.values()):
             every = sorted({key for settings in active.values() for key in settings})
             raise _no_setting(f"tune.ranges.{key}", ", ".join(active), every, key)
-    found = {}
+    searched = {}
     for method, settings in active.items():
-        own = by_method.get(method, {})
         given = {key: ("ranges", value) for key, value in named.items() if key in settings}
-        given |= {key: (f"methods.{method}", value) for key, value in own.items()}
+        of_method = by_method.get(method, {})
+        given |= {key: (f"methods.{method}", value) for key, value in of_method.items()}
         if given:
             ranges = [
                 _given(f"tune.{table}.{key}", key, value, method, settings, smoothness)
                 for key, (table, value) in given.items()
             ]
-            found[method] = ranges, list[str]()
+            searched[method] = ranges, list[str]()
         else:
-            found[method] = _declared(method, settings, matters, smoothness)
-    return found
+            searched[method] = _declared(method, settings, matters, smoothness)
+    return searched
 
 
 def configured(algorithm: Algorithm) -> dict[str, Any]:
@@ -116,9 +116,9 @@ def _declared(
         search = field.setting.search
         if search is None:
             continue
-        own = _of_search(field, search, smoothness)
-        if matters(method, key, own.at(0.25)) or matters(method, key, own.at(0.75)):
-            ranges.append(own)
+        declared = _of_search(field, search, smoothness)
+        if matters(method, key, declared.at(0.25)) or matters(method, key, declared.at(0.75)):
+            ranges.append(declared)
         else:
             notes.append(
                 f"{key} is not searched: the training of {method} does not depend on it, and the "
