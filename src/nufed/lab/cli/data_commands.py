@@ -39,7 +39,7 @@ def data_list(as_json: AsJson = False) -> None:
     for name, state in contents.items():
         say(f"{name:<15}{state['state']:<12}{state['where']}")
         if state["command"]:
-            note = " (docs/data.md says how to make it)" if "--from" in state["command"] else ""
+            note = "" if STORED[name].url else " (docs/data.md says how to make it)"
             say(f"{'':<15}get it with: {state['command']}{note}")
 
 

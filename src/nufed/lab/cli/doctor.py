@@ -67,7 +67,7 @@ def _processes() -> Finding:
 
 
 def _memory() -> Iterator[Finding]:
-    """Available memory, where the system says it."""
+    """Available memory, where the system reports it."""
     available = available_memory()
     if available is None:
         return

@@ -17,140 +17,20 @@ from nufed.errors import InputError
 from nufed.lab.cli.terminal import print_table, say, table
 
 SERVER = "127.0.0.1:8000"
+KEYS = Path("keys")
+APPLIES = "a running server applies it within seconds"
 
-
-def check(
-    app: Annotated[Path, typer.Argument(help="The app's directory; its code is executed.")],
-    data: Annotated[Path | None, typer.Option(help="The site's data, for its app.")] = None,
-    number: Annotated[int, typer.Option(min=0, help="The site's number.")] = 0,
-) -> None:
-    """Try an app on a site's data, without a server: one training step, messages, memory."""
-    from nufed.flower.app.check import check_site
-
-    if data is not None and not data.exists():
-        raise InputError(f"--data {data}: there is no such file or folder")
-    for finding in check_site(app, data, number):
-        say(str(finding))
-    say("ok: this site could take part")
-
-
-def status(
-    run: Annotated[
-        Path | None, typer.Argument(help="The run directory; default: the newest in runs/.")
-    ] = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(help="Instead of a run, show the sites of the server with this folder."),
-    ] = None,
-    server: Annotated[str, typer.Option(help="The server's HOST:PORT, with --keys.")] = SERVER,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show a run's state, on the server's machine: sites, round, who was left out and why."""
-    if keys is not None:
-        if run is not None:
-            raise InputError("--keys is instead of a run directory: give one of them")
-        _server_status(keys, server, as_json)
-        return
-    from nufed.flower.ops.status import HEADINGS, has_ended, is_gone, newest_run, site_row, summary
-    from nufed.lab.runs.federation_records import read_status
-
-    state = read_status(run or newest_run())
-    if as_json:
-        over = {"gone": is_gone(state), "ended": has_ended(state)}
-        print(json.dumps({**state.model_dump(), **over}, indent=1))
-        return
-    for line in summary(state):
-        say(line)
-    print_table(table([site_row(site) for site in state.sites], HEADINGS))
-
-
-def _server_status(keys: Path, server: str, as_json: bool) -> None:
-    from nufed.flower.ops.status import SERVER_HEADINGS, connected_row, connected_sites
-
-    sites = connected_sites(keys, server)
-    if as_json:
-        print(json.dumps([asdict(site) for site in sites], indent=1))
-        return
-    say(f"{sum(site.connected for site in sites)} of {len(sites)} registered sites connected")
-    print_table(table([connected_row(site) for site in sites], SERVER_HEADINGS))
-
-
-def audit(
-    run: Annotated[Path, typer.Argument(help="A federation's run directory.")],
-    head: Annotated[
-        str | None,
-        typer.Option(help="A head that was noted earlier: it must still be in the log."),
-    ] = None,
-) -> None:
-    """Verify the audit log of a run, or name its first broken line."""
-    from nufed.lab.runs.audit_log import AUDIT
-    from nufed.lab.runs.audit_log import audit as verify
-
-    log = verify(run / AUDIT, head)
-    events = log.events
-    span = f" from {events[0]['time']} to {events[-1]['time']}" if events else ""
-    say(f"{run / AUDIT}: {len(events)} lines{span}, the chain is intact; head: {log.head}")
-
+# the modules of nufed.flower are imported when a command runs: they need the extra `flower`
+federate_app = typer.Typer(
+    help="Run on Flower: data stays at its sites, only vectors and checked numbers travel.",
+    no_args_is_help=True,
+)
 
 Keys = Annotated[
     Path, typer.Option(help="The server's folder of keys, which holds the registry sites.toml.")
 ]
 KeyFile = Annotated[Path, typer.Argument(help="The site's public key, FILE.pub.")]
 SiteName = Annotated[str, typer.Argument(help="The site's number or name.", metavar="SITE")]
-KEYS = Path("keys")
-APPLIES = "a running server applies it within seconds"
-
-
-def register_site(
-    key: KeyFile,
-    number: Annotated[int, typer.Option(min=0, help="The site's number, from 0.")],
-    name: Annotated[str, typer.Option(help="The site's name in results.")],
-    keys: Keys = KEYS,
-) -> None:
-    """Register a site at the server: its number and name with its public key."""
-    from nufed.flower.ops.registration import register_site
-
-    shown = register_site(keys, number, name, key)
-    say(f"registered: site {number} ({name!r}) with key {shown}; {APPLIES}")
-
-
-def rotate(
-    site: SiteName,
-    key: Annotated[Path | None, typer.Argument(help="The new public key, NEW.pub.")] = None,
-    finish: Annotated[
-        bool, typer.Option("--finish", help="Revoke the old key, once the site uses the new one.")
-    ] = False,
-    keys: Keys = KEYS,
-) -> None:
-    """Replace a site's key without a gap: both are valid until --finish."""
-    from nufed.flower.ops.registration import add_key, revoke_old_key
-
-    if finish == (key is not None):
-        raise InputError("give either the new key, NEW.pub, or --finish to revoke the old one")
-    if key is not None:
-        say(
-            f"added: key {add_key(keys, site, key)}; start the site with it, then run `nufed "
-            f"federate rotate {quote(site)} --finish --keys {quote(str(keys))}`; {APPLIES}"
-        )
-    else:
-        say(f"revoked: the old key {revoke_old_key(keys, site)}; {APPLIES}")
-
-
-def revoke(site: SiteName, keys: Keys = KEYS) -> None:
-    """Remove a site from the registry and revoke its keys, also during a run."""
-    from nufed.flower.ops.registration import revoke_site
-
-    revoked = revoke_site(keys, site)
-    say(f"revoked: site {revoked.number} ({revoked.name!r}) and its keys; {APPLIES}")
-
-
-# Implementations are imported lazily: they need the extra `flower`.
-
-federate_app = typer.Typer(
-    help="Run on Flower: data stays at its sites, only vectors and checked numbers travel.",
-    no_args_is_help=True,
-)
-
 App = Annotated[Path, typer.Argument(help="The app's directory, with its pyproject.toml.")]
 Server = Annotated[str, typer.Option(help="The server's HOST:PORT.")]
 Ca = Annotated[Path | None, typer.Option(help="ca.crt, which authenticates the server.")]
@@ -167,9 +47,6 @@ MetricsPort = Annotated[
     int | None,
     typer.Option(min=1, max=65535, help="Serve metrics for Prometheus on this port of loopback."),
 ]
-
-federate_app.command()(check)
-federate_app.command()(status)
 
 
 @federate_app.callback()
@@ -208,6 +85,52 @@ def key(file: Annotated[Path, typer.Argument(help="The private key to write.")])
     from nufed.flower.ops.keys import make_site_key
 
     say(f"key: {file}; send only {make_site_key(file)} to the server's operator")
+
+
+@federate_app.command("register")
+def register_site(
+    key: KeyFile,
+    number: Annotated[int, typer.Option(min=0, help="The site's number, from 0.")],
+    name: Annotated[str, typer.Option(help="The site's name in results.")],
+    keys: Keys = KEYS,
+) -> None:
+    """Register a site at the server: its number and name with its public key."""
+    from nufed.flower.ops.registration import register_site
+
+    shown = register_site(keys, number, name, key)
+    say(f"registered: site {number} ({name!r}) with key {shown}; {APPLIES}")
+
+
+@federate_app.command()
+def rotate(
+    site: SiteName,
+    key: Annotated[Path | None, typer.Argument(help="The new public key, NEW.pub.")] = None,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Revoke the old key, once the site uses the new one.")
+    ] = False,
+    keys: Keys = KEYS,
+) -> None:
+    """Replace a site's key without a gap: both are valid until --finish."""
+    from nufed.flower.ops.registration import add_key, revoke_old_key
+
+    if finish == (key is not None):
+        raise InputError("give either the new key, NEW.pub, or --finish to revoke the old one")
+    if key is not None:
+        say(
+            f"added: key {add_key(keys, site, key)}; start the site with it, then run `nufed "
+            f"federate rotate {quote(site)} --finish --keys {quote(str(keys))}`; {APPLIES}"
+        )
+    else:
+        say(f"revoked: the old key {revoke_old_key(keys, site)}; {APPLIES}")
+
+
+@federate_app.command()
+def revoke(site: SiteName, keys: Keys = KEYS) -> None:
+    """Remove a site from the registry and revoke its keys, also during a run."""
+    from nufed.flower.ops.registration import revoke_site
+
+    revoked = revoke_site(keys, site)
+    say(f"revoked: site {revoked.number} ({revoked.name!r}) and its keys; {APPLIES}")
 
 
 @federate_app.command()
@@ -265,6 +188,22 @@ def site(
             link_to(server, ca, insecure),
             _say,
         )
+
+
+@federate_app.command()
+def check(
+    app: Annotated[Path, typer.Argument(help="The app's directory; its code is executed.")],
+    data: Annotated[Path | None, typer.Option(help="The site's data, for its app.")] = None,
+    number: Annotated[int, typer.Option(min=0, help="The site's number.")] = 0,
+) -> None:
+    """Try an app on a site's data, without a server: one training step, messages, memory."""
+    from nufed.flower.app.check import check_site
+
+    if data is not None and not data.exists():
+        raise InputError(f"--data {data}: there is no such file or folder")
+    for finding in check_site(app, data, number):
+        say(str(finding))
+    say("ok: this site could take part")
 
 
 @federate_app.command()
@@ -359,6 +298,66 @@ def simulate(app: App, data: AllData = None, out: Out = None, resume: Resume = N
     say(f"report: {report_of(simulate_app(app, run_directory(app, out, resume), data))}")
 
 
+@federate_app.command()
+def status(
+    run: Annotated[
+        Path | None, typer.Argument(help="The run directory; default: the newest in runs/.")
+    ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="Instead of a run, show the sites of the server with this folder."),
+    ] = None,
+    server: Annotated[str, typer.Option(help="The server's HOST:PORT, with --keys.")] = SERVER,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a run's state, on the server's machine: sites, round, who was left out and why."""
+    if keys is not None:
+        if run is not None:
+            raise InputError("--keys is instead of a run directory: give one of them")
+        _server_status(keys, server, as_json)
+        return
+    from nufed.flower.ops.status import HEADINGS, has_ended, is_gone, newest_run, site_row, summary
+    from nufed.lab.runs.federation_records import read_status
+
+    state = read_status(run or newest_run())
+    if as_json:
+        over = {"gone": is_gone(state), "ended": has_ended(state)}
+        print(json.dumps({**state.model_dump(), **over}, indent=1))
+        return
+    for line in summary(state):
+        say(line)
+    print_table(table([site_row(site) for site in state.sites], HEADINGS))
+
+
+def _server_status(keys: Path, server: str, as_json: bool) -> None:
+    from nufed.flower.ops.status import SERVER_HEADINGS, connected_row, connected_sites
+
+    sites = connected_sites(keys, server)
+    if as_json:
+        print(json.dumps([asdict(site) for site in sites], indent=1))
+        return
+    say(f"{sum(site.connected for site in sites)} of {len(sites)} registered sites connected")
+    print_table(table([connected_row(site) for site in sites], SERVER_HEADINGS))
+
+
+@federate_app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="A federation's run directory.")],
+    head: Annotated[
+        str | None,
+        typer.Option(help="A head that was noted earlier: it must still be in the log."),
+    ] = None,
+) -> None:
+    """Verify the audit log of a run, or name its first broken line."""
+    from nufed.lab.runs.audit_log import AUDIT
+    from nufed.lab.runs.audit_log import audit as verify
+
+    log = verify(run / AUDIT, head)
+    events = log.events
+    span = f" from {events[0]['time']} to {events[-1]['time']}" if events else ""
+    say(f"{run / AUDIT}: {len(events)} lines{span}, the chain is intact; head: {log.head}")
+
+
 @contextmanager
 def _until_interrupted() -> Iterator[None]:
     """Exit normally on Ctrl-C."""
@@ -379,9 +378,3 @@ def _report_interrupt() -> Iterator[None]:
 
 def _say(text: str) -> None:
     say(text, error=True)
-
-
-federate_app.command("register")(register_site)
-federate_app.command()(rotate)
-federate_app.command()(revoke)
-federate_app.command()(audit)

@@ -352,7 +352,7 @@ def _tune_first(
 
 
 def _print_tuning(tuning: Tuning) -> None:
-    """The choices, and what else the search tells."""
+    """The choices of a search, and its other findings."""
     from nufed.lab.analysis.tuning_findings import edges
     from nufed.lab.report.tune_page import (
         choices_table,

@@ -1,14 +1,14 @@
-"""Submits the parts of a run as a job array of Slurm, or as processes here, through submitit.
+"""Several processes that train the parts of one run, as a job array of Slurm or on this machine.
 
-A job runs one command, `nufed run CONFIG --out DIR --part K/N`, so that what submitit stores and
-reads back is a list of words. Before its time limit, or when it is preempted, Slurm sends it a
-signal: the command then saves a checkpoint, and the job is queued again and resumes.
+Process k of n trains every n-th part, longest first, in a directory on a shared file system. The
+directory's lock is held only while a process starts; each part has its lock while it is trained.
+`nufed run --resume` collects: it refuses while a part is locked, trains what is missing and writes
+the report.
 
-Several processes train the parts of one run, as a job array does on a shared file system.
-
-Process k of n trains every n-th part, longest first. The directory's lock is held only while a
-process starts; each part has a lock of its own while it is trained. `nufed run --resume` collects:
-it refuses while a part is locked, trains what is missing and writes the report.
+:func:`submit` starts the processes through submitit. A job runs one command, `nufed run CONFIG
+--out DIR --part K/N`, so that what submitit stores and reads back is a list of words. Before its
+time limit, or when it is preempted, Slurm sends it a signal: the command then saves a checkpoint,
+and the job is queued again and resumes.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Submission:
     Args:
         jobs: submitit's, one for each part.
         collects: the identifier of the job that collects; None for processes on this machine.
-        command: collects by hand.
+        command: the command that collects them.
         logs: the directory of their output.
     """
 

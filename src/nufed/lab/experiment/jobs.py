@@ -82,7 +82,7 @@ class _Spread(Generic[JobT]):
         return sorted(range(len(self.jobs)), key=lambda number: -self.jobs[number].part.work)
 
     def describe(self, number: int, last: Any) -> str:
-        """A job, with the round that it has told last."""
+        """A job, with the round of its last event."""
         job = self.jobs[number]
         return f"{job}, after round {last[1].round}" if last else str(job)
 
@@ -143,7 +143,7 @@ def _run_in_processes(spread: _Spread[JobT], workers: int) -> None:
 
 
 TIMING = "timing.jsonl"  # of all parts together
-COMMITS = ("done.json", "failure.json", "rung-")  # written last: a part, or trial, is over
+COMMITS = ("done.json", "failure.json", "rung-")  # written last, when a part or trial has ended
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,9 @@
-"""Observers of a run: what is told while it trains, and to whom.
+"""Observers of a run: events while it trains, and who is notified of them.
 
 An observer is an object with some of the methods of :class:`Observer`, passed as
 ``nufed.run(..., observers=[...])``. It runs in the parent process, also if methods train in worker
 processes, gets numbers and never models, and can't change a run's bits. If it raises, a warning
 names it and the exception, once, and the run continues.
-
-The progress bar of a run in a notebook.
 """
 
 from __future__ import annotations
@@ -114,7 +112,8 @@ class Observer:
     def part(self, event: Event) -> None:
         """A method and seed, or the null baselines, start or resume after ``event.round``.
 
-        On resume, rounds after it that were told before are trained, and told, again.
+        On resume, rounds after it of which observers were notified before are trained, and
+        notified, again.
         """
 
     def round(self, event: Event) -> None:
@@ -128,7 +127,7 @@ class Observer:
 
 
 class Observers:
-    """Tells observers, and the callbacks ``on_start`` and ``on_progress``, about a run.
+    """Notifies observers, and the callbacks ``on_start`` and ``on_progress``, of a run.
 
     An exception of a callback ends the run, one of an observer does not. In a notebook a bar is
     shown, unless ``on_progress`` shows progress. ``finished`` is the run that observers are given
@@ -139,9 +138,9 @@ class Observers:
 
     def __init__(
         self,
-        observers: Sequence[Observer] = (),
-        on_start: Callable[[Config, Path], None] | None = None,
-        on_progress: Listener | None = None,
+        observers: Sequence[Observer],
+        on_start: Callable[[Config, Path], None] | None,
+        on_progress: Listener | None,
     ) -> None:
         display = None if on_progress else notebook_display()
         self._observers = [*observers, *([] if display is None else [NotebookBar(display)])]
@@ -151,24 +150,24 @@ class Observers:
     def start(self, config: Config, path: Path) -> None:
         if self._on_start:
             self._on_start(config, path)
-        self._tell(lambda observer: observer.start(config.model_copy(deep=True), path))
+        self._notify(lambda observer: observer.start(config.model_copy(deep=True), path))
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Called with every event, in the parent process."""
         if self._on_progress:
             self._on_progress(event)
         if event.starts:
-            self._tell(lambda observer: observer.part(event))
+            self._notify(lambda observer: observer.part(event))
             return
         if event.round:
-            self._tell(lambda observer: observer.round(event))
+            self._notify(lambda observer: observer.round(event))
         if event.evaluated:
-            self._tell(lambda observer: observer.evaluation(event))
+            self._notify(lambda observer: observer.evaluation(event))
 
     def end(self) -> None:
-        self._tell(lambda observer: observer.end(self.finished))
+        self._notify(lambda observer: observer.end(self.finished))
 
-    def _tell(self, call: Callable[[Observer], None]) -> None:
+    def _notify(self, call: Callable[[Observer], None]) -> None:
         for observer in self._observers:
             try:
                 with _same_torch():
@@ -230,7 +229,7 @@ class NotebookBar(Observer):
             self._draw()
 
     def end(self, run: Run | None) -> None:
-        if run is not None:  # parts that were finished before a resume told no rounds
+        if run is not None:  # of parts finished before a resume there are no events
             self._done = {("", 0): self._total}
         self._text = "stopped" if run is None else f"run directory: {run.path}"
         self._draw()

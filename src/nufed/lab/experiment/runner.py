@@ -74,8 +74,8 @@ def run(
             notebook shows a progress bar), and on Ctrl-C or SIGTERM: current rounds are then
             finished and saved before KeyboardInterrupt is raised, and :func:`resume` resumes from
             there.
-        observers: told about starts, rounds, evaluations and the end (docs/tracking.md); what they
-            raise is a warning.
+        observers: notified of starts, rounds, evaluations and the end (docs/tracking.md); an
+            exception that they raise becomes a warning.
 
     Returns:
         The finished run, read back from its directory (``run.path``, ``run.rows()``).
@@ -99,11 +99,11 @@ def run(
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
         with locked(directory.path):
             begin_run(setup, directory)
-            with session.observed(setup.config, directory.path) as told:
+            with session.observed(setup.config, directory.path) as listeners:
                 with session.training(setup) as stop:
                     jobs = jobs_of(setup, directory)
-                    run_jobs(jobs, setup.workers, lambda _, event: told.tell(event), stop)
-                told.finished = run = finish(
+                    run_jobs(jobs, setup.workers, lambda _, event: listeners.notify(event), stop)
+                listeners.finished = run = finish(
                     directory, setup.objectives, setup.problem.algorithms, figures=figures
                 )
             return run
@@ -154,11 +154,11 @@ def resume(
         setup = reopen_run(directory, overrides, session.given, trust=trust).on_ray(ray)
         with torch_threads(setup.config.threads):
             Provenance(directory).write_resumed(setup.config)
-            with session.observed(setup.config, directory.path) as told:
+            with session.observed(setup.config, directory.path) as listeners:
                 with session.training(setup) as stop:
                     jobs = jobs_of(setup, directory)
-                    run_jobs(jobs, setup.workers, lambda _, event: told.tell(event), stop)
-                told.finished = run = finish(
+                    run_jobs(jobs, setup.workers, lambda _, event: listeners.notify(event), stop)
+                listeners.finished = run = finish(
                     directory, setup.objectives, setup.problem.algorithms, figures=figures
                 )
             return run
@@ -168,7 +168,7 @@ def _run_share(setup: Setup, out: Path, share: Share, session: Session) -> Shown
     """Train some of the parts of a run whose directory several processes share."""
     with shared_run(setup, out, share) as shared:
         jobs = [job_of(shared.setup, shared.directory, part) for part in shared.parts]
-        with session.observed(shared.setup.config, out) as told:
+        with session.observed(shared.setup.config, out) as listeners:
             with session.training(shared.setup) as stop:
-                run_jobs(jobs, shared.setup.workers, lambda _, event: told.tell(event), stop)
+                run_jobs(jobs, shared.setup.workers, lambda _, event: listeners.notify(event), stop)
             return ShownRun.of(load_run(out, partial=True))

@@ -59,7 +59,7 @@ class Stop:
 
     @contextmanager
     def immediately(self) -> Iterator[None]:
-        """For work without checkpoints: the first signal already ends it immediately."""
+        """For work without checkpoints: the first signal ends it immediately."""
         self._immediately = True
         try:
             if self():
@@ -114,13 +114,13 @@ class Session:
 
     @contextmanager
     def observed(self, config: Config, path: Path) -> Iterator[Observers]:
-        """Tells observers and callbacks about a run from its start to its end."""
-        told = Observers(self.observers, self.on_start, self.on_progress)
-        told.start(config, path)
+        """Notifies observers and callbacks of a run from its start to its end."""
+        listeners = Observers(self.observers, self.on_start, self.on_progress)
+        listeners.start(config, path)
         try:
-            yield told
+            yield listeners
         finally:
-            told.end()
+            listeners.end()
 
     @contextmanager
     def training(self, setup: Setup) -> Iterator[Stop]:

@@ -1,8 +1,7 @@
 """What is searched of each method: the settings that ``[tune]`` names, or those that declare it.
 
-The work of training, predicted from a few measured agent updates and counted in gradients.
-
-A Hessian-vector product counts as two gradients.
+The work of training with some settings is predicted from a few measured agent updates, in
+gradients: a Hessian-vector product counts as two.
 """
 
 from __future__ import annotations
@@ -259,11 +258,8 @@ def matters(setup: Setup, method: str, key: str, value: Any) -> bool:
     if after.initial_rate == before.initial_rate:
         return True
     a, b = (agent_update(setup, algorithm, config.rounds) for algorithm in (before, after))
-    pairs = (
-        (x, y) for s, t in ((a.vectors, b.vectors), (a.state, b.state)) for x, y in _both(s, t)
+    return not all(
+        torch.equal(x[name], y[name])
+        for x, y in ((a.vectors, b.vectors), (a.state, b.state))
+        for name in x
     )
-    return not all(torch.equal(x, y) for x, y in pairs)
-
-
-def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    return [(a[name], b[name]) for name in a]

@@ -1,10 +1,10 @@
 """The search: batches of trials for every method, each halved over rounds, within one budget.
 
-Trials are asked in batches of a fixed size, for all methods at once, and told in their order. Each
-trial of a batch is trained to the first rung; the best third is trained further, to twice as many
-rounds, and so on (synchronous successive halving: Jamieson and Talwalkar 2016). Every method may
-spend the same work, or the same number of trials. Only real training is counted: a promoted trial
-resumes.
+Trials are asked for in batches of a fixed size, for all methods at once, and told in their order.
+Each trial of a batch is trained to the first rung; the best third is trained further, to twice as
+many rounds, and so on (synchronous successive halving: Jamieson and Talwalkar 2016). Every method
+may spend the same work, or the same number of trials. Only real training is counted: a promoted
+trial resumes.
 
 Settings are proposed at random, on a grid, or by Optuna's TPE. A proposal is a function of the
 search's seed, the batch and the trials finished before, and of nothing else, so that a resumed
@@ -133,7 +133,6 @@ def search(
     predict: Predict,
     train: Train,
     discard: Callable[[AskedTrial], None],
-    on_told: Callable[[Sequence[Trial]], None] = lambda trials: None,
 ) -> list[Trial]:
     """All trials of a search, in the order in which they were asked.
 
@@ -141,8 +140,7 @@ def search(
         plan: what is searched.
         predict: the work of a round.
         train: trains trials to a rung; a trial that was there before resumes.
-        discard: called for every trial that is over.
-        on_told: called with all trials after each batch.
+        discard: called with every trial that is not trained further.
     """
     number = int(plan.budget) if plan.per == "trial" else None
     accounts = {
@@ -160,7 +158,6 @@ def search(
         for trial in told:
             accounts[trial.method].trials.append(trial)
         trials += told
-        on_told(trials)
     raise AssertionError("a search ends when its budget is spent")
 
 

@@ -35,7 +35,7 @@ from nufed.server import Progress
 from nufed.simulation import Engine
 
 METRICS = "metrics.jsonl"
-KEPT = ("trial.json", "rung-*.json")  # of a trial that is over
+KEPT = ("trial.json", "rung-*.json")  # of a trial that has ended
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def write_rung(folder: Path, score: RungScore) -> None:
 
 
 def discard_training(folder: Path) -> None:
-    """Remove the checkpoints and states of a trial that is over."""
+    """Remove the checkpoints and states of a trial that is not trained further."""
     kept = {path for pattern in KEPT for path in folder.glob(pattern)}
     for path in folder.iterdir():
         if path.is_dir():
@@ -316,7 +316,7 @@ class Trainer:
         return scores
 
     def discard(self, asked: AskedTrial) -> None:
-        """Called for a trial that is over."""
+        """Called with a trial that is not trained further."""
         self._over += self._stage == "search"
         try:
             discard_training(self._folder(asked))
