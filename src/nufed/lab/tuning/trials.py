@@ -17,6 +17,7 @@ from nufed.algorithms.protocol import Algorithm
 from nufed.errors import InputError, RunError, TrainingError, UpdateError, shown
 from nufed.evaluate import ByScale, choose_step_sizes, preferred, summarise
 from nufed.files import cannot_write, make_private, write_sealed
+from nufed.lab.config import Config
 from nufed.lab.config.methods import MethodConfig
 from nufed.lab.config.schema import ScoredAgents
 from nufed.lab.experiment.evaluation import scorer
@@ -95,19 +96,24 @@ class TrialJob(MethodJob):
         write_rung(folder, score.model_copy(update=work))
 
 
+def with_settings(config: Config, method: str, settings: Mapping[str, Any]) -> Config:
+    """The configuration with other settings of one method."""
+    shared = MethodConfig(algorithm=config.method.algorithm)
+    table = config.methods.get(method, shared).model_dump()
+    methods = {**config.methods, method: MethodConfig(**{**table, **settings})}
+    return config.model_copy(update={"methods": methods})
+
+
 def setup_of(base: Setup, method: str, settings: Mapping[str, Any]) -> Setup:
     """The setup of a trial: that of the search, with other settings of one method.
 
     Raises an :class:`~nufed.errors.InputError` if the algorithm can't have these settings.
     """
     config, problem = base.config, base.problem
-    shared = MethodConfig(algorithm=config.method.algorithm)
-    table = config.methods.get(method, shared).model_dump()
-    tables = {**config.methods, method: MethodConfig(**{**table, **settings})}
     given = dict(problem.given.methods or {})
     if method in given:
         given[method] = dataclasses.replace(given[method], **settings)
-    changed = config.model_copy(update={"methods": tables})
+    changed = with_settings(config, method, settings)
     algorithm = changed.algorithms(given)[method].without_checks()
     engine = base.engine_names[method]
     if _engine_key(algorithm) != _engine_key(base.algorithms[method]):

@@ -24,7 +24,6 @@ from nufed.evaluate import Metric
 from nufed.files import locked, write_durably, write_sealed
 from nufed.lab.config import Config, load_config
 from nufed.lab.config.load import read_config
-from nufed.lab.config.methods import MethodConfig
 from nufed.lab.config.problem import Given
 from nufed.lab.config.schema import BudgetUnit, TunedTable, TuneTable
 from nufed.lab.config.trust import require_trust
@@ -43,7 +42,7 @@ from nufed.lab.runs.tuning_record import (
 )
 from nufed.lab.tuning.ranges import Predictor, Smoothness, configured, matters, ranges_of_methods
 from nufed.lab.tuning.search import check_budget, resolve_sampler, rungs_of, search
-from nufed.lab.tuning.trials import Trainer, TuneListener, scored_agents
+from nufed.lab.tuning.trials import Trainer, TuneListener, scored_agents, with_settings
 from nufed.objective import Loss
 from nufed.objective.threads import torch_threads
 
@@ -141,11 +140,8 @@ def tuned_config(config: Config, record: TuningRecord) -> Config:
     """The configuration with the chosen settings of each method, and a record of the search."""
     search = record.search
     choices = {name: record.choice(name).settings for name in record.chosen}
-    shared = MethodConfig(algorithm=config.method.algorithm)
-    tables = dict(config.methods)
     for name, settings in choices.items():
-        table = tables.get(name, shared).model_dump()
-        tables[name] = MethodConfig(**{**table, **settings})
+        config = with_settings(config, name, settings)
     tuned = TunedTable(
         budget=search.budget,
         per=search.per,
@@ -156,7 +152,7 @@ def tuned_config(config: Config, record: TuningRecord) -> Config:
         trials={name: len(record.of(name)) for name in search.methods},
         choices=choices,
     )
-    return config.model_copy(update={"methods": tables, "tune": TuneTable(), "tuned": tuned})
+    return config.model_copy(update={"tune": TuneTable(), "tuned": tuned})
 
 
 def tuned_text(config: Config, record: TuningRecord) -> str:
