@@ -22,8 +22,11 @@ By default Flower's processes send telemetry and install packages: importing thi
 both for this process, and processes started from it get :data:`SETTINGS`.
 """
 
-# ruff: noqa: E402
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nufed.flower.app.apps import App
 
 SETTINGS = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -32,6 +35,14 @@ SETTINGS = {
 }
 os.environ.update(SETTINGS)  # before flwr is imported: it reads them then
 
-from nufed.flower.app.apps import App
-
 __all__ = ["SETTINGS", "App"]
+
+if not TYPE_CHECKING:  # the server's process imports this package, and never torch
+
+    def __getattr__(name: str) -> Any:
+        if name != "App":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from nufed.flower.app.apps import App
+
+        globals()[name] = App
+        return App

@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 import pytest
 from flwr.common.constant import HEARTBEAT_PATIENCE
 from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from nufed.errors import InputError, RunError
 from nufed.flower.app.registry import read_sites
 from nufed.flower.app.signatures import fingerprint, load_public, public_of
+from nufed.flower.internals import node_of, public_key_to_bytes
 from nufed.flower.ops.flower_processes import free_ports
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.registration import add_key, register_site
@@ -27,9 +27,8 @@ def keys(tmp_path):
 
 
 def node(keys, name, status, **times):
-    return NodeInfo(
-        public_key=public_key_to_bytes(load_public(public_of(keys / name))), status=status, **times
-    )
+    key = public_key_to_bytes(load_public(public_of(keys / name)))
+    return node_of(NodeInfo(public_key=key, status=status, **times))
 
 
 def test_sites_are_connected_away_or_never_came(keys):

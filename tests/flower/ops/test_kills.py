@@ -25,7 +25,7 @@ def under_way(process, out, before):
     assert process.poll() is None, process.printed()
 
 
-@pytest.mark.parametrize("what", ["flwr-serverapp", "server_process.py"])
+@pytest.mark.parametrize("what", ["flwr-serverapp", "ops.server_process"])
 def test_kills_at_random_moments_leave_the_simulators_bits(tmp_path, what):
     seed = random.randrange(10**6)
     print(f"moments drawn with seed {seed}")
@@ -44,7 +44,7 @@ def test_kills_at_random_moments_leave_the_simulators_bits(tmp_path, what):
             os.kill(find(home_of(child_of(federation)), what), signal.SIGKILL)
             assert process.wait(TIMEOUT) == 2, process.printed()
             assert "--resume run" in process.printed()
-            if what == "server_process.py":
+            if what == "ops.server_process":
                 assert federation.server.wait(TIMEOUT) == 2
                 federation.start_server()
             assert rounds_done(out) >= before

@@ -59,7 +59,7 @@ def test_a_run_that_fails_says_why_and_how_to_resume(tmp_path, then, words):
     ("killed", "words"),
     [
         ("flwr-serverapp", "No heartbeat"),
-        ("server_process.py", "or is unreachable: Connection to the SuperLink is unavailable"),
+        ("ops.server_process", "or is unreachable: Connection to the SuperLink is unavailable"),
     ],
 )
 def test_a_run_whose_server_was_killed_fails_and_can_be_resumed(tmp_path, killed, words):

@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from nufed.errors import InputError, RunError
 from nufed.flower.app.registry import read_sites
 from nufed.flower.app.signatures import fingerprint, read_public, sign, verify
-from nufed.flower.ops import link as control_api
+from nufed.flower.internals import ControlApi
 from nufed.flower.ops.keys import make_site_key
 from nufed.flower.ops.link import Link
 from nufed.flower.ops.registration import (
@@ -161,18 +162,16 @@ class FakeSuperLink:
 
     def __init__(self, home, monkeypatch):
         self.home, self.keys, self.fails, self._ids = home, {}, False, count(100)
-        for name in ("register", "unregister"):
-            monkeypatch.setattr(control_api, name, getattr(self, name))
+        monkeypatch.setattr(ControlApi, "register", lambda _, key: self.register(key))
+        monkeypatch.setattr(ControlApi, "unregister", lambda _, node: self.keys.pop(node))
 
-    def register(self, client, public):
+    def register(self, public):
         if self.fails:
             raise RunError("the server rejected the key")
         node = str(next(self._ids))
-        self.keys[node] = fingerprint(public)
+        line = public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+        self.keys[node] = fingerprint(line)
         return node
-
-    def unregister(self, client, node):
-        del self.keys[node]
 
 
 def test_a_server_applies_every_change_of_the_registry(place, tmp_path_factory, monkeypatch):

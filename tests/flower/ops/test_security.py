@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from nufed.errors import RunError
+from nufed.flower.app.signatures import load_public
 from nufed.flower.ops.flower_processes import flower, free_ports, wait
 from nufed.flower.ops.keys import make_authority, make_site_key
-from nufed.flower.ops.link import NAME, Link, control_api, flwr_json, register
+from nufed.flower.ops.link import NAME, Link, control_of, flwr_json
 from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.superlink import is_listening, start_superlink, superlink_command
 from processes import PATIENCE
@@ -36,8 +37,8 @@ def federation(tmp_path_factory):
         link.connect(commands)
 
         def admit(file):
-            with control_api(link) as client:
-                return register(client, (place / file).read_text())
+            with control_of(link) as control:
+                return control.register(load_public((place / file).read_text()))
 
         for name in ("right", "taken"):
             admit(f"{name}.pub")

@@ -8,15 +8,15 @@ import pytest
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.common.serde import message_from_proto
 from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower.ops.test_approvals import digest_before, zipped
 from nufed.errors import InputError
-from nufed.flower.ops.app_process import AppProcess, deflate
+from nufed.flower.internals import Fleet, deflate, ids_of, inflate
+from nufed.flower.ops.app_process import AppProcess
 from nufed.flower.ops.approvals import Approvals, build_bundle, bundled_files
-from nufed.flower.ops.site_process import DIED, Fleet, SiteProcess
+from nufed.flower.ops.site_process import DIED, SiteProcess
 from nufed.flower.ops.site_runner import Health
 
 PROJECT = """
@@ -89,7 +89,7 @@ class Server:
 
     def send(self, message, tree, seconds):
         self.replies.append(SimpleNamespace(message=message, tree=tree, objects={}))
-        return {each.object_id for each in nodes_of(tree)}, "session"
+        return set(ids_of(tree)), "session"
 
     def push(self, run, session, id, content):
         self.replies[-1].objects[id] = content
@@ -108,11 +108,7 @@ class Server:
 
     def reply(self):
         reply = self.replies.pop(0)
-        return inflate_object_from_contents(reply.tree.object_id, reply.objects)
-
-
-def nodes_of(tree):
-    return [tree, *(each for child in tree.children for each in nodes_of(child))]
+        return inflate(reply.tree.object_id, reply.objects)
 
 
 def write_small_app(folder, code=APP):

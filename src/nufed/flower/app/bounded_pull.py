@@ -5,35 +5,29 @@ the SHA-256 of its content. An array may contain one chunk many times, so that a
 become gigabytes once the array is assembled. ``Grid.pull_messages`` assembles everything; here
 objects are pulled level by level from the root, each chunk is charged with its size times its
 number of occurrences, and the declared size of every response is checked before its body is read.
-
-This file uses internals of flwr 1.41.0 (``HttpGrid``, the object tree); nothing else does.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import httpx
-from flwr.app import Array, Message
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.app import Message
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import (
-    get_object_body,
-    get_object_head_values_from_object_content,
-)
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import (
-    inflate_object_from_contents,
+
+from nufed.flower.internals import (
+    Objects,
+    Replies,
+    children_of,
+    inflate,
+    kind_of,
     pull_objects,
+    replies_at,
 )
-from flwr.superlink.grid.http_grid import HttpGrid
 
 # the types of objects at each level of a message's tree; the chunks of arrays are the last level
 RECORDS = {"ArrayRecord", "ConfigRecord", "MetricRecord"}
@@ -61,59 +55,41 @@ def pull_replies(grid: Grid, message_id: str, limit: ReplyLimit) -> list[Message
     Raises:
         ReplyTooLargeError: a reply exceeds ``limit``; it is deleted at the SuperLink.
     """
-    if not isinstance(grid, HttpGrid):  # in Flower's simulation replies are in memory already
+    replies = replies_at(grid, _check_declared_size)
+    if replies is None:
         return list(grid.pull_messages([message_id]))
-    client = grid._runtime_client
-    hooks = client._client.event_hooks["response"]
-    if _check_declared_size not in hooks:
-        hooks.append(_check_declared_size)
     with _Budget(limit.records, "the ids of its objects").limits_responses():
-        answer = client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
-    return [_pull(grid, proto.metadata.message_id, limit) for proto in answer.messages_list]
+        arrived = replies.to(message_id)
+    return [_pull(replies, reply, limit) for reply in arrived]
 
 
-def _pull(grid: HttpGrid, root: str, limit: ReplyLimit) -> Message:
+def _pull(replies: Replies, root: str, limit: ReplyLimit) -> Message:
     """Pull and assemble the message ``root``, and delete it at the SuperLink."""
-    client, run = grid._runtime_client, grid.run.run_id
-    pull = make_pull_object_fn_protobuf(client.PullObject, grid.node, run)
     try:
         records = _Budget(limit.records, "its records")
-        contents: dict[str, bytes] = {}
+        contents: Objects = {}
         level = Counter([root])
         for kinds in LEVELS:
-            found = _pull_level(level, lambda id: records.pull(pull, id), kinds)
-            contents |= found
-            level = sum((_children(content) for content in found.values()), Counter())
+            pulled = _pull_level(level, lambda id: records.pull(replies.pull, id), kinds)
+            contents |= pulled
+            level = sum(map(children_of, pulled.values()), Counter())
         arrays = _Budget(limit.arrays, "its arrays")
         chunks = level
-        contents |= _pull_level(chunks, lambda id: arrays.pull(pull, id, chunks[id]), {CHUNK})
-    finally:
-        client.ConfirmMessageReceived(
-            ConfirmMessageReceivedRequest(node=grid.node, run_id=run, message_object_id=root)
+        contents |= _pull_level(
+            chunks, lambda id: arrays.pull(replies.pull, id, chunks[id]), {CHUNK}
         )
-    message = cast(Message, inflate_object_from_contents(root, contents))
-    message.metadata.__dict__["_message_id"] = root  # as HttpGrid does
-    return message
+    finally:
+        replies.delete(root)
+    return inflate(root, contents)
 
 
-def _pull_level(
-    ids: Iterable[str], pull: Callable[[str], bytes], kinds: set[str]
-) -> dict[str, bytes]:
+def _pull_level(ids: Iterable[str], pull: Callable[[str], bytes], kinds: set[str]) -> Objects:
     """The contents of these objects, which must be of the given types."""
     contents = pull_objects(list(ids), pull)
-    for content in contents.values():
-        kind, _, _ = get_object_head_values_from_object_content(content)
+    for kind in map(kind_of, contents.values()):
         if kind not in kinds:
             raise ValueError(f"an object of type {kind} instead of {sorted(kinds)}")
     return contents
-
-
-def _children(content: bytes) -> Counter[str]:
-    """The ids of an object's children, and how often each occurs in it."""
-    kind, ids, _ = get_object_head_values_from_object_content(content)
-    if kind != Array.__qualname__:
-        return Counter(ids)
-    return Counter(ids[i] for i in json.loads(get_object_body(content, Array))["arraychunk_ids"])
 
 
 class _Budget:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping
 from threading import Thread
@@ -11,13 +10,13 @@ from typing import TypeAlias
 
 import httpx
 from flwr.app import Message, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from nufed.errors import Fault, InputError, shown, visible
 from nufed.flower.app.bounded_pull import ReplyLimit, ReplyTooLargeError, pull_replies
 from nufed.flower.app.payload import NoReply, PayloadError, Reply
 from nufed.flower.app.registry import Authentication
+from nufed.flower.internals import ErrorCode, read_error
 from nufed.server import TOO_LATE
 
 LOG = logging.getLogger("nufed")
@@ -183,10 +182,10 @@ def _failure(text: str, code: int = ErrorCode.UNKNOWN) -> NoReply:
 
     A line break would forge a log line, and control characters may steer a terminal.
     """
-    raised = re.fullmatch(r"<class '([\w.]+)'>:<'(.*)'>", text, re.DOTALL)
-    if not raised:
+    raised = read_error(text)
+    if raised is None:
         return NoReply(f"it failed: {shown(text)}", Fault.AT_SITE)
-    said = visible(raised[2][:MAX_REASON])
+    said = visible(raised[1][:MAX_REASON])
     if code == ErrorCode.INVALID_FAB:  # from the site itself: the app did not run
         return NoReply(f"it {said}", refused=True)
-    return NoReply(f"it failed: {said}", Fault.AT_SITE, refused=raised[1] == REFUSED)
+    return NoReply(f"it failed: {said}", Fault.AT_SITE, refused=raised[0] == REFUSED)

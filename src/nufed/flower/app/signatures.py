@@ -31,12 +31,14 @@ HASH = ec.ECDSA(hashes.SHA384())
 
 def sign(key: Path, purpose: str, content: bytes) -> bytes:
     """The signature of ``content`` for a purpose, with the private key in a file."""
-    return _private(key).sign(_statement(purpose, content), HASH)
+    return private_key(key).sign(_statement(purpose, content), HASH)
 
 
 def public_of(key: Path) -> str:
     """The public key of the private key in a file, as one line of OpenSSH's format."""
-    return _private(key).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    return (
+        private_key(key).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    )
 
 
 def verify(public: str, purpose: str, content: bytes, signature: bytes) -> bool:
@@ -96,7 +98,7 @@ def _statement(purpose: str, content: bytes) -> bytes:
     return f"{PREFIX}\n{purpose}\n".encode() + content
 
 
-def _private(key: Path) -> ec.EllipticCurvePrivateKey:
+def private_key(key: Path) -> ec.EllipticCurvePrivateKey:
     try:
         private = load_ssh_private_key(key.read_bytes(), None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:

@@ -16,30 +16,24 @@ from contextlib import suppress
 from io import BufferedRWPair
 from logging import getLogger
 from pathlib import Path
-from typing import cast
 
 import numpy as np
-from flwr.app import Context, Error, Message
-from flwr.app.message import remove_content_from_message
-from flwr.clientapp import ClientApp
-from flwr.clientapp.client_app import LoadClientAppError
-from flwr.common.config import get_project_config
-from flwr.common.constant import ErrorCode
-from flwr.common.serde import context_from_proto, context_to_proto, message_to_proto
-from flwr.proto.message_pb2 import Context as ContextProto
-from flwr.proto.message_pb2 import Message as MessageProto
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    no_object_id_recompute,
+from flwr.app import Context, Message
+
+from nufed.flower.internals import (
+    MessageProto,
+    Objects,
+    ObjectTree,
+    app_error,
+    context_from_bytes,
+    context_to_bytes,
+    deflate,
+    inflate,
+    load_client_app,
+    set_identity,
 )
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.object_ref import load_app
-from flwr.supercore.task_identity import TaskIdentity
 
 LOG = getLogger("nufed")
-Objects = dict[str, bytes]  # deflated objects of a message, by their SHA-256
 _DIE_WITH_PARENT = 1  # prctl(PR_SET_PDEATHSIG)
 
 
@@ -64,7 +58,7 @@ class AppProcess:
             with theirs:
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
             try:
-                request = context_to_proto(context).SerializeToString(), tree.SerializeToString()
+                request = context_to_bytes(context), tree.SerializeToString()
                 write_parts(stream, [str(app).encode(), *request, *_parts(objects)])
                 reply = read_parts(stream)
             except (OSError, EOFError):
@@ -74,7 +68,7 @@ class AppProcess:
             MessageProto.FromString(message),
             ObjectTree.FromString(reply_tree),
             _objects(contents),
-            context_from_proto(ContextProto.FromString(after)),
+            context_from_bytes(after),
         )
 
     def close(self) -> None:
@@ -119,43 +113,17 @@ def _end_with_parent() -> None:
 def _respond(request: Sequence[bytes]) -> list[bytes]:
     app, context_bytes, tree_bytes, *contents = request
     tree, objects = ObjectTree.FromString(tree_bytes), _objects(contents)
-    context = context_from_proto(ContextProto.FromString(context_bytes))
-    message = cast(Message, inflate_object_from_contents(tree.object_id, objects))
-    message.metadata.__dict__["_message_id"] = tree.object_id
-    TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
+    context = context_from_bytes(context_bytes)
+    message = inflate(tree.object_id, objects)
+    set_identity(context)
     try:
-        reply = _load(Path(app.decode()))(message=message, context=context)
+        reply = load_client_app(Path(app.decode()))(message=message, context=context)
     except Exception as error:
         LOG.exception("the app raised an exception")
-        reply = Message(_error(error), reply_to=message)
+        reply = Message(app_error(error), reply_to=message)
     bare, reply_tree, objects = deflate(reply)
-    after = context_to_proto(context)
-    return [*(each.SerializeToString() for each in (bare, reply_tree, after)), *_parts(objects)]
-
-
-def deflate(reply: Message) -> tuple[MessageProto, ObjectTree, Objects]:
-    """A reply without its content, the tree of its objects, and the objects."""
-    reply.metadata.__dict__["_message_id"] = reply.object_id
-    with no_object_id_recompute():
-        objects = {id: each.deflate() for id, each in get_all_nested_objects(reply).items()}
-        tree = get_object_tree(reply)
-    return message_to_proto(remove_content_from_message(reply)), tree, objects
-
-
-def _load(folder: Path) -> ClientApp:
-    components = get_project_config(folder)["tool"]["flwr"]["app"]["components"]
-    app = load_app(components["clientapp"], LoadClientAppError, folder)
-    if not isinstance(app, ClientApp):
-        raise LoadClientAppError(f"{components['clientapp']} is not a ClientApp")
-    return app
-
-
-def _error(error: Exception) -> Error:
-    """As Flower's own process reports it."""
-    if isinstance(error, LoadClientAppError):
-        reason = "An exception was raised when attempting to load `ClientApp`"
-        return Error(ErrorCode.LOAD_CLIENT_APP_EXCEPTION, reason)
-    return Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{error}'>")
+    about = bare.SerializeToString(), reply_tree.SerializeToString(), context_to_bytes(context)
+    return [*about, *_parts(objects)]
 
 
 def _parts(objects: Objects) -> list[bytes]:

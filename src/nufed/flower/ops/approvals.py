@@ -21,10 +21,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
-from flwr.cli.build import build_fab_from_disk
-
 from nufed.errors import InputError, in_short, shown, visible
 from nufed.files import canonical, make_private, sha256, write_durably
+from nufed.flower.internals import build_fab_from_disk
 from nufed.lab.config.schema import Config, within
 
 MANIFEST = ".info/CONTENT"  # derived from the other files, and not unpacked to the app

@@ -25,8 +25,8 @@ from nufed.flower.app.registry import (
     validated,
     write_sites,
 )
-from nufed.flower.app.signatures import fingerprint, read_public
-from nufed.flower.ops.link import Link
+from nufed.flower.app.signatures import fingerprint, load_public, read_public
+from nufed.flower.ops.link import Link, control_of
 from nufed.lab.runs.audit_log import AUDIT, AuditLog
 
 
@@ -64,17 +64,15 @@ class Admission:
             self._complaint = str(error)
 
     def _apply(self, registry: SiteRegistry) -> None:
-        from nufed.flower.ops.link import control_api, register, unregister  # seconds
-
         wanted = {key: (public, site) for key, public, site in registry.entries()}
-        with control_api(self._link) as client:
+        with control_of(self._link) as control:
             for key in self._nodes.keys() - wanted.keys():
-                unregister(client, self._nodes[key])
+                control.unregister(self._nodes[key])
                 del self._nodes[key]
                 self._say(f"unregistered the key {key}")
             for key, (public, site) in wanted.items():
                 if key not in self._nodes:
-                    self._nodes[key] = register(client, public)
+                    self._nodes[key] = control.register(load_public(public))
                     self._say(f"registered {site.label(key)}")
         nodes = {node: key for key, node in self._nodes.items()}
         write_durably(self._home / NODES, json.dumps(nodes, indent=1).encode())

@@ -5,8 +5,8 @@ authentication in flwr 1.41. Here they accept only connections from this machine
 the kernel's table, belongs to a process of the same user. ServerApps are started by this process,
 each with its token in an anonymous file instead of its command line.
 
-Run as a script, with the options of `flower-superlink`: it does not import nufed, which would load
-torch. Flower looks up a module of extensions; this module takes its place.
+Run as a module, with the options of `flower-superlink`; it never imports torch. Flower looks up a
+module of extensions; this module takes its place.
 """
 
 from __future__ import annotations
@@ -22,16 +22,11 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-from flwr.proto.runtime_pb2 import AcquireTaskRequest
-from flwr.supercore.address import resolve_bind_address
-from flwr.supercore.constant import TaskType
-from flwr.superlink import extensions
-from flwr.superlink.cli.flower_superlink import flower_superlink
-from flwr.superlink.config_loader import SuperLinkLifespanConfig
-from flwr.superlink.servicer.runtime import runtime_handlers
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nufed.flower.internals import next_server_app, run_superlink
 
 LOG = getLogger("flwr")
 OPEN_PATHS = ("/v1/fleet/", "/health")  # sites authenticate with keys
@@ -97,29 +92,22 @@ async def _starting_server_apps(app: Any) -> AsyncIterator[None]:
 
 async def _start_server_apps(state: Any) -> None:
     """Start the ServerApp of every run that is submitted."""
-    request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
     started: list[subprocess.Popen[bytes]] = []
     while True:
         try:
-            links = state.linkstate_factory.state()
-            task = await asyncio.to_thread(runtime_handlers.acquire_task, request, links)
-            if task.token:
-                started.append(_start_server_app(state.superlink_lifespan.config, task.token))
+            submitted = await next_server_app(state)
+            if submitted is not None:
+                started.append(_start_server_app(*submitted))
         except Exception:  # a run fails; the server goes on
             LOG.exception("a ServerApp could not be started")
         started = [process for process in started if process.poll() is None]
         await asyncio.sleep(TASK_POLL_INTERVAL)
 
 
-def _start_server_app(config: SuperLinkLifespanConfig, token: str) -> subprocess.Popen[bytes]:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    command = ["flwr-serverapp", "--runtime-api-address"]
-    command.append(resolve_bind_address(f"{host}:{config.port}"))
-    ca = config.ssl_ca_certfile
-    command += ["--insecure"] if ca is None else ["--root-certificates", ca]
+def _start_server_app(command: list[str], token: str) -> subprocess.Popen[bytes]:
     file = os.memfd_create("token")
     os.write(file, token.encode())
-    command += ["--token-file", f"/proc/self/fd/{file}", "--parent-pid", str(os.getpid())]
+    command = [*command, "--token-file", f"/proc/self/fd/{file}", "--parent-pid", str(os.getpid())]
     silent = subprocess.DEVNULL  # its log is in the run directory
     try:
         return subprocess.Popen(command, stdout=silent, stderr=silent, pass_fds=[file])
@@ -129,5 +117,4 @@ def _start_server_app(config: SuperLinkLifespanConfig, token: str) -> subprocess
 
 if __name__ == "__main__":
     os.environ["FORWARDED_ALLOW_IPS"] = ""  # else a header could give another client address
-    sys.modules[extensions._SGXT_MODULE] = sys.modules["__main__"]
-    flower_superlink()
+    run_superlink(sys.modules["__main__"])

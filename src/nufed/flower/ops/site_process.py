@@ -17,35 +17,33 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass, replace
-from io import StringIO
+from contextlib import suppress
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from types import FrameType
 
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-from flwr.app import Context, Error, Message, RecordDict
-from flwr.cli.install import install_from_fab
-from flwr.common.config import get_fused_config_from_fab
-from flwr.common.constant import ErrorCode
-from flwr.common.serde import message_from_proto
-from flwr.proto.message_pb2 import Message as MessageProto
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_utils import (
-    pull_objects,
-    push_object_contents_from_iterable,
-)
-from flwr.supercore.run import Run, RunNotRunningException
-from flwr.supernode.fleet_http_connection import http_request_response
+from flwr.app import Context, Message, RecordDict
 
 from nufed.errors import InputError
+from nufed.flower.app.signatures import private_key
 from nufed.flower.app.site import default_folder
+from nufed.flower.internals import (
+    ErrorCode,
+    Fleet,
+    Objects,
+    ObjectTree,
+    RunNotRunningException,
+    app_config,
+    app_error,
+    deflate,
+    fleet_api,
+    ids_of,
+    install_app,
+    pull_objects,
+)
 from nufed.flower.logs import log_to_stderr
-from nufed.flower.ops.app_process import AppProcess, Objects, deflate
+from nufed.flower.ops.app_process import AppProcess
 from nufed.flower.ops.approvals import Approvals, bundle_digest
 from nufed.flower.ops.site_runner import Health, RefusedConnection, health_file
 
@@ -68,20 +66,6 @@ class Connection:
     key: str | None
     approved: str | None
     node_config: dict[str, str | int | float]
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """Flower's calls of a server's API for sites, in its order."""
-
-    node: int
-    receive: Callable[[], tuple[Message, ObjectTree] | None]
-    send: Callable[[Message, ObjectTree, float], tuple[set[str], str]]
-    get_run: Callable[[int], Run]
-    get_fab: Callable[[str, int], Fab]
-    pull_object: Callable[[int, str], bytes]
-    push_object: Callable[[int, str, str, bytes], None]
-    confirm: Callable[[int, str], None]
 
 
 class SiteProcess:
@@ -135,9 +119,9 @@ class SiteProcess:
         except InputError as refusal:
             LOG.warning("this site %s", refusal)
             self._fleet.confirm(run, message.metadata.message_id)
-            self._reply(*deflate(_failure(message, ErrorCode.INVALID_FAB, refusal)))
+            self._fleet.reply(*deflate(_failure(message, ErrorCode.INVALID_FAB, refusal)), 0.0)
             return
-        wanted = [each.object_id for each in iterate_object_tree(tree)]
+        wanted = ids_of(tree)
         known = {id: self._objects[id] for id in wanted if id in self._objects}
         new = [id for id in dict.fromkeys(wanted) if id not in known]
         self._objects = known | pull_objects(new, lambda id: self._fleet.pull_object(run, id))
@@ -149,19 +133,7 @@ class SiteProcess:
             answer = (*deflate(failure), context)
         proto, reply_tree, replied, context = answer
         self._run = run, folder, context
-        self._reply(proto, reply_tree, replied, time.monotonic() - began)
-
-    def _reply(
-        self, proto: MessageProto, tree: ObjectTree, objects: Objects, seconds: float = 0.0
-    ) -> None:
-        reply = message_from_proto(proto)
-        ids, session = self._fleet.send(reply, tree, seconds)
-        push_object_contents_from_iterable(
-            ((id, objects[id]) for id in ids),
-            lambda id, content: self._fleet.push_object(
-                reply.metadata.run_id, session, id, content
-            ),
-        )
+        self._fleet.reply(proto, reply_tree, replied, time.monotonic() - began)
 
     def _app_of(self, run: int) -> tuple[Path, Context]:
         """The installed app of a run, and the context that it left; InputError: not approved."""
@@ -175,14 +147,13 @@ class SiteProcess:
             raise InputError(f"refuses this app: {error}") from None
         if self._approvals is not None and (refusal := self._approvals.refusal(fab.content)):
             raise InputError(refusal)
-        with redirect_stdout(StringIO()):  # it prints a line, which is none of the log's
-            folder = install_from_fab(fab.content, self._home / digest, skip_prompt=True)
+        folder = install_app(fab.content, self._home / digest)
         context = Context(
             run_id=run,
             node_id=self._fleet.node,
             node_config=dict(self._config),
             state=RecordDict(),
-            run_config=get_fused_config_from_fab(fab.content, replace(about, override_config={})),
+            run_config=app_config(fab.content, about),
             series_id=about.series_id,
         )
         return folder, context
@@ -202,16 +173,10 @@ def main() -> None:
 
 
 def _connect(connection: Connection, apps: AppProcess, connected: Callable[[], None]) -> None:
-    keys, ca = None, None
-    if connection.key is not None:
-        private = load_ssh_private_key(Path(connection.key).read_bytes(), None)
-        assert isinstance(private, EllipticCurvePrivateKey)
-        keys = private, private.public_key()
-    if connection.ca is not None:
-        ca = Path(connection.ca).read_bytes()
+    private = private_key(Path(connection.key)) if connection.key else None
+    ca = Path(connection.ca).read_bytes() if connection.ca else None
     home = Path(os.environ["FLWR_HOME"]) / "apps"
-    with http_request_response(connection.server, ca is None, ca, keys) as calls:
-        fleet = Fleet(*calls)
+    with fleet_api(connection.server, ca, private) as fleet:
         connected()
         LOG.info("connected to %s", connection.server)
         approvals = Approvals(Path(connection.approved)) if connection.approved else None
@@ -223,8 +188,7 @@ def _connect(connection: Connection, apps: AppProcess, connected: Callable[[], N
 
 
 def _failure(message: Message, code: int, error: Exception) -> Message:
-    """An error reply, in the form in which Flower reports exceptions."""
-    return Message(Error(code, f"{type(error)}:<'{error}'>"), reply_to=message)
+    return Message(app_error(error, code), reply_to=message)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

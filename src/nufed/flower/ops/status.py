@@ -9,20 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-
-from flwr.common.constant import HEARTBEAT_PATIENCE
-from flwr.proto.control_pb2 import ListNodesRequest
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.constant import NodeStatus
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from nufed.errors import InputError
 from nufed.flower.app.registry import SITES, SiteRegistry, read_sites
 from nufed.flower.app.signatures import load_public
+from nufed.flower.internals import Node, public_key_to_bytes
 from nufed.flower.ops.keys import CA
-from nufed.flower.ops.link import Link, control_api, link_to
+from nufed.flower.ops.link import control_of, link_to
 from nufed.lab.runs.federation_records import STATUS, SiteStatus, StatusRecord
 
 
@@ -43,36 +37,22 @@ class ConnectedSite:
 def connected_sites(keys: Path, server: str) -> list[ConnectedSite]:
     """The sites in the registry of a running server, which must be this user's own."""
     registry = read_sites(keys / SITES)
-    return sites_of_nodes(registry, nodes_of(link_to(server, keys / CA, insecure=False)))
+    with control_of(link_to(server, keys / CA, insecure=False)) as control:
+        return sites_of_nodes(registry, control.nodes())
 
 
-def nodes_of(link: Link) -> Iterable[NodeInfo]:
-    """The nodes that a SuperLink knows."""
-    with control_api(link) as client:
-        return list(client.ListNodes(ListNodesRequest()).nodes_info)
-
-
-def sites_of_nodes(registry: SiteRegistry, nodes: Iterable[NodeInfo]) -> list[ConnectedSite]:
+def sites_of_nodes(registry: SiteRegistry, nodes: Iterable[Node]) -> list[ConnectedSite]:
     """The state of every registered site, by number."""
-    found: dict[int, ConnectedSite] = {}
-    by_key = {node.public_key: node for node in nodes if node.status != NodeStatus.UNREGISTERED}
+    sites: dict[int, ConnectedSite] = {}
+    by_key = {node.public_key: node for node in nodes}
     for key, public, site in registry.entries():
         node = by_key.get(public_key_to_bytes(load_public(public)))
-        online = node is not None and node.status == NodeStatus.ONLINE
-        state = ConnectedSite(site.number, site.name, key, online, last_seen(node))
-        before = found.get(site.number)
+        online, last_seen = (node.online, node.last_seen) if node else (False, None)
+        state = ConnectedSite(site.number, site.name, key, online, last_seen)
+        before = sites.get(site.number)
         if before is None or (state.last_seen or 0.0) >= (before.last_seen or 0.0):
-            found[site.number] = state
-    return [found[number] for number in sorted(found)]
-
-
-def last_seen(node: NodeInfo | None) -> float | None:
-    """When a node called last: at its last heartbeat, or when it disconnected."""
-    if node is None or not node.last_activated_at:
-        return None
-    if node.status == NodeStatus.ONLINE:
-        return node.online_until - HEARTBEAT_PATIENCE * node.heartbeat_interval
-    return datetime.fromisoformat(node.last_deactivated_at or node.last_activated_at).timestamp()
+            sites[site.number] = state
+    return [sites[number] for number in sorted(sites)]
 
 
 STALE = 60.0  # seconds after which a server that writes every few seconds is taken to be gone

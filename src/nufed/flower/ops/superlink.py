@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from nufed.errors import InputError, RunError
 from nufed.flower.app.registry import SITES, SITES_VARIABLE
 from nufed.flower.logs import LogFormat, relayed
-from nufed.flower.ops.flower_processes import Flower, flower, wait
+from nufed.flower.ops.flower_processes import Flower, flower, python_module, wait
 from nufed.flower.ops.keys import (
     CA,
     CERTIFICATE,
@@ -106,8 +105,8 @@ def start_superlink(
 
 def superlink_command(host: str, port: int, keys: Path | None) -> list[str]:
     """The command; with ``keys`` only sites with a registered key are admitted."""
-    script = str(Path(__file__).with_name("server_process.py"))
-    command = [Path(sys.executable).name, "-P", script, "--isolation", "process"]
+    python, *module = python_module("nufed.flower.ops.server_process")
+    command = [python, "-P", *module, "--isolation", "process"]
     command += ["--disable-runtime-dependency-installation", "--host", host, "--port", str(port)]
     if keys is None:
         return [*command, "--insecure"]

@@ -7,9 +7,8 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from flwr.common.secure_aggregation.crypto.shamir import create_shares
-
 from nufed.files import canonical
+from nufed.flower.internals import create_shares
 from nufed.flower.secure_sum.ephemeral_keys import (
     Advert,
     Sign,

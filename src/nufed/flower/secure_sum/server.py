@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from flwr.app import ConfigRecord, MessageType, RecordDict
-from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 
 from nufed.algorithms.protocol import Cost, State, SummedUpdates
 from nufed.errors import Fault, UpdateError
@@ -34,6 +33,7 @@ from nufed.flower.app.payload import (
 )
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Account
+from nufed.flower.internals import combine_shares
 from nufed.flower.secure_sum.ephemeral_keys import Advert, public_of
 from nufed.flower.secure_sum.masking import Unmasking, pairwise_mask
 from nufed.flower.secure_sum.messages import (
