@@ -29,8 +29,13 @@ from nufed.flower.app.site import Task
 from nufed.flower.ops.approvals import bundle_digest
 from nufed.flower.ops.keys import make_site_key
 from nufed.flower.secure_sum import site as secure_site
-from nufed.flower.secure_sum.ephemeral_keys import Advert, pair_context
-from nufed.flower.secure_sum.masking import Secrets, confirmed_message, signed_message
+from nufed.flower.secure_sum.masking import (
+    Advert,
+    Secrets,
+    confirmed_message,
+    pair_context,
+    signed_message,
+)
 from nufed.flower.secure_sum.terms import SumTerms
 from nufed.lab.config import load_config
 from nufed.lab.export.wandb_runs import run_id
@@ -188,7 +193,7 @@ DIGESTS = {
         reply,
     ),
     "flower/secure_sum/terms.py": (attempts, lambda content: terms(content).digest),
-    "flower/secure_sum/ephemeral_keys.py": (
+    "flower/secure_sum/masking.py, pairs": (
         st.tuples(binary, text, small, small),
         lambda content: pair_context(*content),
     ),

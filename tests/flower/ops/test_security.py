@@ -52,6 +52,7 @@ def federation(tmp_path_factory):
 
         def start(link, key):
             log = place / f"site-{len(list(place.glob('site-*.log')))}.log"
+            (commands.home / "refused").unlink(missing_ok=True)  # or the same reason is not logged
             site = SiteOptions(0, key and place / key)
             process = commands.start(*site_command(site, links[link]), log=log)
             return SimpleNamespace(process=process, log=log)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nufed.errors import shown
 from nufed.flower.app.payload import ARRAYS, STORED_AS, PayloadError, get_record, npy_header
-from nufed.flower.secure_sum.ephemeral_keys import Advert
+from nufed.flower.secure_sum.masking import Advert
 from nufed.flower.secure_sum.terms import PROTOCOL, as_json
 from nufed.flower.secure_sum.words import Words
 

@@ -34,8 +34,7 @@ from nufed.flower.app.payload import (
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Account
 from nufed.flower.internals import combine_shares
-from nufed.flower.secure_sum.ephemeral_keys import Advert, public_of
-from nufed.flower.secure_sum.masking import Unmasking, pairwise_mask
+from nufed.flower.secure_sum.masking import Advert, Unmasking, pairwise_mask, public_of
 from nufed.flower.secure_sum.messages import (
     ADVERTISE,
     CONFIRM,

@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from nufed.algorithms.fixed_point import fixed_point_mean
 from nufed.flower.secure_sum import words
-from nufed.flower.secure_sum.ephemeral_keys import Advert
 from nufed.flower.secure_sum.masking import (
+    Advert,
     advertise,
     confirm,
     masked,
