@@ -163,7 +163,7 @@ DIGESTS = {
             seal(content[0], None if content[1] is None else tensors(content[1]))
         ),
     ),
-    "flower/app/exchange.py": (
+    "flower/app/transport.py": (
         named_shapes,
         lambda content: sha256(tensor_pieces(tensors(content))),
     ),

@@ -3,7 +3,8 @@
 Public are ``flwr.app``, ``flwr.clientapp``, ``flwr.serverapp`` and ``flwr.simulation``; the rest
 may change in any release. Each part says what it relies on, as of flwr 1.41.0;
 ``tests/flower/test_internals.py`` compares names, signatures and attributes with the installed
-flwr. Nothing here imports torch or the rest of nufed: the server's process starts with it.
+flwr. Nothing here imports torch or the rest of nufed: the server's process starts with it. What is
+imported under its own name (``as``) is used by other files as it is.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from cryptography.hazmat.primitives.asymmetric.ec import (
 )
 from flwr.app import Array, Context, Error, Message
 from flwr.app.message import remove_content_from_message
-from flwr.cli.build import build_fab_from_disk
+from flwr.cli.build import build_fab_from_disk as build_fab_from_disk
 from flwr.cli.install import install_from_fab
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.config import get_fused_config_from_fab, get_project_config
-from flwr.common.constant import HEARTBEAT_PATIENCE, ErrorCode
-from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
+from flwr.common.constant import HEARTBEAT_PATIENCE
+from flwr.common.constant import ErrorCode as ErrorCode
+from flwr.common.secure_aggregation.crypto.shamir import combine_shares as combine_shares
+from flwr.common.secure_aggregation.crypto.shamir import create_shares as create_shares
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,
@@ -43,9 +46,10 @@ from flwr.common.serde import (
     message_to_proto,
 )
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.message_pb2 import Context as ContextProto
-from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.proto.message_pb2 import Message as FlowerMessage
+from flwr.proto.message_pb2 import ObjectTree as ObjectTree
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullAppMessagesRequest
 from flwr.serverapp import Grid
@@ -64,13 +68,14 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import (
     inflate_object_from_contents,
-    pull_objects,
     push_object_contents_from_iterable,
 )
+from flwr.supercore.inflatable.inflatable_utils import pull_objects as pull_objects
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.object_ref import load_app
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.run import Run, RunNotRunningException
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes as public_key_to_bytes
+from flwr.supercore.run import Run
+from flwr.supercore.run import RunNotRunningException as RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink import extensions
 from flwr.superlink.cli.flower_superlink import flower_superlink
@@ -78,40 +83,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.superlink.servicer.runtime import runtime_handlers
 from flwr.supernode.fleet_http_connection import http_request_response
 
-__all__ = [
-    "ControlApi",
-    "ErrorCode",
-    "Fleet",
-    "MessageProto",
-    "Node",
-    "ObjectTree",
-    "Objects",
-    "Replies",
-    "RunNotRunningException",
-    "app_config",
-    "app_error",
-    "build_fab_from_disk",
-    "children_of",
-    "combine_shares",
-    "context_from_bytes",
-    "context_to_bytes",
-    "control_api",
-    "create_shares",
-    "deflate",
-    "fleet_api",
-    "ids_of",
-    "inflate",
-    "install_app",
-    "kind_of",
-    "load_client_app",
-    "next_server_app",
-    "public_key_to_bytes",
-    "pull_objects",
-    "read_error",
-    "replies_at",
-    "run_superlink",
-    "set_identity",
-]
+MessageProto: TypeAlias = FlowerMessage
 
 # Messages as trees of objects.
 #

@@ -10,7 +10,7 @@ from flower.app.in_memory import RUN, MemoryGrid, agents_data, federate, plan_of
 from flower.app.test_faults import FEDAVG, is_training
 from flower.app.test_parity import same
 from nufed.errors import TrainingError
-from nufed.flower.app.monitor import Monitor
+from nufed.flower.app.events import EventLog
 from nufed.flower.app.server_app import Server
 from nufed.flower.app.signatures import fingerprint, public_of
 from nufed.flower.app.site_app import client_app
@@ -218,9 +218,9 @@ def test_the_status_shows_a_site_that_has_not_approved_the_app_and_one_that_has_
     nodes = {str(grid.node_of(number)): key_of(keys, number) for number in (silent, VICTIM)}
     monkeypatch.setenv("FLWR_HOME", str(keys))
     (keys / "nodes.json").write_text(json.dumps(nodes))
-    monitor = Monitor(plan)
-    list(Server(plan, grid, RUN, sites=keys / "sites.toml", monitor=monitor).train())
-    sites = monitor.status().sites
+    log = EventLog(plan)
+    list(Server(plan, grid, RUN, sites=keys / "sites.toml", events=log).train())
+    sites = log.status().sites
     assert [site.name for site in sites] == [f"Ward {number}" for number in range(AGENTS)]
     assert all(site.connected and site.last_seen for site in sites)
     assert [site.joined for site in sites] == [True, False, False, True]
@@ -289,7 +289,7 @@ def test_the_audit_log_names_numbers_names_and_keys(keys):
     server = Server(
         *(plan, grid, RUN),
         sites=keys / "sites.toml",
-        audit=lambda event, **fields: events.append((event, fields)),
+        events=EventLog(plan, audit=lambda event, **fields: events.append((event, fields))),
     )
     with pytest.raises(TrainingError):
         list(server.train())
@@ -308,7 +308,7 @@ def test_updates_left_out_without_a_quorum_are_in_the_audit_log(keys):
     server = Server(
         *(plan, grid, RUN),
         sites=keys / "sites.toml",
-        audit=lambda event, **fields: events.append((event, fields)),
+        events=EventLog(plan, audit=lambda event, **fields: events.append((event, fields))),
     )
     with pytest.raises(TrainingError):
         list(server.train())

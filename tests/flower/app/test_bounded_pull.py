@@ -31,8 +31,8 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from flower.app.in_memory import RUN, agents_data, plan_of, sites_of
 from flower.app.test_faults import AGENTS, BAD, FEDAVG, is_training
 from nufed.errors import RunError, TrainingError
-from nufed.flower.app.bounded_pull import MIB, ReplyLimit, ReplyTooLargeError, pull_replies
-from nufed.flower.app.exclusions import EXCLUDED, Exclusions
+from nufed.flower.app.replies import MIB, ReplyLimit, ReplyTooLargeError, pull_replies
+from nufed.flower.app.roster import EXCLUDED, Exclusions
 from nufed.flower.app.server_app import Server
 from nufed.server import Rules
 

@@ -10,7 +10,7 @@ from flwr.app import Context, RecordDict
 from flower.app.in_memory import MemoryGrid
 from flower.ops.small_app import write_app
 from nufed.flower.app.check import check_site, load_app
-from nufed.flower.app.monitor import size_of
+from nufed.flower.app.payload import size_of
 from nufed.flower.app.privacy import Privacy, planned
 from nufed.flower.app.registry import SIGNATURE
 from nufed.flower.ops.keys import make_site_key

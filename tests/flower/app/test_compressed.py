@@ -9,7 +9,7 @@ from flower.app.test_apps import TEXT, app_of
 from flower.app.test_parity import METHODS, simulated
 from nufed.algorithms.compression import Bfloat16, Int8, TopK
 from nufed.errors import InputError
-from nufed.flower.app.monitor import size_of
+from nufed.flower.app.payload import size_of
 from nufed.lab.config.schema import CompressionConfig
 from nufed.lab.runs.records import round_line
 from nufed.server import MemoryStates, Rules

@@ -11,7 +11,7 @@ from flower.app.test_apps import AGENTS, TEXT, app_of, start, trains
 from flower.app.test_faults import FEDAVG
 from nufed import InputError, Objective, fedavg
 from nufed.errors import TrainingError
-from nufed.flower.app.messaging import _failure
+from nufed.flower.app.replies import _failure
 from nufed.flower.app.site import Site
 from nufed.server import Rules
 

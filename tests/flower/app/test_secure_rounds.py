@@ -425,14 +425,18 @@ def test_a_site_without_its_registered_key_takes_no_part(keys, tmp_path):
 
 def test_an_update_beyond_the_bound_never_leaves_its_site(keys, tmp_path, monkeypatch):
     """The site refuses its own update; the others' mean is as without it."""
-    honest = site_training._agent_update
+    of_round, honest, sites = site_training._of_round, type(GMETA).agent_update, []
 
-    def diverging(site, task):
-        result = honest(site, task)
-        factor = 1e7 if site.agent == 2 else 1.0
+    def noted(site, task):
+        sites.append(site.agent)
+        return of_round(site, task)
+
+    def diverging(*of):
+        result, factor = honest(*of), 1e7 if sites[-1] == 2 else 1.0
         return replace(result, vectors={n: v * factor for n, v in result.vectors.items()})
 
-    monkeypatch.setattr(site_training, "_agent_update", diverging)
+    monkeypatch.setattr(site_training, "_of_round", noted)
+    monkeypatch.setattr(type(GMETA), "agent_update", diverging)
     plan = plan_of(GMETA, agents=4, rounds=1, site_keys=public(keys, 4))
     *_, after = secure_server(plan, keys, tmp_path)[0].train()
     plain, _, _ = federate(replace(plan, site_keys=None), agents_data(4))

@@ -11,7 +11,12 @@ from flower.app.in_memory import plan_of
 from flower.app.test_apps import TEXT, app_of, start
 from flower.app.test_faults import FEDAVG
 from nufed.errors import Fault, InputError, UpdateError
-from nufed.flower.app.monitor import Monitor
+from nufed.flower.app.events import (
+    EventLog,
+    RoundRecorded,
+    RoundTrained,
+    SitesSeen,
+)
 from nufed.flower.ops.flower_processes import free_ports
 from nufed.flower.ops.prometheus import run_metrics, serving, site_metrics
 from nufed.lab.runs.federation_records import read_activity, read_status, read_traffic
@@ -67,7 +72,7 @@ def test_a_run_and_its_sites_are_scraped(tmp_path):
 def test_a_request_that_names_another_host_is_refused(host):
     """A foreign web site could have pointed its name here."""
     (port,) = free_ports(1)
-    with serving(port, lambda: run_metrics(Monitor(plan_of(FEDAVG)).status())):
+    with serving(port, lambda: run_metrics(EventLog(plan_of(FEDAVG)).status())):
         for names in ([host], [f"localhost:{port}", host], [host, f"localhost:{port}"]):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             connection.putrequest("GET", "/metrics", skip_host=True)
@@ -82,13 +87,13 @@ def test_a_request_that_names_another_host_is_refused(host):
 
 
 def test_epsilon_is_a_metric_and_no_sites_of_a_round_are():
-    monitor = Monitor(plan_of(FEDAVG))
-    monitor.sees([0, 1], {0: "Ward 0", 1: "Ward 1"})
+    log = EventLog(plan_of(FEDAVG))
+    log.record(SitesSeen(frozenset([0, 1]), {0: "Ward 0", 1: "Ward 1"}))
     failed = UpdateError(1, 1, "it failed: x", Fault.AT_SITE)
-    monitor.closes(Progress(1, {}, cohort=(0, 1), rejected=(failed,)))
-    monitor.records(Progress(1, {}), {"released": 1.5, "server": float("inf")})
+    log.record(RoundTrained(Progress(1, {}, cohort=(0, 1), rejected=(failed,))))
+    log.record(RoundRecorded(1, {"released": 1.5, "server": float("inf")}))
     (port,) = free_ports(1)
-    with serving(port, lambda: run_metrics(monitor.status())):
+    with serving(port, lambda: run_metrics(log.status())):
         found = scrape(port)
     assert found["nufed_epsilon", "released"] == 1.5
     assert found["nufed_left_out_total", "failed at the site"] == 1

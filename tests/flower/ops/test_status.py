@@ -9,7 +9,13 @@ import pytest
 from flower.app.in_memory import plan_of
 from flower.app.test_faults import FEDAVG
 from nufed.errors import Fault, RunError, UpdateError
-from nufed.flower.app.monitor import Monitor
+from nufed.flower.app.events import (
+    EventLog,
+    RoundRecorded,
+    RoundTrained,
+    SitesSeen,
+    TrainingStarted,
+)
 from nufed.flower.ops.status import STALE, has_ended, newest_run, summary
 from nufed.lab.runs.federation_records import STATUS, StatusRecord, read_status
 from nufed.server import Progress
@@ -20,12 +26,12 @@ def run(tmp_path):
     """A run with a site that was left out and one that never came."""
     folder = tmp_path / "runs" / "ours-001"
     folder.mkdir(parents=True)
-    monitor = Monitor(plan_of(FEDAVG, rounds=5), "ours", folder)
-    monitor.sees([0, 1, 2], {0: "Ward 0", 1: "Ward \x1b[2J1", 2: "Ward 2"})
-    monitor.begins(Progress(0, {}))
+    log = EventLog(plan_of(FEDAVG, rounds=5), "ours", folder)
+    log.record(SitesSeen(frozenset([0, 1, 2]), {0: "Ward 0", 1: "Ward \x1b[2J1", 2: "Ward 2"}))
+    log.record(TrainingStarted(Progress(0, {})))
     error = UpdateError(1, 1, "it failed: no samples", Fault.AT_SITE)
-    monitor.closes(Progress(1, {}, cohort=(0, 1, 3), rejected=(error,), dropped=(3,)))
-    monitor.records(Progress(1, {}), {"released": 1.25, "server": 2.5})
+    log.record(RoundTrained(Progress(1, {}, cohort=(0, 1, 3), rejected=(error,), dropped=(3,))))
+    log.record(RoundRecorded(1, {"released": 1.25, "server": 2.5}))
     return folder
 
 
@@ -61,10 +67,14 @@ def test_a_server_that_was_killed_is_named(nufed, tmp_path, run):
 
 def test_sites_that_do_not_take_part_are_shown_with_the_reason(nufed, tmp_path, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
-    monitor = Monitor(plan_of(FEDAVG, rounds=5), "ours", run)
+    log = EventLog(plan_of(FEDAVG, rounds=5), "ours", run)
     reason = "it has not approved this app (digest ab)"
-    monitor.sees([0, 1], {2: "Ward 2"}, connected=[2, 3], excluded={3: reason})
-    monitor.begins(Progress(0, {}))
+    log.record(
+        SitesSeen(
+            frozenset([0, 1]), {2: "Ward 2"}, connected=frozenset([2, 3]), excluded={3: reason}
+        )
+    )
+    log.record(TrainingStarted(Progress(0, {})))
     shown = " ".join(nufed("federate", "status", run, cwd=tmp_path).stdout.split())
     assert "4 of 4 sites connected" in shown
     assert "yes, has not answered yet" in shown and f"yes, excluded: {reason}" in shown
@@ -74,13 +84,13 @@ def test_sites_that_do_not_take_part_are_shown_with_the_reason(nufed, tmp_path, 
 
 
 def test_it_says_that_a_run_waits_and_that_it_is_over(tmp_path):
-    monitor = Monitor(plan_of(FEDAVG, rounds=5), "ours", tmp_path)
+    log = EventLog(plan_of(FEDAVG, rounds=5), "ours", tmp_path)
     waits, over = "no round has started", "this run is over; its sites are shown as they were"
-    with monitor.running():
-        assert waits in summary(monitor.status())[1]
-        monitor.begins(Progress(0, {}))
-        assert not any(line.startswith((waits, over)) for line in summary(monitor.status()))
-    assert summary(monitor.status())[1].startswith(over) and has_ended(monitor.status())
+    with log.running():
+        assert waits in summary(log.status())[1]
+        log.record(TrainingStarted(Progress(0, {})))
+        assert not any(line.startswith((waits, over)) for line in summary(log.status()))
+    assert summary(log.status())[1].startswith(over) and has_ended(log.status())
     with pytest.raises(RunError, match=r"the run has not started yet, or .*empty is not the run"):
         read_status(tmp_path / "empty")
 

@@ -30,8 +30,7 @@ from nufed.data.samples import input_ranges, scale_warnings
 from nufed.errors import InputError, in_short
 from nufed.evaluate import training_loss
 from nufed.flower.app.apps import App
-from nufed.flower.app.monitor import size_of
-from nufed.flower.app.payload import ARRAYS, content, method_record
+from nufed.flower.app.payload import ARRAYS, content, method_record, size_of
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import check_plan, in_words
 from nufed.flower.app.site import PARTITION_ID, Load, Site

@@ -2,7 +2,7 @@
 
 An array is read only if its dtype, shape and header bytes are exactly those of numpy's file format
 for the expected array, so that nothing untrusted is parsed or unpickled.
-:mod:`nufed.flower.app.bounded_pull` has limited the size of the whole message before.
+:mod:`nufed.flower.app.replies` has limited the size of the whole message before.
 
 Which versions of nufed work together in a federation.
 
@@ -38,7 +38,7 @@ from nufed.algorithms.compression import (
 )
 from nufed.algorithms.protocol import AgentUpdate, Cost, State
 from nufed.data import ScoredOn
-from nufed.errors import Fault, InputError, shown
+from nufed.errors import Fault, InputError, UpdateError, shown
 from nufed.evaluate import GROUPS, RESAMPLES, AgentScores
 from nufed.server.checks import MOST_SAMPLES, Unreadable
 
@@ -59,6 +59,7 @@ def works_with(one: str, other: str) -> bool:
 ARRAYS, ABOUT, SCORES, RELEASE = "arrays", "about", "scores", "release"
 METHOD = "method"  # the record of a request that names its method, if the app has several
 BASELINE = "baseline"  # the action of a message that asks for the scores of a null baseline
+UNTRAINED, LOCAL = "untrained", "local"  # the null baselines that sites compute
 KEEP = "keep"  # the action of a message on which a site writes its personal model
 STORED_AS = "numpy.ndarray"
 DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
@@ -95,8 +96,19 @@ class NoReply:
     refused: bool = False
     excluded: bool = False
 
+    def error(self, agent: int, round: int, who: str = "") -> UpdateError:
+        """The same for the update or the scores of a round; ``who`` names the agent."""
+        return UpdateError(agent, round, self.reason, self.fault, who)
 
+
+OFFLINE = NoReply("its site is offline", Fault.OFFLINE)
 Reply: TypeAlias = RecordDict | NoReply
+
+
+def size_of(content: RecordDict) -> int:
+    """The bytes of a message's arrays, numbers and texts, without Flower's envelope."""
+    counted = (ArrayRecord, ConfigRecord, MetricRecord)
+    return sum(each.count_bytes() for each in content.values() if isinstance(each, counted))
 
 
 def usable(reply: Reply) -> RecordDict:

@@ -14,10 +14,10 @@ from nufed.algorithms.protocol import Algorithm, Context, State
 from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
 from nufed.errors import InputError, require
 from nufed.evaluate import GROUPS, RESAMPLES, EvalLr, Measure, accuracy
-from nufed.flower.app.bounded_pull import ReplyLimit
 from nufed.flower.app.payload import MAX_SCALES
 from nufed.flower.app.privacy import Privacy
 from nufed.flower.app.registry import SiteKeys
+from nufed.flower.app.replies import ReplyLimit
 from nufed.flower.secure_sum.terms import MIN_SITES, threshold
 from nufed.objective import Objective
 from nufed.server import Rules, cohort_size, to_send

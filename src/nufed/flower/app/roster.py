@@ -1,18 +1,27 @@
-"""The sites that take part in a run: which of Flower's nodes is which agent's."""
+"""The sites that take part in a run: which of Flower's nodes is which agent's, and who is excluded.
+
+Agents that are excluded from the rest of a run are kept in a sealed file of the run directory. It
+is written as soon as an agent is excluded, not with the next checkpoint: a run that is killed or
+fails in the same round does not send it another request when it is resumed.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 
-from flwr.app import MessageType
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
-from nufed.flower.app.exclusions import TooFewSitesError, by_reason, site_label
-from nufed.flower.app.messaging import LOG, POLL_INTERVAL, Requests
+from nufed.errors import TrainingError
+from nufed.files import read_sealed, write_sealed
+from nufed.flower.app.events import Event, Excluded, Joined, Left, SitesSeen
 from nufed.flower.app.payload import (
     VERSION,
+    NoReply,
     PayloadError,
     Reply,
     content,
@@ -21,9 +30,18 @@ from nufed.flower.app.payload import (
 )
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.registry import Authentication
-from nufed.lab.runs.audit_log import Audit, not_audited
+from nufed.flower.app.replies import POLL_INTERVAL, Pending
+from nufed.lab.runs.federation_records import Exclusion, ExclusionsRecord
+from nufed.lab.runs.json_files import checked
 
+LOG = logging.getLogger("nufed")
+EXCLUDED = "excluded.json"
+LISTED = 10  # sites named for each reason
 QUERY_TTL = 24 * 3600.0  # seconds
+
+
+class TooFewSitesError(TrainingError):
+    """Too few sites can take part, whatever method is trained."""
 
 
 class Roster:
@@ -36,19 +54,22 @@ class Roster:
     """
 
     def __init__(
-        self, grid: Grid, plan: Plan, authentication: Authentication, audit: Audit = not_audited
+        self,
+        grid: Grid,
+        plan: Plan,
+        authentication: Authentication,
+        record: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._grid, self._plan, self.authentication = grid, plan, authentication
-        self._audit = audit
+        self._record = record
         self._registry = authentication.registry
         self._claims: dict[int, tuple[int, str] | None] = {}  # None: no usable reply
-        self._queries = Requests(grid, authentication, plan.reply_limit)
+        self._queries = Pending(grid, authentication, plan.reply_limit)
         self._queried_at: dict[int, float] = {}
         self.nodes: dict[int, int] = {}
         self.names: dict[int, str] = {}
         self.connected: set[int] = set()  # also those that have not answered yet
         self._excluded: dict[int, str] = {}  # nodes that are online, and why
-        self.on_refresh: Callable[[], None] = lambda: None
 
     @property
     def excluded(self) -> dict[int, str]:
@@ -79,17 +100,24 @@ class Roster:
         now = time.monotonic()
         overdue = {n for n in self._queries.nodes if now - self._queried_at[n] > self._plan.wait}
         self._queried_at |= dict.fromkeys(new | overdue, now)
-        queries = {node: content(version=VERSION) for node in sorted(new | overdue)}
-        self._queries.send(MessageType.QUERY, queries, QUERY_TTL)
+        queries = [
+            Message(content(version=VERSION), node, MessageType.QUERY, ttl=QUERY_TTL)
+            for node in sorted(new | overdue)
+        ]
+        self._queries.add(queries, self._grid.push_messages(queries) if queries else [])
         self.connected = {agent for node in online if (agent := self._agent_of(node)) is not None}
         if new:  # their replies are waited for
-            self.on_refresh()
+            self._tell()
         replies = self._queries.replies(self._plan.wait if new else 0)
         for node, reply in replies.items():
             self._claims[node] = self._claim(node, reply)
         self._assign(replies)
         self.connected |= self.nodes.keys()
-        self.on_refresh()
+        self._tell()
+
+    def _tell(self) -> None:
+        joined, connected = frozenset(self.nodes), frozenset(self.connected)
+        self._record(SitesSeen(joined, dict(self.names), connected, self.excluded))
 
     def _agent_of(self, node: int) -> int | None:
         """The agent of a node, if it is known: from its reply, or by its registered key."""
@@ -119,7 +147,7 @@ class Roster:
     def _exclude(self, node: int, reason: str) -> None:
         who = self.authentication.label(node)
         LOG.warning("%s is excluded: %s", who, reason)
-        self._audit("excluded", who=who, reason=reason)
+        self._record(Excluded(who, reason))
         self._excluded[node] = reason
 
     def _assign(self, new: Collection[int]) -> None:
@@ -139,10 +167,9 @@ class Roster:
             self.names[agent] = claim[1]
             self._excluded.pop(node, None)
             if before.get(agent) != node:
-                key = self.authentication.key_of(node)
-                self._audit("joined", site=agent, name=claim[1], key=key)
+                self._record(Joined(agent, claim[1], self.authentication.key_of(node)))
         for agent in before.keys() - self.nodes.keys():
-            self._audit("left", site=agent)
+            self._record(Left(agent))
 
     def wait_for(self, agents: Collection[int], least: int) -> None:
         """Wait until at least ``least`` of these agents are online, up to the plan's timeout.
@@ -194,3 +221,99 @@ class Roster:
         why = [(self.label(agent), known.get(agent, "")) for agent in agents]
         why += [(self.authentication.label(n), self._excluded[n]) for n in self._unknown()]
         return by_reason(why)
+
+
+class Exclusions:
+    """Why agents are excluded.
+
+    Args:
+        folder: the run directory; None: kept in memory only.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._path = folder and folder / EXCLUDED
+        self._agents: dict[int, Exclusion] = {}
+        if self._path and self._path.exists():
+            record = checked(ExclusionsRecord, read_sealed(self._path).about, self._path)
+            self._agents = {int(agent): each for agent, each in record.agents.items()}
+
+    def note(self, round: int, replies: Mapping[int, Reply], names: Mapping[int, str]) -> None:
+        """Exclude the agents whose reply requires it."""
+        for agent, reply in replies.items():
+            if isinstance(reply, NoReply) and reply.excluded:
+                who = site_label(agent, names)
+                LOG.error("%s is excluded from this run: %s", who, reply.reason)
+                self.add(agent, round, reply.reason)
+
+    def add(self, agent: int, round: int, reason: str) -> None:
+        """Exclude an agent from now on."""
+        self._agents[agent] = Exclusion(round=round, reason=reason)
+        if self._path:
+            agents = {str(agent): each for agent, each in sorted(self._agents.items())}
+            write_sealed(self._path, ExclusionsRecord(agents=agents).model_dump())
+
+    def reason(self, agent: int) -> str | None:
+        """Why an agent is excluded; None if it is not."""
+        exclusion = self._agents.get(agent)
+        if exclusion is None:
+            return None
+        return f"excluded since round {exclusion.round}: {exclusion.reason}"
+
+
+class Refusals:
+    """The sites that have refused every request so far, and why."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._reasons: dict[int, str] = {}
+        self._worked: set[int] = set()
+
+    def note(self, replies: Mapping[int, Reply]) -> None:
+        """Note the replies of agents."""
+        for agent, reply in replies.items():
+            if not isinstance(reply, NoReply):
+                self._worked.add(agent)
+                self._reasons.pop(agent, None)
+            elif reply.refused and agent not in self._worked:
+                self._reasons[agent] = reply.reason
+
+    def check(self, names: Mapping[int, str]) -> None:
+        """Stop the training if the sites that are left can't reach a quorum."""
+        plan = self._plan
+        needed = max(1, plan.rules.min_updates)
+        left = [agent for agent in plan.seen if agent not in self._reasons]
+        if len(left) >= needed:
+            return
+        said = by_reason((site_label(a, names), why) for a, why in sorted(self._reasons.items()))
+        raise TooFewSitesError(
+            f"{len(left)} of {len(plan.seen)} sites can train, and a round needs {needed} "
+            f"({said}); correct the data at these sites, or the configuration, and check each "
+            "with `nufed federate check`"
+        )
+
+
+def site_label(agent: int, names: Mapping[int, str]) -> str:
+    """A site's number, with its name if it has one.
+
+    >>> site_label(3, {3: "Ward 3"}), site_label(4, {4: "4"})
+    ('site 3 (Ward 3)', 'site 4')
+    """
+    name = names.get(agent, "")
+    return f"site {agent}" + (f" ({name})" if name not in ("", str(agent)) else "")
+
+
+def by_reason(reasons: Iterable[tuple[str, str]]) -> str:
+    """Sites with their reasons, each named once; without a reason a site is only named.
+
+    >>> by_reason([("site 0", "late"), ("site 1", ""), ("site 2", "late")])
+    'site 0, site 2: late; site 1'
+    """
+    sites: dict[str, list[str]] = {}
+    for who, reason in reasons:
+        sites.setdefault(reason, []).append(who)
+    return "; ".join(f"{_listed(of)}{reason and f': {reason}'}" for reason, of in sites.items())
+
+
+def _listed(sites: list[str]) -> str:
+    more = len(sites) - LISTED
+    return ", ".join(sites[:LISTED]) + (f" and {more} more" if more > 0 else "")

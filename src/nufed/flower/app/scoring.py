@@ -1,25 +1,35 @@
 """The server's requests for scores: of the model, of null baselines, and for personal models.
 
-The result of an evaluation at the sites.
+The null baselines are computed at the sites with the simulator's bits: ``untrained`` fine-tunes the
+initial model, ``local`` trains at the site alone for as many steps as all rounds have. The majority
+class comes with every evaluation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from flwr.app import MessageType
 
 from nufed.data import ScoredOn
-from nufed.errors import Fault, UpdateError
-from nufed.evaluate import AgentScores, Evaluation, evaluate_with_choice, preferred
-from nufed.flower.app.exchange import Exchange
-from nufed.flower.app.messaging import LOG
-from nufed.flower.app.monitor import OFFLINE
+from nufed.errors import UpdateError
+from nufed.evaluate import (
+    AgentScores,
+    Evaluation,
+    choose_step_sizes,
+    chooses,
+    evaluate_with_choice,
+    preferred,
+)
+from nufed.flower.app.events import Event, ScoresLeftOut
 from nufed.flower.app.payload import (
     BASELINE,
     KEEP,
+    LOCAL,
+    OFFLINE,
+    UNTRAINED,
     ExpectedScores,
     NoReply,
     PayloadError,
@@ -27,9 +37,8 @@ from nufed.flower.app.payload import (
     usable,
 )
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.roster import Roster
-from nufed.flower.app.site_baselines import LOCAL, UNTRAINED, baselines
-from nufed.flower.secure_sum.server import Replies
+from nufed.flower.app.replies import LOG
+from nufed.flower.app.transport import Transport
 from nufed.server import Progress, to_send
 
 
@@ -51,26 +60,11 @@ class Outcome:
 
 
 class Scoring:
-    """Asks sites to evaluate.
+    """Asks sites to evaluate."""
 
-    Args:
-        plan: what is trained.
-        request: :meth:`nufed.flower.app.server_app.Server.request`.
-        roster: names the sites of agents.
-        exchange: knows how long training takes.
-        leave_out: records whose scores of a round are left out.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        request: Callable[..., Replies],
-        roster: Roster,
-        exchange: Exchange,
-        leave_out: Callable[[int, Sequence[UpdateError]], None],
-    ) -> None:
-        self._plan, self._request, self._roster = plan, request, roster
-        self._exchange, self._leave_out = exchange, leave_out
+    def __init__(self, plan: Plan, transport: Transport, record: Callable[[Event], None]) -> None:
+        self._plan, self._transport, self._record = plan, transport, record
+        self._roster = transport.roster
 
     def evaluate(self, progress: Progress, choose: bool = False) -> Outcome:
         """Every site's scores after personalising the server's model, each on its own data.
@@ -113,7 +107,13 @@ class Scoring:
             asked = [each for each in agents if part != "validation" or each in self._plan.seen]
             return self._scores(progress, asked, scales, part, diverged=True, baseline=name)[0]
 
-        return baselines(self._plan, ask, agents)
+        complete = {}
+        for name, evaluation in _baselines(self._plan, ask):
+            if [scores.agent for scores in evaluation.as_trained] == list(agents):
+                complete[name] = evaluation
+            else:
+                LOG.warning("the baseline %s is left out: not all sites sent its scores", name)
+        return complete
 
     def keep_personal_models(self, progress: Progress, scale: float = 1.0) -> None:
         """Have every site write its personal model, as results show it; sites send nothing back.
@@ -121,7 +121,9 @@ class Scoring:
         ``scale`` multiplies the step size of fine-tuning.
         """
         kind, agents = f"{MessageType.EVALUATE}.{KEEP}", range(self._plan.agents)
-        replies, _ = self._request(kind, progress.server, progress.round, agents, scales=[scale])
+        replies, _ = self._transport.ask(
+            kind, progress.round, agents, progress.server, scales=[scale]
+        )
         for agent, reply in replies.items():
             if isinstance(reply, NoReply):
                 who = self._roster.label(agent)
@@ -150,12 +152,12 @@ class Scoring:
             kind, has_global = f"{kind}.{BASELINE}", baseline == UNTRAINED
             options["baseline"] = baseline
             if baseline == LOCAL:
-                deadline += len(scales) * plan.rounds * self._exchange.longest
-        replies, offline = self._request(
-            kind, progress.server, k, agents, deadline=deadline, **options
+                deadline += len(scales) * plan.rounds * self._transport.longest
+        replies, offline = self._transport.ask(
+            kind, k, agents, progress.server, deadline=deadline, **options
         )
         who = self._roster.label
-        missing = [UpdateError(a, k, OFFLINE, Fault.OFFLINE, who(a)) for a in offline]
+        missing = [OFFLINE.error(agent, k, who(agent)) for agent in offline]
         scores: list[list[AgentScores]] = [[] for _ in scales]
         majority: list[AgentScores] = []
         for agent, reply in replies.items():
@@ -171,14 +173,43 @@ class Scoring:
                     has_global=has_global,
                     diverged=diverged,
                 )
-                own, null = read_scores(usable(reply), expected)
+                by_scale, null = read_scores(usable(reply), expected)
             except PayloadError as error:
                 missing.append(UpdateError(agent, k, str(error), error.fault, who(agent)))
                 continue
-            for by_scale, each in zip(scores, own, strict=True):
-                by_scale.append(each)
+            for of_scale, each in zip(scores, by_scale, strict=True):
+                of_scale.append(each)
             majority += [null] if null else []
         for left_out in missing:
             LOG.warning("scores left out: %s", left_out)
-        self._leave_out(k, missing)
+        self._record(ScoresLeftOut(k, tuple(missing)))
         return scores, missing, majority
+
+
+Ask: TypeAlias = Callable[[str, Sequence[float], ScoredOn], list[list[AgentScores]]]
+"""Asks sites for the scores of a baseline, by scale of its step size, on a part of the samples."""
+
+
+def _baselines(plan: Plan, ask: Ask) -> Iterator[tuple[str, Evaluation]]:
+    """The baselines of a plan, as far as sites send scores."""
+    possible = plan.validation > 0
+    if UNTRAINED in plan.baselines:
+        validate = possible and chooses(plan.eval_lr, True)
+        yield (
+            UNTRAINED,
+            evaluate_with_choice(
+                lambda scales: ask(UNTRAINED, scales, plan.scored_on),
+                (lambda scales: ask(UNTRAINED, scales, "validation")) if validate else None,
+                plan.eval_steps,
+                plan.measure,
+                "smallest",
+            ),
+        )
+    if LOCAL in plan.baselines:
+        sizes = None
+        if plan.tune_local and possible:
+            sizes = choose_step_sizes(
+                lambda scales: ask(LOCAL, scales, "validation"), [0], plan.measure, "best"
+            )
+        (scores,) = ask(LOCAL, [sizes.scale(0) if sizes else 1.0], plan.scored_on)
+        yield LOCAL, Evaluation(scores, step_sizes=sizes)

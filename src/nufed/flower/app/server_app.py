@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from flwr.app import ConfigRecord, MessageType, RecordDict
 from flwr.serverapp import Grid
+from pydantic import Field, TypeAdapter, ValidationError
 
-from nufed.algorithms.protocol import State
-from nufed.errors import UpdateError
-from nufed.flower.app.collected import Collected, Collector, read_taken
-from nufed.flower.app.exchange import Exchange
-from nufed.flower.app.exclusions import Exclusions
-from nufed.flower.app.messaging import LOG
-from nufed.flower.app.monitor import Monitor
-from nufed.flower.app.payload import ARRAYS, NoReply, content, method_record, to_arrays
+from nufed.algorithms.protocol import Cost, SummedUpdates
+from nufed.errors import RunError, UpdateError, shown
+from nufed.flower.app.events import (
+    Aggregated,
+    EventLog,
+    RoundTrained,
+    TrainingStarted,
+    UpdatesLeftOut,
+)
+from nufed.flower.app.payload import NoReply, PayloadError, Reply, read_update
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.privacy import Account
+from nufed.flower.app.privacy import Account, implausible
 from nufed.flower.app.registry import Authentication
-from nufed.flower.app.roster import Roster
+from nufed.flower.app.replies import LOG
+from nufed.flower.app.roster import Exclusions, Roster
 from nufed.flower.app.scoring import Scoring
-from nufed.flower.secure_sum.messages import MASKED, SECURE, TRAINS
-from nufed.flower.secure_sum.server import Replies, collect_sum, new_attempt
-from nufed.flower.secure_sum.terms import SumTerms
-from nufed.lab.runs.audit_log import Audit, not_audited
+from nufed.flower.app.transport import Transport
+from nufed.flower.secure_sum.messages import MASKED, SECURE
+from nufed.flower.secure_sum.server import Replies, SecureRound, new_attempt
+from nufed.flower.secure_sum.terms import SecureSumError, SumTerms
 from nufed.server import (
     Attempts,
     Incoming,
@@ -34,9 +38,22 @@ from nufed.server import (
     QuorumError,
     close_round,
     open_round,
-    to_send,
     update_norm,
 )
+
+
+@dataclass(frozen=True)
+class Cohorts:
+    """How cohorts are drawn.
+
+    Args:
+        seed: if it must differ from the plan's, which is public.
+        sums: cohorts of the secure sums of other methods of the run, and the sites in them, by
+            round; sites unmask a sum of this method only over the same.
+    """
+
+    seed: int | None = None
+    sums: Mapping[int, tuple[list[int], list[int]]] = field(default_factory=dict)
 
 
 class Server:
@@ -47,14 +64,10 @@ class Server:
         grid: reaches the sites.
         run: the run's id, 32 hexadecimal digits; sites store their states under it.
         notes: :attr:`notes` from the checkpoint that training resumes from.
-        cohort_seed: the seed of cohorts, if it must differ from the plan's, which is public.
-        on_doubt: called with a round and why its numbers may be wrong.
+        cohorts: how they are drawn; by default from the plan's seed.
         sites: the registry of sites, whose keys must sign all replies; None: no signatures.
-        audit: writes an event to the audit log.
         exclusions: agents that are not sent requests; those found to need it are added.
-        monitor: records what the server sees of its sites.
-        sums: cohorts of the secure sums of other methods of the run, and the sites in them, by
-            round; sites unmask a sum of this method only over the same.
+        events: records what happens.
 
     ``account`` is the privacy account, if the plan has privacy; ``scoring`` asks for scores.
     """
@@ -65,32 +78,33 @@ class Server:
         grid: Grid,
         run: str,
         notes: Mapping[str, Any] | None = None,
-        cohort_seed: int | None = None,
-        on_doubt: Callable[[int, str], None] | None = None,
+        cohorts: Cohorts | None = None,
         sites: Path | None = None,
-        audit: Audit = not_audited,
         exclusions: Exclusions | None = None,
-        monitor: Monitor | None = None,
-        sums: Mapping[int, tuple[list[int], list[int]]] = MappingProxyType({}),
+        events: EventLog | None = None,
     ) -> None:
-        self._on_doubt, self._audit = on_doubt, audit
-        self._plan, self._run, self._sums = plan, run, sums
-        self._cohort_seed = plan.seed if cohort_seed is None else cohort_seed
+        self._plan, self._run, self._cohorts = plan, run, cohorts or Cohorts()
         self._exclusions = exclusions or Exclusions()
-        self._roster = Roster(grid, plan, Authentication(sites), audit)
-        self._monitor = monitor or Monitor(plan)
-        self._exchange = Exchange(grid, plan, self._roster, self._exclusions, self._monitor, audit)
+        self._record = (events or EventLog(plan)).record
+        self._roster = Roster(grid, plan, Authentication(sites), self._record)
+        who = self._roster.label
         ledger = None if notes is None else notes.get("ledger", "missing")
         self.account = (
-            Account(plan.privacy, len(plan.seen), plan.cohort, ledger, self._roster.label)
+            Account(plan.privacy, len(plan.seen), plan.cohort, ledger, who)
             if plan.privacy
             else None
         )
         # the last round in which an agent's update was accepted
         self._taken = read_taken((notes or {}).get("taken", {}))
-        self.scoring = Scoring(
-            plan, self.request, self._roster, self._exchange, self._leave_out_scores
+        self._transport = Transport(
+            *(grid, plan, run, self._roster),
+            self._exclusions,
+            self.account,
+            self._taken,
+            self._record,
         )
+        self.scoring = Scoring(plan, self._transport, self._record)
+        self._warnings: list[tuple[int, str]] = []
 
     @property
     def names(self) -> dict[int, str]:
@@ -103,69 +117,113 @@ class Server:
         taken = {str(agent): round for agent, round in sorted(self._taken.items())}
         return {"taken": taken, **({"ledger": self.account.as_json()} if self.account else {})}
 
+    def new_warnings(self) -> list[tuple[int, str]]:
+        """Rounds and why their numbers may be wrong: those since the last call."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
     def train(self, start: Progress | None = None) -> Iterator[Progress]:
         """The training state at the start and after every round."""
-        plan = self._plan
+        plan, seed = self._plan, self._cohorts.seed
         self._roster.gather()
         progress = start or Progress(0, plan.start())
-        self._monitor.begins(progress)
+        self._record(TrainingStarted(progress))
         yield progress
         while progress.round < plan.rounds:
             attempts = Attempts(
                 progress.round + 1,
                 plan.seen,
                 participation=plan.participation,
-                seed=self._cohort_seed,
+                seed=plan.seed if seed is None else seed,
                 rules=plan.rules,
             )
             for cohort, _ in attempts:
                 with attempts.quorum():
-                    progress = attempts.accepted(self._attempt(progress, cohort))
-                    break
-            self._monitor.closes(progress)
+                    try:
+                        collected = self._collect(progress, cohort)
+                        progress = attempts.accepted(self._close(progress, collected))
+                        break
+                    except QuorumError as error:
+                        self._leave_out(progress.round + 1, error.rejected)
+                        raise
+            self._record(RoundTrained(progress))
             yield progress
 
-    def _attempt(self, before: Progress, cohort: list[int]) -> Progress:
+    def _collect(self, before: Progress, cohort: list[int]) -> Collected:
+        """The updates of an attempt at a round, each checked as it arrives."""
         plan, k = self._plan, before.round + 1
-        cohort = self._sums[k][0] if k in self._sums else cohort
+        cohort = self._cohorts.sums[k][0] if k in self._cohorts.sums else cohort
         if self.account:
             self.account.check_next()
         included = [agent for agent in cohort if not self._exclusions.reason(agent)]
         self._roster.wait_for(included, min(plan.rules.min_updates, len(included)))
-        try:
-            found = (self._sum if plan.site_keys else self._updates)(before, k, cohort)
-            server, rejected = close_round(
-                plan.algorithm,
-                before.server,
-                found.updates,
-                plan.context(k),
-                failed=found.failed,
-                rules=plan.rules,
-                who=self._roster.label,
+        if plan.site_keys:
+            return self._collect_sum(before, cohort)
+        incoming = open_round(plan.algorithm, before, plan.context(k), cohort, plan.rules)
+        collector = Collector(plan, before, cohort, incoming, self.account)
+        keep = collector.take
+        replies, offline = self._transport.ask(
+            MessageType.TRAIN, k, cohort, before.server, keep=keep
+        )
+        return collector.close(replies, offline)
+
+    def _collect_sum(self, before: Progress, cohort: list[int]) -> Collected:
+        """The means of a round's updates, by secure aggregation."""
+        plan, server, k = self._plan, before.server, before.round + 1
+        _, summed = self._cohorts.sums.get(k, (cohort, cohort))
+
+        def send(kind: str, sites: Iterable[int], make: Callable[[int], ConfigRecord]) -> Replies:
+            vectors, asked = server if kind.endswith(MASKED) else None, set(sites)
+            replies, offline = self._transport.ask(
+                kind, k, sorted(asked & {*summed}), vectors, records=lambda s: {SECURE: make(s)}
             )
-        except QuorumError as error:
-            self._audit_left_out("updates", k, error.rejected)
-            raise
+            return replies, [*offline, *sorted(asked - {*summed})]
+
+        terms = SumTerms(self._run, k, new_attempt(), tuple(cohort))
+        expected = {name: server[name] for name in plan.algorithm.sent_in(k)}
+        charge = self.account.charge if self.account else None
+        attempt = SecureRound(terms, expected, send, charge, self._roster.label)
+        try:
+            updates = attempt.run()
+        except SecureSumError as error:
+            LOG.warning("round %d has no secure sum: %s", k, error)
+            raise QuorumError(k, attempt.failed, plan.rules) from None
+        of = attempt.dropped, attempt.failed, attempt.began, attempt.cost
+        return Collected(cohort, updates, *of)
+
+    def _close(self, before: Progress, collected: Collected) -> Progress:
+        """The training state after an attempt that reaches the quorum."""
+        plan, k = self._plan, before.round + 1
+        server, rejected = close_round(
+            plan.algorithm,
+            before.server,
+            collected.updates,
+            plan.context(k),
+            failed=collected.failed,
+            rules=plan.rules,
+            who=self._roster.label,
+        )
         left_out = {error.agent for error in rejected}
-        taken = [agent for agent in found.began if agent not in left_out]
-        self._audit_left_out("updates", k, rejected)
-        self._audit("aggregated", round=k, sites=taken)
+        taken = [agent for agent in collected.began if agent not in left_out]
+        self._leave_out(k, rejected)
+        self._record(Aggregated(k, taken))
         if self.account:
             self.account.close(len(taken))
         if plan.keeps_state:
-            began = {agent: found.began[agent] for agent in sorted(taken)}
+            began = {agent: collected.began[agent] for agent in sorted(taken)}
             self._name_restarted(k, [a for a, b in began.items() if b != self._taken.get(a, 0)])
             self._taken |= dict.fromkeys(taken, k)
+        incoming = collected.updates
         return Progress(
             round=k,
             server=server,
-            cohort=tuple(cohort),
+            cohort=tuple(collected.cohort),
             rejected=tuple(rejected),
-            dropped=tuple(found.dropped),
+            dropped=tuple(collected.dropped),
             taken=tuple(taken),
-            cost=found.cost,
+            cost=collected.cost,
             update_norm=update_norm(plan.algorithm, before.server, server, plan.context(k)),
-            medians=found.updates.medians if isinstance(found.updates, Incoming) else {},
+            medians=incoming.medians if isinstance(incoming, Incoming) else {},
             update_bytes=plan.update_bytes(before.server, k),
         )
 
@@ -175,80 +233,82 @@ class Server:
             who = self._roster.label(agent)
             message = f"{who} lost its state and restarted from the initial one: {lost}"
             LOG.warning("round %d: %s", round, message)
-            if self._on_doubt:
-                self._on_doubt(round, message)
+            self._warnings.append((round, message))
 
-    def _updates(self, before: Progress, round: int, cohort: list[int]) -> Collected:
-        """The updates of a round, each checked as it arrives."""
-        plan, server = self._plan, before.server
-        incoming = open_round(plan.algorithm, before, plan.context(round), cohort, plan.rules)
-        collector = Collector(plan, server, round, incoming, self.account)
-        kind = MessageType.TRAIN
-        return collector.close(*self.request(kind, server, round, cohort, keep=collector.take))
+    def _leave_out(self, round: int, errors: Iterable[UpdateError]) -> None:
+        self._record(UpdatesLeftOut(round, tuple(errors)))
 
-    def _sum(self, before: Progress, round: int, cohort: list[int]) -> Collected:
-        """The means of a round's updates, by secure aggregation."""
-        server = before.server
-        _, summed = self._sums.get(round, (cohort, cohort))
 
-        def send(kind: str, sites: Iterable[int], make: Callable[[int], ConfigRecord]) -> Replies:
-            vectors, asked = server if kind.endswith(MASKED) else None, set(sites)
-            replies, offline = self.request(
-                kind, vectors, round, sorted(asked & {*summed}), lambda s: {SECURE: make(s)}
-            )
-            return replies, [*offline, *sorted(asked - {*summed})]
+@dataclass
+class Collected:
+    """What arrived of a round; ``began`` is by agent the round of the state it started from."""
 
-        terms = SumTerms(self._run, round, new_attempt(), tuple(cohort))
-        return collect_sum(self._plan, terms, server, send, self.account, self._roster.label)
+    cohort: list[int]
+    updates: SummedUpdates | Incoming
+    dropped: list[int] = field(default_factory=list)
+    failed: list[UpdateError] = field(default_factory=list)
+    began: dict[int, int] = field(default_factory=dict)
+    cost: Cost = field(default_factory=Cost)
 
-    def request(
+
+class Collector:
+    """Reads the replies of a round as they arrive; of each only its update is kept, if any.
+
+    Noisy updates are charged to the privacy account.
+    """
+
+    def __init__(
         self,
-        kind: str,
-        server: State | None,
-        round: int,
-        agents: Iterable[int],
-        records: Callable[[int], Mapping[str, ConfigRecord]] = lambda agent: {},
-        deadline: float | None = None,
-        keep: Callable[[int, RecordDict], RecordDict] = lambda agent, reply: reply,
-        **more: Any,
-    ) -> Replies:
-        """The replies of these agents, in their order, and the agents whose site is offline.
+        plan: Plan,
+        before: Progress,
+        cohort: list[int],
+        incoming: Incoming,
+        account: Account | None,
+    ) -> None:
+        self._plan, self._round, self._account = plan, before.round + 1, account
+        self._expected = {name: before.server[name] for name in plan.algorithm.sent_in(self._round)}
+        self._collected = Collected(cohort, incoming)
+        self._incoming = incoming
 
-        Instead of a reply, the reason why there is none; excluded agents are sent no request.
-        Without ``server`` no vectors are sent; ``records`` are further ones for each agent;
-        ``keep`` returns what is kept of a reply, when it arrives.
-        """
-        agents = list(agents)
-        self._roster.refresh()
-        excluded = {a: NoReply(why) for a in agents if (why := self._exclusions.reason(a))}
-        nodes = {agent: self._roster.nodes.get(agent) for agent in agents if agent not in excluded}
-        offline = [agent for agent, node in nodes.items() if node is None]
-        if offline:
-            LOG.warning("round %d: offline: %s", round, self._roster.labels(offline))
-        sent = None if server is None else to_send(self._plan.algorithm, server)
-        arrays = {} if sent is None else {ARRAYS: to_arrays(sent)}  # one copy for all sites
-        contents = {}
-        for agent in (each for each in nodes if each not in offline):
-            contents[agent] = content(
-                run=self._run,
-                agent=agent,
-                round=round,
-                taken=self._taken.get(agent, 0),
-                released=self.account.released_by(agent) if self.account else 0,
-                **more,
+    def take(self, agent: int, reply: RecordDict) -> RecordDict:
+        """Pass on the update of an agent's reply; returns what remains of the reply."""
+        collected, privacy = self._collected, self._plan.privacy
+        try:
+            records: Mapping[str, object] = reply
+            if self._account:
+                records = self._account.charge(agent, records)
+            update, spent, began = read_update(
+                records, agent, self._expected, self._plan.rules.codec, self._plan.counted
             )
-            contents[agent].update({**arrays, **records(agent), **method_record(self._plan.method)})
-        if self.account and kind in TRAINS:
-            self.account.requested(contents)
-        seconds = deadline or self._plan.deadline
-        replies = self._exchange.ask(kind, round, sent, contents, seconds, keep) | excluded
-        return {agent: replies[agent] for agent in agents if agent in replies}, offline
+            wrong = privacy and implausible(update.vectors, self._expected, privacy)
+            if wrong:
+                raise PayloadError(wrong)
+            self._incoming.add(update)
+            collected.began[agent] = began
+            collected.cost += spent
+        except PayloadError as error:
+            collected.failed.append(UpdateError(agent, self._round, str(error), error.fault))
+        return RecordDict()
 
-    def _leave_out_scores(self, round: int, errors: Sequence[UpdateError]) -> None:
-        self._audit_left_out("scores", round, errors)
-        self._monitor.leaves_out(errors)
+    def close(self, replies: Mapping[int, Reply], dropped: list[int]) -> Collected:
+        """What was collected, in the order of agents; ``replies`` has the reasons of the others."""
+        collected = self._collected
+        collected.failed += [
+            reply.error(agent, self._round)
+            for agent, reply in replies.items()
+            if isinstance(reply, NoReply)
+        ]
+        collected.failed.sort(key=lambda error: error.agent)
+        collected.began = dict(sorted(collected.began.items()))
+        collected.dropped = dropped
+        return collected
 
-    def _audit_left_out(self, what: str, round: int, errors: Sequence[UpdateError]) -> None:
-        if errors:
-            reasons = {str(error.agent): error.reason for error in errors}
-            self._audit("left out", what=what, round=round, sites=reasons)
+
+def read_taken(record: object) -> dict[int, int]:
+    """Each agent's last accepted round, from the notes of a checkpoint."""
+    try:
+        return TypeAdapter(dict[int, Annotated[int, Field(strict=True, ge=0)]]).validate_python(
+            record
+        )
+    except ValidationError:
+        raise RunError(f"the checkpoint's notes are invalid: taken = {shown(record)}") from None

@@ -22,19 +22,23 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from nufed.algorithms.compression import compress, without_residuals
-from nufed.algorithms.protocol import AgentContext, AgentResult
-from nufed.data import Federation
+from nufed.algorithms.gmeta import GMeta
+from nufed.algorithms.protocol import AgentContext, AgentResult, State
+from nufed.algorithms.protocol import Context as RoundContext
+from nufed.data import Federation, ScoredOn
 from nufed.errors import InputError, RunError, TrainingError, in_short, visible
 from nufed.evaluate import AgentScores, Measure, evaluate_agent, majority_class
+from nufed.evaluate.null_baselines import OwnModel, local_training
 from nufed.flower.app.epsilon import server_epsilon
-from nufed.flower.app.monitor import size_of
 from nufed.flower.app.payload import (
     ABOUT,
     ARRAYS,
     BASELINE,
     KEEP,
+    LOCAL,
     RELEASE,
     SAME,
+    UNTRAINED,
     VERSION,
     PayloadError,
     content,
@@ -44,13 +48,13 @@ from nufed.flower.app.payload import (
     read_version,
     release_record,
     scores_content,
+    size_of,
     works_with,
 )
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Privacy, check_release, protect
 from nufed.flower.app.registry import signed
 from nufed.flower.app.site import Load, Release, Site, Task, load_record, read_task, save_record
-from nufed.flower.app.site_baselines import baseline_scores
 from nufed.flower.logs import event
 from nufed.flower.secure_sum.messages import ADVERTISE, CONFIRM, MASKED, SHARE, TRAINS, UNMASK
 from nufed.flower.secure_sum.site import (
@@ -63,21 +67,6 @@ from nufed.flower.secure_sum.site import (
 from nufed.lab.runs.agent_states import personal_after, write_personal
 from nufed.lab.runs.federation_records import add_activity
 from nufed.objective.threads import torch_threads
-
-
-def observed(
-    site: Site, message: Message, respond: Callable[[Site, RecordDict], RecordDict]
-) -> RecordDict:
-    """The site's reply to a message, after a record of it."""
-    began = time.perf_counter()
-    try:
-        reply = respond(site, message.content)
-    except Exception as error:
-        failure = {"failures": 1}
-        _record(site, message, began, failure, {"last_failure": in_short(error)})
-        raise
-    _record(site, message, began, {"bytes_sent": size_of(reply)}, {})
-    return reply
 
 
 def _record(
@@ -132,7 +121,8 @@ def train(site: Site, request: RecordDict) -> RecordDict:
         raise InputError("this federation has secure aggregation: no update is sent unmasked")
     if site.plan.privacy is not None:
         return _train_privately(site, task, site.plan.privacy)
-    result, codec = _agent_update(site, task), site.plan.rules.codec
+    result = site.plan.algorithm.agent_update(*_of_round(site, task))
+    codec = site.plan.rules.codec
     vectors, state = result.vectors, result.state
     if codec is not None:
         sent = compress(codec, vectors, task.received, task.state, site.plan.counted)
@@ -158,7 +148,7 @@ def train_masked(site: Site, request: RecordDict) -> RecordDict:
         release = _release(site, task, site.plan.privacy)
         result = AgentResult(release.vectors, {}, release.cost)
     else:
-        result = _agent_update(site, task)
+        result = site.plan.algorithm.agent_update(*_of_round(site, task))
     masked = mask_update(site, request, task.round, result.vectors, task.received)
     if result.state:
         record = load_record(task.file, task.state)
@@ -176,12 +166,12 @@ def train_masked(site: Site, request: RecordDict) -> RecordDict:
     return reply
 
 
-def _agent_update(site: Site, task: Task) -> AgentResult:
+def _of_round(site: Site, task: Task) -> tuple[AgentContext, State, State]:
+    """What the algorithm's ``agent_update`` takes: the context, what was received, the state."""
     plan = site.plan
     batches = site.federation.batches(site.agent, plan.seed, "train", task.round)
     context = AgentContext.of(plan.context(task.round), plan.objective, batches, batches.samples)
-    state = without_residuals(task.state) or {}
-    return plan.algorithm.agent_update(context, task.received, state)
+    return context, task.received, without_residuals(task.state) or {}
 
 
 def _train_privately(site: Site, task: Task, privacy: Privacy) -> RecordDict:
@@ -216,7 +206,7 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
         check_release(replace(privacy, epsilon_server=site.limit), sent)
     _ = site.samples  # a mismatch with the federation's format may be told
     try:
-        result = _agent_update(site, task)
+        result = site.plan.algorithm.agent_update(*_of_round(site, task))
     except InputError:  # its message may reveal the number of samples
         LOG.exception("this site's data can't be used")
         raise InputError("its data can't be used; see the site's log") from None
@@ -252,8 +242,14 @@ def client_app(plan: Callable[..., Plan], load: Load) -> ClientApp:
                 method = read_method(message.content)
                 made = plan() if method is None else plan(method)
                 with torch_threads(made.threads):
-                    site = Site(made, context.node_config, load)
-                    reply = observed(site, message, respond)
+                    site, began = Site(made, context.node_config, load), time.perf_counter()
+                    try:
+                        reply = respond(site, message.content)
+                    except Exception as error:
+                        latest = {"last_failure": in_short(error)}
+                        _record(site, message, began, {"failures": 1}, latest)
+                        raise
+                    _record(site, message, began, {"bytes_sent": size_of(reply)}, {})
                     if site.key is not None:
                         reply = signed(reply, message.metadata.message_id, site.key)
             except InputError:  # by this class the server knows that a retry does not help
@@ -319,9 +315,47 @@ def _baseline(site: Site, request: RecordDict) -> RecordDict:
     if not site.plan.sends_scores:
         raise TrainingError("this site sends no scores: privacy.scores is false")
     part, scales = read_part(task.more["part"]), read_scales(task.more["scales"])
-    scores = baseline_scores(site, task.more["baseline"], scales, part)
+    scores = _baseline_scores(site, task.more["baseline"], scales, part)
     federation, measure = site.federation.scoring(part), site.plan.scored_by(part)
     return scores_content(scores, _majority(site, federation, scores, measure), task.round)
+
+
+def _baseline_scores(
+    site: Site, name: object, scales: Sequence[float], part: ScoredOn
+) -> list[AgentScores]:
+    """Scores of a null baseline, for each scale of the step size."""
+    plan, objective = site.plan, site.plan.objective
+    federation, initial = site.federation.scoring(part), {"model": objective.initial()}
+    local = local_training(plan.algorithm, plan.rounds)
+
+    def score(algorithm: GMeta, state: State | None, scales: Sequence[float]) -> list[AgentScores]:
+        return evaluate_agent(
+            algorithm,
+            objective,
+            federation,
+            site.agent,
+            initial,
+            state,
+            seed=plan.seed,
+            steps=plan.eval_steps,
+            measure=plan.scored_by(part),
+            scales=scales,
+            context=plan.context(0),
+        )
+
+    if name == UNTRAINED:
+        return score(local, None, scales)
+    if name != LOCAL:
+        raise PayloadError(f"baseline is {name!r}, not {UNTRAINED} or {LOCAL}")
+    scores: list[AgentScores] = []
+    for scale in scales:
+        sized = replace(local, meta_lr=scale * float(local.meta_lr))
+        batches = site.federation.batches(site.agent, plan.seed, "train", 1)
+        everyone = RoundContext(1, plan.agents, plan.agents)
+        context = AgentContext.of(everyone, objective, batches, batches.samples)
+        model = sized.agent_update(context, initial, {}).vectors
+        scores += score(OwnModel.like(local), model, [1.0])
+    return scores
 
 
 def _majority(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import secrets
 import time
 import warnings
-from collections.abc import Iterable, Mapping
-from functools import partial, reduce
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,15 @@ from flwr.serverapp import Grid
 from nufed.errors import NufedError, NumericalWarning, RunError, TrainingError
 from nufed.evaluate import Evaluation, chooses, summarise
 from nufed.files import cannot_write, locked, read_sealed, sha256, sha256_of, write_sealed
-from nufed.flower.app.exclusions import Exclusions, TooFewSitesError
-from nufed.flower.app.messaging import LOG
-from nufed.flower.app.monitor import Monitor
+from nufed.flower.app.events import EventLog, MethodStarted, RoundRecorded
 from nufed.flower.app.payload import VERSION
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Ledger, check_plan
 from nufed.flower.app.registry import registry_file
+from nufed.flower.app.replies import LOG
+from nufed.flower.app.roster import Exclusions, TooFewSitesError
 from nufed.flower.app.scoring import Outcome
-from nufed.flower.app.server_app import Server
+from nufed.flower.app.server_app import Cohorts, Server
 from nufed.flower.logs import event, log_to
 from nufed.lab.config import Config
 from nufed.lab.runs import RunDirectory
@@ -54,6 +56,10 @@ def train_federation(
 ) -> Path:
     """Train and evaluate over the sites that a grid reaches; returns the run directory.
 
+    After a method that fails the others are trained, and then it is raised. Not without sites; nor
+    with privacy, whose account relies on the order of requests: of a failed round, sites only keep
+    the update that was requested last.
+
     Args:
         plans: what is trained, by method, one after the other.
         config: the configuration that the plans were made from.
@@ -62,6 +68,34 @@ def train_federation(
             ``runs/NAME-001``.
         log_format: of the log in it: "text" or "json".
     """
+    with _opened(plans, config, grid, out, log_format) as run:
+        left, failures = run.left(), list[TrainingError]()
+        try:
+            with run.events.running() if left else nullcontext():
+                for number, method in enumerate(left, 1):
+                    try:
+                        run.train(method, later=len(left) - number)
+                    except TrainingError as error:
+                        run.directory.write_failure(method, plans[method].seed, str(error))
+                        if plans[method].privacy or isinstance(error, TooFewSitesError):
+                            raise
+                        failures.append(error)
+                        if number < len(left):
+                            LOG.error("%s failed, and %s follows: %s", method, left[number], error)
+                if failures:
+                    raise failures[0]
+        except TrainingError:
+            run.report()
+            raise
+        run.report()
+    return run.directory.path
+
+
+@contextmanager
+def _opened(
+    plans: Mapping[str, Plan], config: Config, grid: Grid, out: Path | None, log_format: str
+) -> Iterator[_Run]:
+    """A new run, or one that is resumed; logs and audits how it ends."""
     plan = next(iter(plans.values()))  # all have the same sites, rounds and privacy
     if plan.privacy:
         check_plan(plan.privacy, len(plan.seen), plan.cohort, len(plans) * plan.rounds)
@@ -72,9 +106,7 @@ def train_federation(
     with torch_threads(plan.threads), locked(directory.path), log_to(directory.path, log_format):
         audit = _open_audit_log(directory, config, plan, resuming)
         try:
-            identity = (
-                _resume(directory, config, plan) if resuming else _begin(directory, config, plan)
-            )
+            identity = (_resume if resuming else _begin)(directory, config, plan)
             # as recorded: the same configuration may have other keys in another version of nufed
             belongs_to = {"configuration": identity["configuration"]}
             parts = {
@@ -85,20 +117,8 @@ def train_federation(
                 files.check_rounds(plan.rounds)
             if resuming:
                 _record_resumed(directory, config)
-            failure = None
-            try:
-                _train_all(plans, config, grid, identity, directory, parts, audit)
-            except TrainingError as error:
-                failure = error
-            done = [files.is_done(plan.rounds) for files in parts.values()]
-            tried = [(files.folder / FAILURE).exists() for files in parts.values()]
-            if any(done) and all(map(max, done, tried)):
-                from nufed.lab.experiment.finish import finish  # it takes a moment to import
-
-                algorithms = {method: each.algorithm for method, each in plans.items()}
-                finish(directory, {plan.seed: plan.objective}, algorithms)
-            if failure:
-                raise failure
+            events = EventLog(plan, config.name, directory.path, audit.write)
+            yield _Run(plans, config, grid, directory, identity, parts, events)
         except NufedError as error:
             LOG.error("%s", error)
             audit.write("failed", reason=str(error))
@@ -107,7 +127,6 @@ def train_federation(
         audit.write("finished", released_sha256=_released(directory.path))
         _log_head(audit)
         LOG.info("done: %s", directory.path / "report.html")
-    return directory.path
 
 
 def _open_audit_log(
@@ -173,108 +192,95 @@ def _record_resumed(directory: RunDirectory, config: Config) -> None:
         LOG.warning("%s", warning.message)
 
 
-def _train_all(
-    plans: Mapping[str, Plan],
-    config: Config,
-    grid: Grid,
-    identity: dict[str, Any],
-    directory: RunDirectory,
-    parts: Mapping[str, PartFiles],
-    audit: AuditLog,
-) -> None:
-    """Train the methods that are not done; after one that fails, the others, and then raise.
+@dataclass(frozen=True)
+class _Run:
+    """A federation's run: ``identity`` is what federation.json holds, ``parts`` are by method."""
 
-    Not without sites; nor with privacy, whose account relies on the order of requests: of a failed
-    round, sites only keep the update that was requested last.
-    """
-    left = [m for m, plan in plans.items() if not parts[m].is_done(plan.rounds)]
-    if not left:
-        return
-    failures = []
-    monitor = Monitor(plans[left[0]], config.name, directory.path)
-    with monitor.running():
-        for number, method in enumerate(left, 1):
-            seed, began = plans[method].seed, time.perf_counter()
-            monitor.trains(plans[method], len(left) - number)
+    plans: Mapping[str, Plan]
+    config: Config
+    grid: Grid
+    directory: RunDirectory
+    identity: dict[str, Any]
+    parts: Mapping[str, PartFiles]
+    events: EventLog
+
+    def left(self) -> list[str]:
+        """The methods that are not trained yet."""
+        return [m for m, plan in self.plans.items() if not self.parts[m].is_done(plan.rounds)]
+
+    def train(self, method: str, later: int) -> None:
+        """Train the remaining rounds, each recorded and checkpointed before the next starts.
+
+        ``later`` methods follow.
+        """
+        plan, files, directory = self.plans[method], self.parts[method], self.directory
+        began = time.perf_counter()
+        self.events.record(MethodStarted(plan, later))
+        ledger = _ledger(self.parts.values()) if plan.privacy else None
+        last, outcome = False, None
+        with Recorder(directory, files, self.config, method, plan.algorithm, plan.seed) as recorder:
+            warn_of_memory(method, plan.algorithm, plan.start(), plan.context(1))
+            # a private run resumes from its last round only, since its model may have been seen
+            start = recorder.resume(plan.start, 1 if plan.privacy else None)
+            notes = recorder.notes
+            if ledger is not None:
+                notes = {**(notes or {}), "ledger": ledger}
+            server = Server(
+                plan,
+                self.grid,
+                self.identity["run"],
+                notes,
+                self._cohorts(method),
+                registry_file(),
+                Exclusions(directory.path),
+                self.events,
+            )
+            if start:
+                LOG.info("training resumes after round %d", start.round)
             try:
-                _train(method, plans, config, grid, identity, directory, parts, audit, monitor)
-            except TrainingError as error:
-                directory.write_failure(method, seed, str(error))
-                if plans[method].privacy or isinstance(error, TooFewSitesError):
-                    raise
-                failures.append(error)
-                if number < len(left):
-                    LOG.error("%s failed, and %s follows: %s", method, left[number], error)
-                continue
-            seconds = time.perf_counter() - began
-            directory.write_timing(method=method, seed=seed, seconds=seconds)
-        if failures:
-            raise failures[0]
-
-
-def _train(
-    method: str,
-    plans: Mapping[str, Plan],
-    config: Config,
-    grid: Grid,
-    identity: dict[str, Any],
-    directory: RunDirectory,
-    parts: Mapping[str, PartFiles],
-    audit: AuditLog,
-    monitor: Monitor,
-) -> None:
-    """Train the remaining rounds, each recorded and checkpointed before the next starts."""
-    plan, files = plans[method], parts[method]
-    ledger = _ledger(parts.values()) if plan.privacy else None
-    last, outcome = False, None
-    with Recorder(directory, files, config, method, plan.algorithm, plan.seed) as recorder:
-        warn_of_memory(method, plan.algorithm, plan.start(), plan.context(1))
-        # a private run resumes from its last round only, since its model may have been seen
-        start = recorder.resume(plan.start, 1 if plan.privacy else None)
-        notes = recorder.notes if ledger is None else {**(recorder.notes or {}), "ledger": ledger}
-        cohort_seed = identity["cohort_seed"] if plan.privacy else None
-        if cohort_seed is not None and plan.method:  # epsilon assumes that no two share cohorts
-            cohort_seed = int(sha256(f"{cohort_seed} {method}".encode())[:32], 16)
-        others = [other for name, other in parts.items() if name != method]
-
-        def doubt(round: int, message: str) -> None:
-            files.warn(round, message)
-
-        server = Server(
-            plan,
-            grid,
-            identity["run"],
-            notes,
-            cohort_seed,
-            doubt,
-            registry_file(),
-            partial(audit.write, method=method) if plan.method else audit.write,
-            Exclusions(directory.path),
-            monitor,
-            _sums(others) if plan.site_keys else {},
-        )
-        if start:
-            LOG.info("training resumes after round %d", start.round)
-        try:
-            for progress in server.train(start):
-                if recorder.is_done(progress):
-                    continue
-                line, last = dict[str, Any](), recorder.is_last(progress)
+                for progress in server.train(start):
+                    for warning in server.new_warnings():
+                        files.warn(*warning)
+                    if recorder.is_done(progress):
+                        continue
+                    line, last = dict[str, Any](), recorder.is_last(progress)
+                    if server.account:
+                        line["epsilon"] = server.account.spent()
+                    outcome = None
+                    if recorder.is_evaluated(progress):
+                        outcome = server.scoring.evaluate(progress, chooses(plan.eval_lr, last))
+                        line |= _evaluation(outcome, plan)
+                    recorder.record(progress, line, checkpoint=True, notes=server.notes)
+                    self.events.record(RoundRecorded(progress.round, line.get("epsilon", {})))
+                    steps = self.config.steps_of(method)[0]
+                    _log_round(plan, steps, progress, outcome, line.get("epsilon"))
+            finally:  # also record what a training that failed has spent
                 if server.account:
-                    line["epsilon"] = server.account.spent()
-                outcome = None
-                if recorder.is_evaluated(progress):
-                    outcome = server.scoring.evaluate(progress, chooses(plan.eval_lr, last))
-                    line |= _evaluation(outcome, plan)
-                recorder.record(progress, line, checkpoint=True, notes=server.notes)
-                monitor.records(progress, line.get("epsilon"))
-                steps = config.steps_of(method)[0]
-                _log_round(plan, steps, progress, outcome, line.get("epsilon"))
-        finally:  # also record what a training that failed has spent
-            if server.account:
-                write_sealed(directory.path / PRIVACY, server.account.summary())
-        if last and outcome:
-            _finish(plan, server, outcome, progress, directory, recorder)
+                    write_sealed(directory.path / PRIVACY, server.account.summary())
+            if last and outcome:
+                _finish(plan, server, outcome, progress, directory, recorder)
+        seconds = time.perf_counter() - began
+        directory.write_timing(method=method, seed=plan.seed, seconds=seconds)
+
+    def _cohorts(self, method: str) -> Cohorts:
+        plan = self.plans[method]
+        seed = self.identity["cohort_seed"] if plan.privacy else None
+        if seed is not None and plan.method:  # epsilon assumes that no two share cohorts
+            seed = int(sha256(f"{seed} {method}".encode())[:32], 16)
+        others = [files for name, files in self.parts.items() if name != method]
+        return Cohorts(seed, _sums(others) if plan.site_keys else {})
+
+    def report(self) -> None:
+        """Write results and the report once every method is trained or has failed."""
+        rounds = {method: plan.rounds for method, plan in self.plans.items()}
+        done = [files.is_done(rounds[method]) for method, files in self.parts.items()]
+        failed = [(files.folder / FAILURE).exists() for files in self.parts.values()]
+        if any(done) and all(map(max, done, failed)):
+            from nufed.lab.experiment.finish import finish  # it takes a moment to import
+
+            plan = next(iter(self.plans.values()))
+            algorithms = {method: each.algorithm for method, each in self.plans.items()}
+            finish(self.directory, {plan.seed: plan.objective}, algorithms)
 
 
 def _ledger(parts: Iterable[PartFiles]) -> dict[str, Any] | None:

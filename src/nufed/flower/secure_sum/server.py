@@ -14,15 +14,12 @@ from typing import TypeAlias, TypeVar
 from flwr.app import ConfigRecord, MessageType, RecordDict
 
 from nufed.algorithms.protocol import Cost, State, SummedUpdates
-from nufed.errors import Fault, UpdateError
-from nufed.flower.app.collected import Collected
-from nufed.flower.app.messaging import LOG
-from nufed.flower.app.monitor import OFFLINE
+from nufed.errors import UpdateError
 from nufed.flower.app.payload import (
     ABOUT,
     ARRAYS,
     MAX_GRADIENTS,
-    NoReply,
+    OFFLINE,
     PayloadError,
     Reply,
     check_agent,
@@ -31,8 +28,7 @@ from nufed.flower.app.payload import (
     read_int,
     usable,
 )
-from nufed.flower.app.plan import Plan
-from nufed.flower.app.privacy import Account
+from nufed.flower.app.replies import LOG
 from nufed.flower.internals import combine_shares
 from nufed.flower.secure_sum.masking import Advert, Unmasking, pairwise_mask, public_of
 from nufed.flower.secure_sum.messages import (
@@ -53,7 +49,6 @@ from nufed.flower.secure_sum.messages import (
 )
 from nufed.flower.secure_sum.terms import SecureSumError, SumTerms
 from nufed.flower.secure_sum.words import Words, add, decode_means, mask, shape_of, subtract
-from nufed.server import QuorumError
 
 
 def routed(sealed: Mapping[int, Mapping[int, bytes]]) -> dict[int, dict[int, bytes]]:
@@ -119,10 +114,6 @@ Charge: TypeAlias = Callable[[int, Mapping[str, object]], Mapping[str, object]]
 Found = TypeVar("Found")
 
 
-def _free(site: int, reply: Mapping[str, object]) -> Mapping[str, object]:
-    return reply
-
-
 @dataclass
 class SecureRound:
     """One attempt at a round.
@@ -132,7 +123,7 @@ class SecureRound:
         before: the server's vectors that agents send a replacement for.
         send: sends a message (its action, the agents, each agent's record) and returns the replies
             and the agents that are offline.
-        charge: takes the record of a noisy update from a reply, for the privacy account.
+        charge: takes the record of a noisy update from a reply, for the privacy account, if any.
         who: names the site of an agent in errors.
 
     ``failed``, ``dropped``, ``cost`` and ``began`` describe the round once :meth:`run` returns.
@@ -141,7 +132,7 @@ class SecureRound:
     terms: SumTerms
     before: State
     send: Send
-    charge: Charge = _free
+    charge: Charge | None = None
     who: Callable[[int], str] = "site {}".format
     failed: list[UpdateError] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
@@ -191,7 +182,7 @@ class SecureRound:
         if action == ADVERTISE:
             self.dropped = offline
         else:
-            replies = {**replies, **dict.fromkeys(offline, NoReply(OFFLINE, Fault.OFFLINE))}
+            replies = {**replies, **dict.fromkeys(offline, OFFLINE)}
         found = {}
         for site, reply in replies.items():
             try:
@@ -215,8 +206,8 @@ class SecureRound:
 
         return read
 
-    def _read_masked(self, site: int, found: RecordDict) -> Words:
-        reply = self.charge(site, found)
+    def _read_masked(self, site: int, records: RecordDict) -> Words:
+        reply = self.charge(site, records) if self.charge else records
         check_keys(reply, ARRAYS, ABOUT)
         claimed, round, gradients, hvps, began = read_about(
             reply, "agent", "round", "gradients", "hvps", "began"
@@ -237,29 +228,6 @@ class SecureRound:
     def _read_unmasking(self, site: int, reply: RecordDict) -> Unmasking:
         check_keys(reply, SECURE)
         return read_secure(reply, Unmasking)
-
-
-def collect_sum(
-    plan: Plan,
-    terms: SumTerms,
-    server: State,
-    send: Send,
-    account: Account | None,
-    who: Callable[[int], str],
-) -> Collected:
-    """A round's updates as their means; ``who`` names the site of an agent in errors.
-
-    Raises:
-        QuorumError: too few sites replied.
-    """
-    expected = {name: server[name] for name in plan.algorithm.sent_in(terms.round)}
-    attempt = SecureRound(terms, expected, send, account.charge if account else _free, who)
-    try:
-        updates = attempt.run()
-    except SecureSumError as error:
-        LOG.warning("round %d has no secure sum: %s", terms.round, error)
-        raise QuorumError(terms.round, attempt.failed, plan.rules) from None
-    return Collected(updates, attempt.dropped, attempt.failed, attempt.began, attempt.cost)
 
 
 def new_attempt() -> str:

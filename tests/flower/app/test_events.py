@@ -9,10 +9,22 @@ from flower.app.in_memory import MemoryGrid, agents_data, plan_of
 from flower.app.test_apps import AGENTS, TEXT, app_of, start
 from flower.app.test_faults import FEDAVG
 from nufed.errors import RunError, TrainingError, UpdateError
-from nufed.flower.app.messaging import _failure
-from nufed.flower.app.monitor import OFFLINE, Monitor, size_of
-from nufed.flower.app.payload import content
-from nufed.lab.runs.federation_records import STATUS, TRAFFIC, read_status, read_traffic
+from nufed.flower.app.events import (
+    EventLog,
+    RoundRecorded,
+    RoundTrained,
+    ScoresLeftOut,
+    TrainingStarted,
+)
+from nufed.flower.app.payload import OFFLINE, content, size_of
+from nufed.flower.app.replies import _failure
+from nufed.lab.runs.federation_records import (
+    STATUS,
+    TRAFFIC,
+    TrafficLine,
+    read_status,
+    read_traffic,
+)
 from nufed.server import TOO_LATE, Progress
 from support import Killed
 
@@ -108,36 +120,36 @@ def test_a_failed_run_and_its_resumption(tmp_path):
 
 def test_the_time_left_is_that_of_the_remaining_rounds(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("nufed.flower.app.monitor.time.monotonic", lambda: now[0])
-    monitor = Monitor(plan_of(FEDAVG, rounds=10))
-    monitor.begins(Progress(4, {}))
+    monkeypatch.setattr("nufed.flower.app.events.time.monotonic", lambda: now[0])
+    log = EventLog(plan_of(FEDAVG, rounds=10))
+    log.record(TrainingStarted(Progress(4, {})))
     now[0] = 50.0  # an evaluation of the model that training starts from
-    monitor.records(Progress(4, {}))
-    assert monitor.status().seconds_left is None
+    log.record(RoundRecorded(4))
+    assert log.status().seconds_left is None
     for round in (5, 6):
         now[0] += 8.0
-        monitor.closes(Progress(round, {}))
-        monitor.records(Progress(round, {}))
-    assert monitor.status().seconds_left == 4 * 8.0
+        log.record(RoundTrained(Progress(round, {})))
+        log.record(RoundRecorded(round))
+    assert log.status().seconds_left == 4 * 8.0
     now[0] += 3.0
-    assert monitor.status().seconds_left == 4 * 8.0 - 3.0
+    assert log.status().seconds_left == 4 * 8.0 - 3.0
 
 
 def test_epsilon_and_sites_without_a_valid_number():
-    monitor = Monitor(plan_of(FEDAVG))
-    monitor.leaves_out([UpdateError(-1, 1, "its sender is not a valid agent number")])
-    monitor.records(Progress(1, {}), {"released": 1.5, "server": 3.0})
-    status = monitor.status()
+    log = EventLog(plan_of(FEDAVG))
+    log.record(ScoresLeftOut(1, (UpdateError(-1, 1, "its sender is not a valid agent number"),)))
+    log.record(RoundRecorded(1, {"released": 1.5, "server": 3.0}))
+    status = log.status()
     assert status.left_out == {"invalid": 1} and not any(s.left_out for s in status.sites)
     assert status.epsilon == {"released": 1.5, "server": 3.0}
 
 
-@pytest.mark.parametrize("text", [OFFLINE, TOO_LATE, "'model' is not finite"])
+@pytest.mark.parametrize("text", [OFFLINE.reason, TOO_LATE, "'model' is not finite"])
 def test_a_site_cannot_choose_the_kind_of_its_failure(text):
     failure = _failure(f"<class 'builtins.ValueError'>:<'{text}'>")
-    monitor = Monitor(plan_of(FEDAVG))
-    monitor.leaves_out([UpdateError(0, 1, failure.reason, failure.fault)])
-    assert monitor.status().left_out == {"failed at the site": 1}
+    log = EventLog(plan_of(FEDAVG))
+    log.record(ScoresLeftOut(1, (UpdateError(0, 1, failure.reason, failure.fault),)))
+    assert log.status().left_out == {"failed at the site": 1}
 
 
 def test_a_status_that_is_missing_or_damaged_is_named(tmp_path):
@@ -146,15 +158,16 @@ def test_a_status_that_is_missing_or_damaged_is_named(tmp_path):
     (tmp_path / STATUS).write_text('{"round": -1}')
     with pytest.raises(RunError, match=r"status.json is invalid"):
         read_status(tmp_path)
-    monitor = Monitor(plan_of(FEDAVG), "again", tmp_path)  # a run does not end because of it
-    with monitor.running():
+    log = EventLog(plan_of(FEDAVG), "again", tmp_path)  # a run does not end because of it
+    with log.running():
         pass
     assert read_status(tmp_path).state == "finished"
 
 
-def test_a_monitor_that_can_not_write_does_not_end_the_run(tmp_path):
+def test_a_log_that_can_not_be_written_does_not_end_the_run(tmp_path):
     plan, data = plan_of(FEDAVG), agents_data(1)
-    monitor = Monitor(plan, "no", tmp_path / "nowhere")
-    with monitor.running():
-        monitor.exchanged("train", 1, 0, content(), content(samples=len(data)), 0.1)
-    assert monitor.status().bytes_up > 0
+    log = EventLog(plan, "no", tmp_path / "nowhere")
+    with log.running():
+        sizes = {"bytes_down": 0, "bytes_up": size_of(content(samples=len(data)))}
+        log.record(TrafficLine(round=1, phase="train", agent=0, seconds=0.1, **sizes))
+    assert log.status().bytes_up > 0
