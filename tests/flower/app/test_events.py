@@ -11,9 +11,9 @@ from flower.app.test_faults import FEDAVG
 from nufed.errors import RunError, TrainingError, UpdateError
 from nufed.flower.app.events import (
     EventLog,
+    LeftOut,
     RoundRecorded,
     RoundTrained,
-    ScoresLeftOut,
     TrainingStarted,
 )
 from nufed.flower.app.payload import OFFLINE, content, size_of
@@ -137,7 +137,9 @@ def test_the_time_left_is_that_of_the_remaining_rounds(monkeypatch):
 
 def test_epsilon_and_sites_without_a_valid_number():
     log = EventLog(plan_of(FEDAVG))
-    log.record(ScoresLeftOut(1, (UpdateError(-1, 1, "its sender is not a valid agent number"),)))
+    log.record(
+        LeftOut("scores", 1, (UpdateError(-1, 1, "its sender is not a valid agent number"),))
+    )
     log.record(RoundRecorded(1, {"released": 1.5, "server": 3.0}))
     status = log.status()
     assert status.left_out == {"invalid": 1} and not any(s.left_out for s in status.sites)
@@ -148,7 +150,7 @@ def test_epsilon_and_sites_without_a_valid_number():
 def test_a_site_cannot_choose_the_kind_of_its_failure(text):
     failure = _failure(f"<class 'builtins.ValueError'>:<'{text}'>")
     log = EventLog(plan_of(FEDAVG))
-    log.record(ScoresLeftOut(1, (UpdateError(0, 1, failure.reason, failure.fault),)))
+    log.record(LeftOut("scores", 1, (UpdateError(0, 1, failure.reason, failure.fault),)))
     assert log.status().left_out == {"failed at the site": 1}
 
 

@@ -14,9 +14,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from flower.ops.test_approvals import digest_before, zipped
 from nufed.errors import InputError
 from nufed.flower.internals import Fleet, deflate, ids_of, inflate
-from nufed.flower.ops.app_process import AppProcess
 from nufed.flower.ops.approvals import Approvals, build_bundle, bundled_files
-from nufed.flower.ops.site_process import DIED, SiteProcess
+from nufed.flower.ops.site_process import DIED, AppProcess, SiteProcess
 from nufed.flower.ops.site_runner import Health
 
 PROJECT = """

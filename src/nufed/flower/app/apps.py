@@ -164,13 +164,13 @@ def _check(config: Config) -> None:
             "several methods need 1.0, since sums of one round are over the same sites, and "
             "epsilon assumes a cohort of its own for each method; or train one method per run"
         )
-    for key in ("stop_when", "keep"):
-        if key in config.model_dump(exclude_none=True):
+    given = config.model_dump(exclude_none=True)
+    simulated = {key: key in given for key in ("stop_when", "keep")}
+    for key, wrong in {**simulated, "[faults]": config.faults != FaultsConfig()}.items():
+        if wrong:
             raise InputError(
                 f"{key} is for simulation: remove it from a federation's configuration"
             )
-    if config.faults != FaultsConfig():
-        raise InputError("[faults] is for simulation: remove it from a federation's configuration")
     if config.data.shift != "none":
         raise InputError(
             f'data.shift = "{config.data.shift}" is for simulation: remove it, sites hold their '

@@ -9,13 +9,15 @@ is trained.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event as Signal
 from threading import RLock, Thread
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from flwr.app import MessageType
 
 from nufed.errors import RunError, UpdateError
 from nufed.flower.app.payload import OFFLINE
@@ -25,7 +27,6 @@ from nufed.lab.runs.federation_records import (
     STATUS,
     TRAFFIC,
     LastLeftOut,
-    Phase,
     SiteStatus,
     StatusRecord,
     TrafficLine,
@@ -37,8 +38,12 @@ from nufed.server import Progress
 HEARTBEAT = 5.0  # seconds between writes of an unchanged status
 
 
+class Event:
+    """Anything that happens."""
+
+
 @dataclass(frozen=True)
-class MethodStarted:
+class MethodStarted(Event):
     """A method is trained next, and then ``later`` others."""
 
     plan: Plan
@@ -46,14 +51,14 @@ class MethodStarted:
 
 
 @dataclass(frozen=True)
-class TrainingStarted:
+class TrainingStarted(Event):
     """Training starts or resumes from here."""
 
     progress: Progress
 
 
 @dataclass(frozen=True)
-class SitesSeen:
+class SitesSeen(Event):
     """The sites of these agents take part now; others are only connected, or excluded."""
 
     joined: frozenset[int]
@@ -63,7 +68,7 @@ class SitesSeen:
 
 
 @dataclass(frozen=True)
-class Joined:
+class Joined(Event):
     """A site takes part, with this key."""
 
     site: int
@@ -72,14 +77,14 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Left:
+class Left(Event):
     """A site is offline."""
 
     site: int
 
 
 @dataclass(frozen=True)
-class Excluded:
+class Excluded(Event):
     """A node takes no part."""
 
     who: str
@@ -87,10 +92,9 @@ class Excluded:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Asked(Event):
     """A request was sent to sites, with these vectors if any."""
 
-    phase: Phase
     what: str
     round: int
     sites: list[int]
@@ -98,7 +102,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class Answered(Event):
     """Its deadline has passed, or all sites have answered: these."""
 
     what: str
@@ -107,23 +111,16 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class UpdatesLeftOut:
-    """Updates of an attempt at a round are left out."""
+class LeftOut(Event):
+    """Updates of an attempt at a round, or sites' scores of a model, are left out."""
 
+    what: Literal["updates", "scores"]
     round: int
-    errors: tuple[UpdateError, ...]
+    errors: Sequence[UpdateError]
 
 
 @dataclass(frozen=True)
-class ScoresLeftOut:
-    """Sites' scores of a model are left out."""
-
-    round: int
-    errors: tuple[UpdateError, ...]
-
-
-@dataclass(frozen=True)
-class Aggregated:
+class Aggregated(Event):
     """The updates of these sites are in the next model."""
 
     round: int
@@ -131,51 +128,32 @@ class Aggregated:
 
 
 @dataclass(frozen=True)
-class RoundTrained:
+class RoundTrained(Event):
     """A round is trained, after all its attempts."""
 
     progress: Progress
 
 
 @dataclass(frozen=True)
-class RoundRecorded:
+class RoundRecorded(Event):
     """A round is evaluated and recorded; ``epsilon`` is what has been spent so far."""
 
     round: int
     epsilon: Mapping[str, float] = field(default_factory=dict)
 
 
-Event: TypeAlias = (
-    MethodStarted
-    | TrainingStarted
-    | SitesSeen
-    | Joined
-    | Left
-    | Excluded
-    | Asked
-    | TrafficLine  # a site has answered, or its deadline has passed
-    | Answered
-    | UpdatesLeftOut
-    | ScoresLeftOut
-    | Aggregated
-    | RoundTrained
-    | RoundRecorded
-)
+Recording: TypeAlias = Callable[[Event | TrafficLine], None]
 
 
-def audited(event: Event) -> tuple[str, dict[str, Any]] | None:
+def audited(event: Event | TrafficLine) -> tuple[str, dict[str, Any]] | None:
     """An event's name and fields in the audit log; None: it is not in there."""
     match event:
-        case Joined() | Left() | Excluded() | Aggregated() | Answered():
-            return type(event).__name__.lower(), vars(event)
-        case Asked():
-            fields = {"what": event.what, "round": event.round, "sites": event.sites}
-            digest = event.vectors_sha256
-            return "asked", fields if digest is None else {**fields, "vectors_sha256": digest}
-        case UpdatesLeftOut() | ScoresLeftOut() if event.errors:
-            what = "updates" if isinstance(event, UpdatesLeftOut) else "scores"
-            reasons = {str(error.agent): error.reason for error in event.errors}
-            return "left out", {"what": what, "round": event.round, "sites": reasons}
+        case Joined() | Left() | Excluded() | Asked() | Answered() | Aggregated():
+            kept = {key: value for key, value in vars(event).items() if value is not None}
+            return type(event).__name__.lower(), kept
+        case LeftOut(what, round, errors) if errors:
+            reasons = {str(error.agent): error.reason for error in errors}
+            return "left out", {"what": what, "round": round, "sites": reasons}
     return None
 
 
@@ -187,11 +165,7 @@ class EventLog:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        name: str = "",
-        folder: Path | None = None,
-        audit: Audit = not_audited,
+        self, plan: Plan, name: str = "", folder: Path | None = None, audit: Audit = not_audited
     ) -> None:
         self._plan, self._name, self._folder, self._audit = plan, name, folder, audit
         self._later = 0  # methods that are trained after this one
@@ -200,27 +174,20 @@ class EventLog:
         self._lock = RLock()
         self._began, self._written, now = time.monotonic(), 0.0, time.time()
         sites = [SiteStatus(number=n, name=str(n)) for n in range(plan.agents)]
-        self._status = StatusRecord(
-            name=name,
-            state="waiting for sites",
-            round=0,
-            rounds=plan.rounds,
-            started=now,
-            updated=now,
-            sites=sites,
+        self._status = StatusRecord.model_validate(
+            {"name": name, "state": "waiting for sites", "round": 0, "rounds": plan.rounds}
+            | {"started": now, "updated": now, "sites": sites}
         )
         if folder is not None and (folder / STATUS).exists():
             with suppress(RunError):
                 self._continue(read_status(folder))
 
     def _continue(self, before: StatusRecord) -> None:
-        kept = {"started", "round", "rounds_timed", "round_seconds", "bytes_down", "bytes_up"}
-        sites = list(self._status.sites)
-        of_site = {"name", "last_seen", "left_out", "last_left_out"}
-        for at, old in enumerate(before.sites[: len(sites)]):
-            sites[at] = sites[at].model_copy(update={key: getattr(old, key) for key in of_site})
-        counts = {key: getattr(before, key) for key in {*kept, "left_out"}}
-        self._status = self._status.model_copy(update={**counts, "sites": sites})
+        counts = ("round", "rounds_timed", "round_seconds", "bytes_down", "bytes_up", "left_out")
+        self._update(**{key: getattr(before, key) for key in ("started", *counts)})
+        for old in before.sites[: len(self._status.sites)]:
+            kept = ("name", "last_seen", "left_out", "last_left_out")
+            self._update_site(old.number, **{key: getattr(old, key) for key in kept})
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -246,8 +213,8 @@ class EventLog:
             heart.join()
             self._write()
 
-    def record(self, event: Event) -> None:
-        """Record an event."""
+    def record(self, event: Event | TrafficLine) -> None:
+        """Record an event; a line of traffic is one: a site has answered, or its time is up."""
         if entry := audited(event):
             name, fields = entry
             method = {"method": self._plan.method} if self._plan.method else {}
@@ -260,7 +227,7 @@ class EventLog:
         if urgent:
             self._write()
 
-    def _fold(self, event: Event) -> bool:
+    def _fold(self, event: Event | TrafficLine) -> bool:
         """Update the status; returns whether it is written at once."""
         status, now = self._status, time.monotonic()
         match event:
@@ -278,14 +245,15 @@ class EventLog:
                 changed = before != [(s.connected, s.joined, s.excluded) for s in sites]
                 return changed or time.time() - self._written > HEARTBEAT
             case Asked():
-                self._update(state="evaluating" if event.phase == "evaluate" else "training")
+                evaluating = event.what.startswith(MessageType.EVALUATE)
+                self._update(state="evaluating" if evaluating else "training")
                 return True
             case TrafficLine():
                 down, up = status.bytes_down + event.bytes_down, status.bytes_up + event.bytes_up
                 self._update(bytes_down=down, bytes_up=up)
                 if event.bytes_up:
                     self._update_site(event.agent, last_seen=time.time())
-            case ScoresLeftOut():
+            case LeftOut(what="scores"):  # updates: when their round is trained
                 self._leave_out(event.errors)
             case RoundTrained(progress):
                 offline = [OFFLINE.error(agent, progress.round) for agent in progress.dropped]

@@ -101,13 +101,9 @@ class Plan:
 
     def _check_private(self) -> None:
         """Refuse settings for which the stated epsilon does not hold."""
-        unknown = set(self.algorithm.sends) - set(self.algorithm.receives)
         for wrong, what in (
-            (not self.algorithm.averages_uniformly, "an aggregation other than the uniform mean"),
-            (self.rules.max_update_norm is not None, "max_update_norm"),
-            (self.rules.codec, "[compression], whose errors are no part of the noise"),
+            *self._needs_single_updates("errors are no part of the noise"),
             (self.keeps_state, "an algorithm with agent states"),
-            (unknown, "an algorithm that sends vectors it does not receive"),
         ):
             if wrong:
                 raise InputError(
@@ -120,14 +116,20 @@ class Plan:
                 'variances negative; use a model with GroupNorm, or running_stats = "frozen"'
             )
 
-    def _check_secure(self, keys: SiteKeys) -> None:
-        """Refuse settings that need single updates, which secure aggregation hides."""
+    def _needs_single_updates(self, compressed: str) -> Sequence[tuple[bool, str]]:
+        """What clipped, noisy or masked updates exclude, and whether it is set."""
         unknown = set(self.algorithm.sends) - set(self.algorithm.receives)
-        for wrong, what in (
+        return (
             (not self.algorithm.averages_uniformly, "an aggregation other than the uniform mean"),
             (self.rules.max_update_norm is not None, "max_update_norm"),
-            (self.rules.codec, "[compression], whose codes can't be masked and added"),
-            (unknown, "an algorithm that sends vectors it does not receive"),
+            (self.rules.codec is not None, f"[compression], whose {compressed}"),
+            (bool(unknown), "an algorithm that sends vectors it does not receive"),
+        )
+
+    def _check_secure(self, keys: SiteKeys) -> None:
+        """Refuse settings that need single updates, which secure aggregation hides."""
+        for wrong, what in (
+            *self._needs_single_updates("codes can't be masked and added"),
             (self.cohort < MIN_SITES, f"cohorts of {self.cohort}, below {MIN_SITES} sites"),
             (
                 len(keys.lines) != self.agents,

@@ -25,19 +25,9 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from nufed.errors import Fault, InputError, shown, visible
+from nufed.flower import internals
 from nufed.flower.app.payload import NoReply, PayloadError, Reply
 from nufed.flower.app.registry import Authentication
-from nufed.flower.internals import (
-    ErrorCode,
-    Objects,
-    Replies,
-    children_of,
-    inflate,
-    kind_of,
-    pull_objects,
-    read_error,
-    replies_at,
-)
 
 LOG = logging.getLogger("nufed")
 REFUSED = f"{InputError.__module__}.{InputError.__qualname__}"  # raised at a site
@@ -172,16 +162,16 @@ def _pulled(grid: Grid, message_id: str, limit: ReplyLimit) -> Reply | None:
     return None
 
 
-def _failure(text: str, code: int = ErrorCode.UNKNOWN) -> NoReply:
+def _failure(text: str, code: int = internals.ErrorCode.UNKNOWN) -> NoReply:
     """A site's failure from Flower's error text: the class and message of an exception.
 
     A line break would forge a log line, and control characters may steer a terminal.
     """
-    raised = read_error(text)
+    raised = internals.read_error(text)
     if raised is None:
         return NoReply(f"it failed: {shown(text)}", Fault.AT_SITE)
     said = visible(raised[1][:MAX_REASON])
-    if code == ErrorCode.INVALID_FAB:  # from the site itself: the app did not run
+    if code == internals.ErrorCode.INVALID_FAB:  # from the site itself: the app did not run
         return NoReply(f"it {said}", refused=True)
     return NoReply(f"it failed: {said}", Fault.AT_SITE, refused=raised[0] == REFUSED)
 
@@ -212,7 +202,7 @@ def pull_replies(grid: Grid, message_id: str, limit: ReplyLimit) -> list[Message
     Raises:
         ReplyTooLargeError: a reply exceeds ``limit``; it is deleted at the SuperLink.
     """
-    replies = replies_at(grid, _check_declared_size)
+    replies = internals.replies_at(grid, _check_declared_size)
     if replies is None:
         return list(grid.pull_messages([message_id]))
     with _Budget(limit.records, "the ids of its objects").limits_responses():
@@ -220,16 +210,16 @@ def pull_replies(grid: Grid, message_id: str, limit: ReplyLimit) -> list[Message
     return [_pull(replies, reply, limit) for reply in arrived]
 
 
-def _pull(replies: Replies, root: str, limit: ReplyLimit) -> Message:
+def _pull(replies: internals.Replies, root: str, limit: ReplyLimit) -> Message:
     """Pull and assemble the message ``root``, and delete it at the SuperLink."""
     try:
         records = _Budget(limit.records, "its records")
-        contents: Objects = {}
+        contents: internals.Objects = {}
         level = Counter([root])
         for kinds in LEVELS:
             pulled = _pull_level(level, lambda id: records.pull(replies.pull, id), kinds)
             contents |= pulled
-            level = sum(map(children_of, pulled.values()), Counter())
+            level = sum(map(internals.children_of, pulled.values()), Counter())
         arrays = _Budget(limit.arrays, "its arrays")
         chunks = level
         contents |= _pull_level(
@@ -237,13 +227,15 @@ def _pull(replies: Replies, root: str, limit: ReplyLimit) -> Message:
         )
     finally:
         replies.delete(root)
-    return inflate(root, contents)
+    return internals.inflate(root, contents)
 
 
-def _pull_level(ids: Iterable[str], pull: Callable[[str], bytes], kinds: set[str]) -> Objects:
+def _pull_level(
+    ids: Iterable[str], pull: Callable[[str], bytes], kinds: set[str]
+) -> internals.Objects:
     """The contents of these objects, which must be of the given types."""
-    contents = pull_objects(list(ids), pull)
-    for kind in map(kind_of, contents.values()):
+    contents = internals.pull_objects(list(ids), pull)
+    for kind in map(internals.kind_of, contents.values()):
         if kind not in kinds:
             raise ValueError(f"an object of type {kind} instead of {sorted(kinds)}")
     return contents

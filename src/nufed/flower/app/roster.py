@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from flwr.app import Message, MessageType
@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 
 from nufed.errors import TrainingError
 from nufed.files import read_sealed, write_sealed
-from nufed.flower.app.events import Event, Excluded, Joined, Left, SitesSeen
+from nufed.flower.app.events import Excluded, Joined, Left, Recording, SitesSeen
 from nufed.flower.app.payload import (
     VERSION,
     NoReply,
@@ -58,7 +58,7 @@ class Roster:
         grid: Grid,
         plan: Plan,
         authentication: Authentication,
-        record: Callable[[Event], None] = lambda event: None,
+        record: Recording = lambda event: None,
     ) -> None:
         self._grid, self._plan, self.authentication = grid, plan, authentication
         self._record = record

@@ -23,7 +23,7 @@ from nufed.evaluate import (
     evaluate_with_choice,
     preferred,
 )
-from nufed.flower.app.events import Event, ScoresLeftOut
+from nufed.flower.app.events import LeftOut, Recording
 from nufed.flower.app.payload import (
     BASELINE,
     KEEP,
@@ -62,7 +62,7 @@ class Outcome:
 class Scoring:
     """Asks sites to evaluate."""
 
-    def __init__(self, plan: Plan, transport: Transport, record: Callable[[Event], None]) -> None:
+    def __init__(self, plan: Plan, transport: Transport, record: Recording) -> None:
         self._plan, self._transport, self._record = plan, transport, record
         self._roster = transport.roster
 
@@ -182,7 +182,7 @@ class Scoring:
             majority += [null] if null else []
         for left_out in missing:
             LOG.warning("scores left out: %s", left_out)
-        self._record(ScoresLeftOut(k, tuple(missing)))
+        self._record(LeftOut("scores", k, missing))
         return scores, missing, majority
 
 

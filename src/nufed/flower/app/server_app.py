@@ -11,16 +11,16 @@ from flwr.app import ConfigRecord, MessageType, RecordDict
 from flwr.serverapp import Grid
 from pydantic import Field, TypeAdapter, ValidationError
 
-from nufed.algorithms.protocol import Cost, SummedUpdates
+from nufed.algorithms.protocol import AgentUpdate, Cost, State, SummedUpdates
 from nufed.errors import RunError, UpdateError, shown
 from nufed.flower.app.events import (
     Aggregated,
     EventLog,
+    LeftOut,
     RoundTrained,
     TrainingStarted,
-    UpdatesLeftOut,
 )
-from nufed.flower.app.payload import NoReply, PayloadError, Reply, read_update
+from nufed.flower.app.payload import NoReply, PayloadError, read_update
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Account, implausible
 from nufed.flower.app.registry import Authentication
@@ -160,12 +160,41 @@ class Server:
         if plan.site_keys:
             return self._collect_sum(before, cohort)
         incoming = open_round(plan.algorithm, before, plan.context(k), cohort, plan.rules)
-        collector = Collector(plan, before, cohort, incoming, self.account)
-        keep = collector.take
-        replies, offline = self._transport.ask(
-            MessageType.TRAIN, k, cohort, before.server, keep=keep
-        )
-        return collector.close(replies, offline)
+        collected = Collected(cohort, incoming)
+        expected = {name: before.server[name] for name in plan.algorithm.sent_in(k)}
+
+        def keep(agent: int, reply: RecordDict) -> RecordDict:
+            """Pass on the update of a reply as it arrives; nothing else of it is kept."""
+            try:
+                update, spent, began = self._read(agent, reply, expected)
+                incoming.add(update)
+                collected.began[agent] = began
+                collected.cost += spent
+            except PayloadError as error:
+                collected.failed.append(UpdateError(agent, k, str(error), error.fault))
+            return RecordDict()
+
+        kind = MessageType.TRAIN
+        replies, collected.dropped = self._transport.ask(kind, k, cohort, before.server, keep=keep)
+        collected.failed += [
+            reply.error(agent, k) for agent, reply in replies.items() if isinstance(reply, NoReply)
+        ]
+        collected.failed.sort(key=lambda error: error.agent)
+        collected.began = dict(sorted(collected.began.items()))
+        return collected
+
+    def _read(
+        self, agent: int, records: Mapping[str, object], expected: State
+    ) -> tuple[AgentUpdate, Cost, int]:
+        """The update in a reply, its cost and its state's round; a noisy one is charged."""
+        plan = self._plan
+        if self.account:
+            records = self.account.charge(agent, records)
+        update, spent, began = read_update(records, agent, expected, plan.rules.codec, plan.counted)
+        wrong = plan.privacy and implausible(update.vectors, expected, plan.privacy)
+        if wrong:
+            raise PayloadError(wrong)
+        return update, spent, began
 
     def _collect_sum(self, before: Progress, cohort: list[int]) -> Collected:
         """The means of a round's updates, by secure aggregation."""
@@ -236,7 +265,7 @@ class Server:
             self._warnings.append((round, message))
 
     def _leave_out(self, round: int, errors: Iterable[UpdateError]) -> None:
-        self._record(UpdatesLeftOut(round, tuple(errors)))
+        self._record(LeftOut("updates", round, tuple(errors)))
 
 
 @dataclass
@@ -249,59 +278,6 @@ class Collected:
     failed: list[UpdateError] = field(default_factory=list)
     began: dict[int, int] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
-
-
-class Collector:
-    """Reads the replies of a round as they arrive; of each only its update is kept, if any.
-
-    Noisy updates are charged to the privacy account.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        before: Progress,
-        cohort: list[int],
-        incoming: Incoming,
-        account: Account | None,
-    ) -> None:
-        self._plan, self._round, self._account = plan, before.round + 1, account
-        self._expected = {name: before.server[name] for name in plan.algorithm.sent_in(self._round)}
-        self._collected = Collected(cohort, incoming)
-        self._incoming = incoming
-
-    def take(self, agent: int, reply: RecordDict) -> RecordDict:
-        """Pass on the update of an agent's reply; returns what remains of the reply."""
-        collected, privacy = self._collected, self._plan.privacy
-        try:
-            records: Mapping[str, object] = reply
-            if self._account:
-                records = self._account.charge(agent, records)
-            update, spent, began = read_update(
-                records, agent, self._expected, self._plan.rules.codec, self._plan.counted
-            )
-            wrong = privacy and implausible(update.vectors, self._expected, privacy)
-            if wrong:
-                raise PayloadError(wrong)
-            self._incoming.add(update)
-            collected.began[agent] = began
-            collected.cost += spent
-        except PayloadError as error:
-            collected.failed.append(UpdateError(agent, self._round, str(error), error.fault))
-        return RecordDict()
-
-    def close(self, replies: Mapping[int, Reply], dropped: list[int]) -> Collected:
-        """What was collected, in the order of agents; ``replies`` has the reasons of the others."""
-        collected = self._collected
-        collected.failed += [
-            reply.error(agent, self._round)
-            for agent, reply in replies.items()
-            if isinstance(reply, NoReply)
-        ]
-        collected.failed.sort(key=lambda error: error.agent)
-        collected.began = dict(sorted(collected.began.items()))
-        collected.dropped = dropped
-        return collected
 
 
 def read_taken(record: object) -> dict[int, int]:

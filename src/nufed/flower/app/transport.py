@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from nufed.algorithms.protocol import State
 from nufed.errors import Fault
 from nufed.files import sha256, tensor_pieces
-from nufed.flower.app.events import Answered, Asked, Event
+from nufed.flower.app.events import Answered, Asked, Recording
 from nufed.flower.app.payload import (
     ARRAYS,
     NoReply,
@@ -61,7 +61,7 @@ class Transport:
         exclusions: Exclusions,
         account: Account | None,
         taken: Mapping[int, int],
-        record: Callable[[Event], None],
+        record: Recording,
     ) -> None:
         self._grid, self._plan, self._run, self.roster = grid, plan, run, roster
         self._exclusions, self._account, self._taken = exclusions, account, taken
@@ -107,7 +107,7 @@ class Transport:
         if self._account and kind in TRAINS:
             self._account.requested(contents)
         digest = None if vectors is None else sha256(tensor_pieces(vectors))
-        self._record(Asked(phase, kind, round, list(contents), digest))
+        self._record(Asked(kind, round, list(contents), digest))
         began, ttl = time.monotonic(), seconds + TTL_MARGIN
 
         def arrived(node: int, reply: Reply) -> Reply:

@@ -10,12 +10,12 @@
     server_process.py    its process: only the server's own user may start runs
     site_runner.py       a site, in the foreground
     approvals.py         the apps that a site has approved
-    site_process.py      its connection to the server
-    app_process.py       forks a process of its app for every message
+    site_process.py      its connection to the server, and a fork of its app for every message
     submit.py            submits an app, follows its log, reports its outcome
     local.py             server and sites on this machine, with one command
     status.py            the status of a run, as text
     prometheus.py        metrics for Prometheus, on loopback
 
-`flwr` is run as a command; the processes of server and sites use Flower's library.
+`flwr` is run as a command; the processes of server and sites use Flower's library, its internals by
+:mod:`nufed.flower.internals`.
 """

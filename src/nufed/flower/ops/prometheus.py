@@ -118,19 +118,13 @@ def _gauge(name: str, help: str, value: float) -> Metric:
 def _gauges(name: str, help: str, values: Mapping[str, float], label: str = "") -> Metric:
     from prometheus_client.core import GaugeMetricFamily
 
-    made = GaugeMetricFamily(name, help, labels=_labels(label))
-    for own, value in values.items():
-        made.add_metric(_labels(own), float(value))
-    return made
+    return _filled(GaugeMetricFamily(name, help, labels=_labels(label)), values)
 
 
 def _counter(name: str, help: str, values: Mapping[str, int], label: str = "") -> Metric:
     from prometheus_client.core import CounterMetricFamily
 
-    made = CounterMetricFamily(name, help, labels=_labels(label))
-    for own, value in values.items():
-        made.add_metric(_labels(own), float(value))
-    return made
+    return _filled(CounterMetricFamily(name, help, labels=_labels(label)), values)
 
 
 def _summary(
@@ -139,9 +133,14 @@ def _summary(
     """``values`` are counts and sums."""
     from prometheus_client.core import SummaryMetricFamily
 
-    made = SummaryMetricFamily(name, help, labels=_labels(label))
-    for own, (count, total) in values.items():
-        made.add_metric(_labels(own), count, total)
+    return _filled(SummaryMetricFamily(name, help, labels=_labels(label)), values)
+
+
+def _filled(family: Any, values: Mapping[str, float | tuple[int, float]]) -> Metric:
+    """A family of metrics with the numbers of each value of its label."""
+    for of, numbers in values.items():
+        family.add_metric(_labels(of), *(numbers if isinstance(numbers, tuple) else (numbers,)))
+    made: Metric = family
     return made
 
 

@@ -100,51 +100,42 @@ def follow(
 
     ``resume_command`` is the command that resumes it; ``on_poll`` is called while it runs.
     """
+    form = monitoring.log_format
     with serving(monitoring.metrics_port, lambda: run_metrics(read_status(out))):
-        return _follow(commands, app, out, say, resume_command, on_poll, monitoring.log_format)
-
-
-def _follow(
-    commands: Flower,
-    app: Path,
-    out: Path,
-    say: Say,
-    resume_command: str,
-    on_poll: Callable[[], None],
-    log_format: LogFormat,
-) -> Path:
-    log = Tail(out / LOG_FILES[log_format])
-    show = say if log_format == "text" else print  # JSON lines on standard output
-    place = f"out={quoted(str(out.resolve()), '--out')}"
-    if log_format != "text":
-        check_option(app, "log-format")
-        place += f" log-format={quoted(log_format, '--log-format')}"
-    old = failures(out)
-    try:
-        run = flwr_json(commands, "run", str(app), NAME, "--run-config", place)["run-id"]
-    except RunError as error:
-        raise RunError(f"the run could not be submitted: {error}") from None
-    say(f"submitted run {run}; run directory: {out}")
-    try:
-        status, details = "running", ""
-        while not status.startswith("finished"):  # a log stream may end before its run
-            stream = commands.start("flwr", "log", run, NAME, "--stream", log=commands.home / "log")
-            while stream.poll() is None:
-                log.show(show)
-                on_poll()
-                time.sleep(0.5)
-            status, details = status_of(commands, run)
-    except KeyboardInterrupt:
-        say("stopping the run …")
-        commands.call("flwr", "stop", run, NAME, seconds=60)
-        raise Stopped(f"stopped. {_how_to_resume(out, resume_command)}") from None
-    log.show(show)
-    reasons = [reason for reason in failures(out) if reason not in old]
-    if status == "finished:completed" and not reasons:
-        return report_of(out)
-    why = "; ".join(reason for _, _, reason in reasons) or details or f"it is {status}"
-    how = _how_to_resume(out, resume_command, "Once that is corrected, resume with")
-    raise TrainingError(f"the run failed: {why.rstrip('.')}. {how}")
+        log = Tail(out / LOG_FILES[form])
+        show = say if form == "text" else print  # JSON lines on standard output
+        place = f"out={quoted(str(out.resolve()), '--out')}"
+        if form != "text":
+            check_option(app, "log-format")
+            place += f" log-format={quoted(form, '--log-format')}"
+        old = failures(out)
+        try:
+            run = flwr_json(commands, "run", str(app), NAME, "--run-config", place)["run-id"]
+        except RunError as error:
+            raise RunError(f"the run could not be submitted: {error}") from None
+        say(f"submitted run {run}; run directory: {out}")
+        try:
+            status, details = "running", ""
+            while not status.startswith("finished"):  # a log stream may end before its run
+                stream = commands.start(
+                    "flwr", "log", run, NAME, "--stream", log=commands.home / "log"
+                )
+                while stream.poll() is None:
+                    log.show(show)
+                    on_poll()
+                    time.sleep(0.5)
+                status, details = status_of(commands, run)
+        except KeyboardInterrupt:
+            say("stopping the run …")
+            commands.call("flwr", "stop", run, NAME, seconds=60)
+            raise Stopped(f"stopped. {_how_to_resume(out, resume_command)}") from None
+        log.show(show)
+        reasons = [reason for reason in failures(out) if reason not in old]
+        if status == "finished:completed" and not reasons:
+            return report_of(out)
+        why = "; ".join(reason for _, _, reason in reasons) or details or f"it is {status}"
+        how = _how_to_resume(out, resume_command, "Once that is corrected, resume with")
+        raise TrainingError(f"the run failed: {why.rstrip('.')}. {how}")
 
 
 def check_option(app: Path, key: str) -> None:

@@ -146,7 +146,7 @@ class SecureRound:
             SecureSumError: too few sites replied; nothing about their updates is known.
         """
         terms, run, attempt = self.terms, self.terms.run, self.terms.attempt
-        adverts = self._ask(ADVERTISE, terms.sites, lambda _: terms, self._read_advert)
+        adverts = self._ask(ADVERTISE, terms.sites, lambda _: terms, _reads(Advert))
         terms.check_enough(len(adverts), "sent their keys")
         to_all = Adverts(run, attempt, adverts)
         sealed = self._ask(SHARE, adverts, lambda _: to_all, self._read_shares(set(adverts)))
@@ -158,10 +158,11 @@ class SecureRound:
         terms.check_enough(len(masked), "sent their update")
         survivors = Survivors(run, attempt, tuple(sorted(masked)))
         left_out = list(self.failed)
-        signatures = self._ask(CONFIRM, masked, lambda _: survivors, self._read_confirmation)
+        confirmed = self._ask(CONFIRM, masked, lambda _: survivors, _reads(Confirmation))
+        signatures = {site: each.signature for site, each in confirmed.items()}
         terms.check_enough(len(signatures), "confirmed the sum")
         all_signed = Confirmations(run, attempt, signatures)
-        released = self._ask(UNMASK, signatures, lambda _: all_signed, self._read_unmasking)
+        released = self._ask(UNMASK, signatures, lambda _: all_signed, _reads(Unmasking))
         for error in self.failed[len(left_out) :]:
             LOG.warning("shares left out: %s", error)
         total = unmasked_sum(terms, adverts, frozenset(sealed), masked, released)
@@ -192,17 +193,12 @@ class SecureRound:
                 self.failed.append(UpdateError(site, round, str(error), error.fault, who))
         return found
 
-    def _read_advert(self, site: int, reply: RecordDict) -> Advert:
-        check_keys(reply, SECURE)
-        return read_secure(reply, Advert)
-
     def _read_shares(self, sites: set[int]) -> Callable[[int, RecordDict], Mapping[int, bytes]]:
         def read(site: int, reply: RecordDict) -> Mapping[int, bytes]:
-            check_keys(reply, SECURE)
-            found = read_secure(reply, SealedShares)
-            if found.sealed.keys() != sites - {site}:
+            sealed = _reads(SealedShares)(site, reply).sealed
+            if sealed.keys() != sites - {site}:
                 raise PayloadError("it sent shares for other sites than those with keys")
-            return found.sealed
+            return sealed
 
         return read
 
@@ -221,13 +217,15 @@ class SecureRound:
         self.cost += cost
         return words
 
-    def _read_confirmation(self, site: int, reply: RecordDict) -> bytes:
-        check_keys(reply, SECURE)
-        return read_secure(reply, Confirmation).signature
 
-    def _read_unmasking(self, site: int, reply: RecordDict) -> Unmasking:
+def _reads(kind: type[Found]) -> Callable[[int, RecordDict], Found]:
+    """Reads replies that are one message of the protocol."""
+
+    def read(site: int, reply: RecordDict) -> Found:
         check_keys(reply, SECURE)
-        return read_secure(reply, Unmasking)
+        return read_secure(reply, kind)
+
+    return read
 
 
 def new_attempt() -> str:
