@@ -77,7 +77,8 @@ class SiteProcess:
         self._fleet, self._apps, self._config, self._home = fleet, apps, config, home
         self._health, self._approvals = health, approvals
         self._run: tuple[int, Path, Context] | None = None  # the last message's
-        self._objects: internals.Objects = {}  # the last message's: a model that is sent again is not pulled
+        # the last message's: a model that is sent again is not pulled
+        self._objects: internals.Objects = {}
 
     def work(self) -> None:
         """Answer messages until the connection ends; polls less often the longer it waits."""
