@@ -46,7 +46,6 @@ Number = Annotated[float | None, AfterValidator(lambda value: math.nan if value 
 Numbers = list[Number]
 
 T = TypeVar("T")
-D = TypeVar("D")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -62,11 +61,11 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class DataclassJson(Generic[D]):
-    """A dataclass of the core as a JSON object, written as it is and read strictly.
+class DataclassJson(Generic[T]):
+    """A dataclass of the core as a JSON object, which is read strictly.
 
     Args:
-        cls: the dataclass. Its tuples are lists and its NaN is null.
+        cls: the dataclass. In JSON its tuples are lists, and its non-finite numbers null.
         omitted: fields that are not written.
         check: raises a ValueError if fields contradict each other.
         limits: narrower types of some fields.
@@ -74,10 +73,10 @@ class DataclassJson(Generic[D]):
 
     def __init__(
         self,
-        cls: type[D],
+        cls: type[T],
         *,
         omitted: Collection[str] = (),
-        check: Callable[[D], None] = lambda value: None,
+        check: Callable[[T], None] = lambda value: None,
         **limits: Any,
     ) -> None:
         hints = get_type_hints(cls)
@@ -91,19 +90,19 @@ class DataclassJson(Generic[D]):
         }
         model = create_model(cls.__name__, __base__=Record, **schema)
 
-        def made(record: Record) -> D:
+        def made(record: Record) -> T:
             value = cls(**dict(record))
             check(value)
             return value
 
         self.schema = Annotated[model, AfterValidator(made)]
-        self._adapter: TypeAdapter[D] = TypeAdapter(cast(Any, self.schema))
+        self._adapter: TypeAdapter[T] = TypeAdapter(cast(Any, self.schema))
 
-    def model_validate_json(self, json_data: str | bytes) -> D:
+    def model_validate_json(self, json_data: str | bytes) -> T:
         """The dataclass; raises pydantic's ValidationError, as a :class:`Record` does."""
         return self._adapter.validate_json(json_data)
 
-    def record(self, value: D) -> dict[str, Any]:
+    def record(self, value: T) -> dict[str, Any]:
         """As plain data for JSON."""
         plain = dataclasses.asdict(cast(Any, value))
         return {field.name: plain[field.name] for field in self._fields}

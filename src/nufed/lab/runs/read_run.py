@@ -204,9 +204,11 @@ class _Reader:
         by_agent: dict[int, Any] = {line.agent: line.scores for line in lines}
         steps = self._config.steps_evaluated + 1
         self._resamples |= {len(numbers) for scores in by_agent.values() for numbers in scores}
+        if by_agent.keys() != {s.agent for s in trained.final}:
+            scored = CHOSEN_FILE if trained.chosen else "agents.jsonl"
+            raise RunError(f"{path} contradicts {scored}: their agents differ")
         if (
-            by_agent.keys() != {s.agent for s in trained.final}
-            or any(len(scores) not in (0, steps) for scores in by_agent.values())
+            any(len(scores) not in (0, steps) for scores in by_agent.values())
             or len(self._resamples) > 1
             or 0 in self._resamples
         ):
