@@ -12,7 +12,7 @@ from nufed.data import DirichletReusing, as_samples, lazy_split, make_split
 from nufed.evaluate import Measure
 from nufed.models import cnn_groupnorm, fcnn
 from nufed.objective.fast.gram_space import first_layer
-from nufed.simulation import DirectEngine, GramEngine, Progress, WorkerEngine, run_round
+from nufed.simulation import DirectEngine, GramEngine, Progress, Training, WorkerEngine
 
 ACCURACY = Measure("accuracy")
 
@@ -106,7 +106,8 @@ class Ours:
 
     def round(self, cohort, nu, curvature):
         agents = len(self.engine.federation.split.agents)
-        run_round(self.algorithm(nu, curvature), self.engine, self.start, len(cohort) / agents)
+        algorithm, participation = self.algorithm(nu, curvature), len(cohort) / agents
+        Training(algorithm, self.engine, participation).round(self.start)
 
     def evaluate(self, agents, steps=3):
         algorithm = self.algorithm(steps, "first_order")

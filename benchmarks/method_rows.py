@@ -33,8 +33,8 @@ from torch import nn
 from nufed import Objective
 from nufed.algorithms import ALGORITHMS
 from nufed.models import multi_exit
-from nufed.server import Progress
-from nufed.simulation import run_round
+from nufed.server import Progress, initial_server
+from nufed.simulation import Training
 from nufed.simulation.choose_engine import Engines
 
 LOOPS = {
@@ -101,11 +101,11 @@ class Rounds:
 
     def __init__(self, algorithm, engine):
         self.algorithm, self.engine = algorithm, engine
-        server = algorithm.initial_server(engine.objective, engine.objective.initial())
+        server = initial_server(algorithm, engine.objective, engine.objective.initial())
         self.progress = Progress(0, server)
 
     def round(self):
-        self.progress = run_round(self.algorithm, self.engine, self.progress, 1.0)
+        self.progress = Training(self.algorithm, self.engine, 1.0).round(self.progress)
 
 
 def contenders(name, data, sizes):

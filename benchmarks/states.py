@@ -26,7 +26,7 @@ from nufed import Objective
 from nufed.algorithms.scaffold import Scaffold
 from nufed.lab.runs.part_files import PartFiles
 from nufed.server import Progress, StatesOf, to_send
-from nufed.simulation import DirectEngine, run_round
+from nufed.simulation import DirectEngine, Training
 
 TARGET = 1.3
 SIZES = Sizes(inputs=60, pool=2000, samples=50)
@@ -92,7 +92,7 @@ def serve(agents, cohort, evaluated):
         peak = 0
         for _ in sys.stdin:
             start = time.perf_counter()
-            progress = run_round(algorithm, engine, progress, cohort / agents)
+            progress = Training(algorithm, engine, cohort / agents).round(progress)
             files.add({"round": progress.round})
             trained = time.perf_counter()
             files.checkpoint(progress.round, progress.server)

@@ -22,7 +22,7 @@ import numpy as np
 from scipy import stats
 
 import nufed
-from nufed.evaluate import choose_step_sizes, preferred
+from nufed.evaluate import Scoring, choose_step_sizes, preferred
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.runs.json_files import finite
@@ -137,8 +137,8 @@ def scored(run: nufed.Run, problem: Problem, name: str, seed: int) -> dict:
 
     def scores(part, agents, scales):
         states = {agent: {} for agent in agents}
-        how = {"steps": steps, "measure": problem.measure, "scales": scales, "part": part}
-        return engine.evaluate_scales(algorithm, received, states, **how)
+        scoring = Scoring(steps, problem.measure, scales, part)
+        return engine.evaluate_scales(algorithm, received, states, scoring)
 
     def validate(scales):
         return scores("validation", split.seen, scales)

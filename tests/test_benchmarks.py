@@ -17,8 +17,8 @@ from nufed.algorithms.protocol import Cost
 from nufed.data import as_samples, make_split
 from nufed.models import lenet5
 from nufed.seeding import torch_seed
-from nufed.server import Progress
-from nufed.simulation import DirectEngine, run_round, start_method
+from nufed.server import Progress, initial_server
+from nufed.simulation import DirectEngine, Training, start_method
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -102,13 +102,13 @@ def test_a_plain_loop_gives_the_models_states_and_evaluations_of_nufed(case, dat
     engine = DirectEngine(objective, data, 0)
     samples = SameBatches(data)
     loop = LOOPS[name](module, samples, algorithm)
-    progress = Progress(0, algorithm.initial_server(objective, objective.initial()))
+    progress = Progress(0, initial_server(algorithm, objective, objective.initial()))
     if name == "fedl2p":  # it starts from a random meta-net
         for own, part in zip(loop.w, _split(_server(name, progress.server), loop.w), strict=True):
             own.copy_(part)
     start, cost = _server(name, progress.server), Cost()
     for samples.round in range(1, ROUNDS + 1):
-        progress = run_round(algorithm, engine, progress, 1.0)
+        progress = Training(algorithm, engine, 1.0).round(progress)
         loop.round(range(AGENTS))
         cost += progress.cost
     assert Cost(loop.gradients, loop.products) == cost

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from inspect import get_annotations
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -68,16 +68,13 @@ class Setting:
 
     def allowed(self, whole: bool) -> str:
         """Text that states the allowed values."""
-        bounds = [
-            text
-            for bound, text in (
-                (self.least, f"{self.least:g} or more" if self.least is not None else ""),
-                (self.above, f"above {self.above:g}" if self.above is not None else ""),
-                (self.most, f"at most {self.most:g}" if self.most is not None else ""),
-                (self.below, f"below {self.below:g}" if self.below is not None else ""),
-            )
-            if bound is not None
-        ]
+        limits = (
+            ("{:g} or more", self.least),
+            ("above {:g}", self.above),
+            ("at most {:g}", self.most),
+            ("below {:g}", self.below),
+        )
+        bounds = [text.format(limit) for text, limit in limits if limit is not None]
         kind = "a whole number" if whole else "a finite number"
         return kind + (f", {' and '.join(bounds)}" if bounds else "")
 
@@ -179,6 +176,25 @@ class Field:
 
 def _literals(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+class RemembersSettings:
+    """Base of dataclasses that remember which settings they were made with."""
+
+    _explicit: ClassVar[frozenset[str]] = frozenset()
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        made = super().__new__(cls)
+        names = (f.name for f in dataclasses.fields(cls) if f.init and not f.kw_only)  # type: ignore[arg-type]
+        given = {*settings, *(name for name, _ in zip(names, args, strict=False))}
+        if given:
+            object.__setattr__(made, "_explicit", frozenset(given))
+        return made
+
+
+def explicit_settings(thing: RemembersSettings) -> frozenset[str]:
+    """The settings that an object was made with, which ``[method]`` does not change."""
+    return thing._explicit
 
 
 def settings_of(cls: type) -> tuple[Field, ...]:

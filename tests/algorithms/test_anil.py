@@ -8,6 +8,7 @@ import torch
 from nufed import Exact, FirstOrder, HessianFree, Objective, gmeta
 from nufed.algorithms import ANIL
 from nufed.algorithms.gmeta import GMeta
+from nufed.algorithms.partial import divide
 from nufed.simulation import BatchedEngine, DirectEngine, train
 from support import agent_context, federation, mlp, same, tied
 
@@ -179,7 +180,7 @@ class OtherPart(ANIL):
         return self.adapt_lr - super().rate(objective, received)
 
     def tuned_part(self, objective):
-        return objective.base.divide(self.adapted)[1]
+        return divide(objective.base, self.adapted)[1]
 
 
 class WithoutTheBodysCurvature(ANIL):

@@ -16,7 +16,7 @@ from nufed.algorithms.fedl2p import MetaNets
 from nufed.algorithms.protocol import AgentResult, Algorithm
 from nufed.algorithms.server_optimizer import AvgM
 from nufed.meta.fine_tuning import per_coordinate, trajectory
-from nufed.server import to_send
+from nufed.server import initial_server, to_send
 from nufed.simulation import DirectEngine, train
 from support import agent_context, federation, mlp, quadratic_loss
 
@@ -191,7 +191,7 @@ def check_split(kind):
             return super().hypergradient(objective, nets, w, lam, profile, inner, outer)
 
     algorithm = Watching(0, **{**LEARNING, "local_steps": 20})
-    received = to_send(algorithm, algorithm.initial_server(objective, objective.initial()))
+    received = to_send(algorithm, initial_server(algorithm, objective, objective.initial()))
     own = agent_context(objective, data.batches(1, 0, "train", 1))
     algorithm.agent_update(own, received, {})
     everything = {float(x[0]) for x in own.batches.whole().inputs}
@@ -210,7 +210,7 @@ def check_steps_of_lambda(kind):
         agent_context(Objective(mlp()), federation().batches(1, 0, "train", 1)),
     )
     algorithm, right = kind(0, **settings), FedL2P(0, **settings)
-    received = to_send(right, right.initial_server(objective, objective.initial()))
+    received = to_send(right, initial_server(right, objective, objective.initial()))
     w, lam, nets = received["model"], received["meta_net"], right.nets(objective)
     sizes = {name: tensor.numel() for name, tensor in nets.unflatten(lam).items()}
     lr = torch.cat([w.new_full((n,), {"rates": 0.05}.get(k, 0.3)) for k, n in sizes.items()])
@@ -571,7 +571,9 @@ def test_learning_lowers_the_loss_after_fine_tuning_from_a_step_size_far_too_sma
 class ModelMovesOn(FedL2P):
     """The server optimiser's momentum moves w while λ is learned."""
 
-    next_server = Algorithm.next_server
+    def server_update(self, context, server, updates):
+        after = super().server_update(context, server, updates)
+        return {**after, "model": after["model"].clone()}
 
 
 class TrainsBoth(FedL2P):

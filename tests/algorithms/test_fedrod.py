@@ -321,7 +321,7 @@ class Shifted(FedRoD):
     """A balanced loss with a shift of logits by `shift`."""
 
     def balanced(self, objective, counts):
-        return objective.with_loss(lambda g, y: objective.loss(g + self.shift(counts.to(g)), y))
+        return objective.variant(loss=lambda g, y: objective.loss(g + self.shift(counts.to(g)), y))
 
 
 class WrongSign(Shifted):
@@ -361,8 +361,8 @@ class InverseFrequencies(FedRoD):
 
     def balanced(self, objective, counts):
         weights = 1 / counts.clamp(min=1).double()
-        return objective.with_loss(
-            lambda g, y: F.cross_entropy(g, y, weight=weights.to(g), reduction="sum") / len(y)
+        return objective.variant(
+            loss=lambda g, y: F.cross_entropy(g, y, weight=weights.to(g), reduction="sum") / len(y)
         )
 
 
@@ -374,7 +374,7 @@ class Exponentials(FedRoD):
             weighted = counts.to(g) ** self.balance * g.exp()
             return -(weighted.gather(1, y[:, None])[:, 0] / weighted.sum(1)).log().mean()
 
-        return objective.with_loss(loss)
+        return objective.variant(loss=loss)
 
 
 class CountsOfABatch(FedRoD):

@@ -17,9 +17,9 @@ from flower.app.in_memory import agents_data, federate, federation_of, plan_of
 from nufed import InputError, Objective, fedavg
 from nufed.algorithms import AgentContext, Algorithm, FedBABU, FedBN, FedPer, FedRep, LGFedAvg
 from nufed.algorithms.local_optimizer import SGD
-from nufed.algorithms.partial import PrivatePart
+from nufed.algorithms.partial import PrivatePart, divide
 from nufed.algorithms.protocol import AgentResult, Cost, Personal
-from nufed.server import to_send
+from nufed.server import initial_server, to_send
 from nufed.simulation import BatchedEngine, DirectEngine, train
 from support import agent_context, federation, mlp, same
 
@@ -196,7 +196,7 @@ def check_private_coordinates_never_travel(cls):
     start, private, _ = ORACLES[base_of(cls)]
     tensors = start.state_dict()
     size = sum(t.numel() for n, t in tensors.items() if n not in private and t.is_floating_point())
-    server = algorithm.initial_server(objective, objective.initial())
+    server = initial_server(algorithm, objective, objective.initial())
     assert {name: v.shape for name, v in server.items()} == {"shared": (size,)}
     received = to_send(algorithm, server)
     context = agent_context(objective, DATA.batches(2, 0, "train"))
@@ -241,7 +241,7 @@ def check_the_head_keeps_its_bits(cls):
 def check_fine_tuning_changes_what_it_says(cls):
     for part, names in (("all", HEAD + BODY), ("head", HEAD), ("body", BODY)):
         algorithm, objective = make(cls, fine_tuned=part), Objective(MLP)
-        received = to_send(algorithm, algorithm.initial_server(objective, objective.initial()))
+        received = to_send(algorithm, initial_server(algorithm, objective, objective.initial()))
         context = agent_context(objective, DATA.batches(2, 0, "evaluate"))
         personal = algorithm.personal_model(context, received, None)
         *_, last = algorithm.fine_tune(context, received, personal.tensors, 2)
@@ -263,8 +263,8 @@ def check_without_norm_layers_it_is_fedavg(cls):
     )
     assert torch.equal(newcomer.model, other[-1].server["model"]) and newcomer.cost == Cost()
     own = agent_context(objective, DATA.batches(2, 0, "train"))
-    assert "private = 'norm': the model has no such part" in algorithm.doubt(own, {})
-    assert make(cls, private="none").doubt(own, {}) is None
+    assert "private = 'norm': the model has no such part" in algorithm.checks.doubt(own, {})
+    assert make(cls, private="none").checks.doubt(own, {}) is None
 
 
 EVERY = [
@@ -292,7 +292,7 @@ def test_proof(cls, check):
 
 class HeadIsAveraged(FedPer):
     def parts(self, objective):
-        return objective.base.divide("none")
+        return divide(objective.base, "none")
 
 
 class HeadIsForgotten(FedPer):
@@ -441,24 +441,24 @@ class MaskIsNotInverse(LGFedAvg):
 
 class BodyIsShared(LGFedAvg):
     def parts(self, objective):
-        return objective.base.divide("head")
+        return divide(objective.base, "head")
 
 
 class OnlyAffineIsPrivate(FedBN):
     def parts(self, objective):
         if self.private != "norm":
             return super().parts(objective)
-        return objective.base.divide("bn.weight, bn.bias, down.1.weight, down.1.bias")
+        return divide(objective.base, "bn.weight, bn.bias, down.1.weight, down.1.bias")
 
 
 class OnlyStatisticsArePrivate(FedBN):
     def parts(self, objective):
-        return objective.base.divide("*running*" if self.private == "norm" else self.private)
+        return divide(objective.base, "*running*" if self.private == "norm" else self.private)
 
 
 class LayersByTheirName(FedBN):
     def parts(self, objective):
-        return objective.base.divide("bn.*" if self.private == "norm" else self.private)
+        return divide(objective.base, "bn.*" if self.private == "norm" else self.private)
 
 
 class StatisticsAreNotMoved(FedBN):
@@ -471,7 +471,7 @@ class StatisticsAreNotMoved(FedBN):
 
 class NormIsAveraged(FedBN):
     def parts(self, objective):
-        return objective.base.divide("none" if self.private == "norm" else self.private)
+        return divide(objective.base, "none" if self.private == "norm" else self.private)
 
 
 # right with momentum and weight decay, and wrong in plain steps
@@ -599,7 +599,7 @@ def test_several_parts_may_be_private():
 def test_epochs_of_a_newcomer_are_counted():
     algorithm, objective = FedPer(local_epochs=2, **PLAIN), Objective(MLP)
     source = DATA.batches(2, 0, "evaluate")
-    received = to_send(algorithm, algorithm.initial_server(objective, objective.initial()))
+    received = to_send(algorithm, initial_server(algorithm, objective, objective.initial()))
     context = AgentContext(0, 6, 0, objective, source, source.samples)
     personal = algorithm.personal_model(context, received, None)
     assert personal.cost == Cost(2 * 3) and algorithm.combines is None
@@ -608,8 +608,8 @@ def test_epochs_of_a_newcomer_are_counted():
 def test_babus_personal_model_is_the_global_one_fine_tuned():
     """So a bundle of it may be fine-tuned by anyone."""
     assert FedBABU.personal_model is Algorithm.personal_model
-    assert FedBABU.fine_tune is Algorithm.fine_tune and FedBABU.shown_steps is None
+    assert FedBABU.fine_tune is Algorithm.fine_tune and FedBABU.notes.shown_steps is None
     algorithm, objective = FedBABU(**PLAIN), Objective(MLP)
-    received = to_send(algorithm, algorithm.initial_server(objective, objective.initial()))
+    received = to_send(algorithm, initial_server(algorithm, objective, objective.initial()))
     assert torch.equal(algorithm.shipped(objective, received).model, objective.initial())
     assert FedPer(**PLAIN).shipped(objective, received) is None

@@ -1,5 +1,6 @@
 """What others may ask an algorithm, instead of its class or the names of its settings."""
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,12 +22,14 @@ from nufed.algorithms import (
 from nufed.algorithms.aggregation import Mean, TrimmedMean
 from nufed.algorithms.gmeta import local_sgd
 from nufed.algorithms.local_optimizer import SGD
+from nufed.algorithms.protocol import REMOVED, Adaptation, Notes, defines
 from nufed.evaluate.null_baselines import local_training
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Privacy
 from nufed.lab.config import load_config
+from nufed.server import initial_server, sums_suffice
 from nufed.settings import setting
-from support import federation, mlp
+from support import context, federation, mlp
 
 
 @dataclass(frozen=True)
@@ -34,19 +37,14 @@ class Own(LocalTraining):
     """Names none of its settings as nufed's do."""
 
     inner: int = setting(3, "steps the model is trained for", least=1)
-    newcomer: ClassVar[str] = "uses the global model"
+    notes: ClassVar[Notes] = Notes(newcomer="uses the global model")
 
     @property
-    def trained_for(self):
-        return self.inner
+    def adaptation(self):
+        return Adaptation(self.inner, self.adapt_lr, learned=True)
 
-    @property
-    def fixed_rate(self):
-        return None
-
-    @property
-    def averages_uniformly(self):
-        return False
+    def server_update(self, context, server, updates):
+        return super().server_update(context, server, [*updates])
 
     def agent_update(self, context, received, state):
         raise NotImplementedError
@@ -72,11 +70,13 @@ def test_results_are_shown_after_the_steps_that_a_model_is_trained_for():
 
 
 def test_step_sizes_of_fine_tuning():
-    assert GMeta(adapt_lr=0.2).fixed_rate == GMeta(adapt_lr=0.2).initial_rate == 0.2
+    assert GMeta(adapt_steps=3, adapt_lr=0.2).adaptation == Adaptation(3, 0.2)
+    assert Adaptation(3, 0.2).fixed_lr == 0.2
     learned, vector = GMeta(adapt_lr=0.2, rates_lr=0.1), GMeta(adapt_lr=torch.ones(3))
-    assert (learned.fixed_rate, learned.initial_rate) == (None, 0.2)
-    assert (vector.fixed_rate, vector.initial_rate) == (None, None)
-    assert (FedL2P().fixed_rate, Own().fixed_rate) == (None, None)
+    assert (learned.adaptation.fixed_lr, learned.adaptation.lr) == (None, 0.2)
+    assert (vector.adaptation.fixed_lr, vector.adaptation.lr) == (None, None)
+    assert (FedL2P().adaptation.fixed_lr, Own().adaptation.fixed_lr) == (None, None)
+    assert (FedAvg().adaptation.steps, Scaffold().adaptation.steps) == (0, 0)
 
 
 def test_the_results_table_asks_for_step_sizes(tmp_path):
@@ -100,19 +100,32 @@ def test_the_results_table_asks_for_step_sizes(tmp_path):
 
 
 def test_epsilon_needs_the_uniform_mean():
-    assert GMeta().averages_uniformly and Scaffold().averages_uniformly
     objective = Objective(mlp(torch.float32))
+    for algorithm in (GMeta(), Scaffold()):
+        server = initial_server(algorithm, objective, objective.initial())
+        assert sums_suffice(algorithm, context(), server)
     for algorithm in (Own(), GMeta(aggregation=TrimmedMean()), GMeta(aggregation=Mean("samples"))):
         with pytest.raises(InputError, match="an aggregation other than the uniform mean"):
             Plan(algorithm, objective, agents=3, rounds=1, privacy=Privacy(clip=1.0, noise=1.0))
 
 
 def test_who_only_fine_tunes_and_who_predicts_plainly():
-    assert GMeta().only_fine_tunes and GMeta().predicts_plainly
-    assert not Own().only_fine_tunes and Own().predicts_plainly
+    assert not defines(GMeta(), "personal_model", "fine_tune", "predict")
+    assert defines(Own(), "personal_model", "fine_tune") and not defines(Own(), "predict")
     for algorithm in (KNNPer(), FedRoD()):
-        assert not algorithm.only_fine_tunes and not algorithm.predicts_plainly
-    assert Scaffold.keeps_states() and not GMeta.keeps_states()
+        assert defines(algorithm, "personal_model", "fine_tune") and defines(algorithm, "predict")
+    assert defines(Scaffold, "agent_init") and not defines(GMeta, "agent_init")
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_member_of_an_older_protocol_is_refused_with_what_replaces_it(name):
+    told = re.escape(f"Old defines {name!r}, which is not part of")
+    for body in ({name: lambda self: 1}, {name: 1}, {"__annotations__": {name: int}}):
+        with pytest.raises(InputError, match=f"{told}.*{re.escape(REMOVED[name])}"):
+            type("Old", (GMeta,), body)
+    mixin = type("Mixin", (), {name: property(lambda self: 1)})
+    with pytest.raises(InputError, match=told):
+        type("Old", (mixin, LocalTraining), {})
 
 
 def test_local_sgd_has_the_settings_that_are_shared():

@@ -6,9 +6,9 @@ import pytest
 
 import nufed
 from campaigns.test_kills import CONFIG
-from nufed import Split
 from nufed.errors import InputError, RunError
 from nufed.files import read_sealed
+from nufed.lab.config.split_file import load_split
 from nufed.lab.runs import load_run
 from nufed.lab.runs.json_files import write_json
 from nufed.lab.runs.part_files import load_checkpoint
@@ -62,7 +62,7 @@ def checks(run):
 
     def split(path):
         with pytest.raises(InputError, match=path.name):
-            Split.load(path)
+            load_split(path)
 
     assert before.exists()
     yield last, checkpoint

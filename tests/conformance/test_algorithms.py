@@ -17,8 +17,8 @@ from nufed.files import sha256
 from nufed.flower.app.server_app import Server
 from nufed.lab.runs.agent_states import StoredStates
 from nufed.lab.runs.part_files import Checkpoint, load_checkpoint, save_checkpoint
-from nufed.server import Progress, to_send
-from nufed.simulation import ENGINES, DirectEngine, Engines, WorkerEngine, run_round, train
+from nufed.server import Progress, initial_server, next_server, to_send
+from nufed.simulation import ENGINES, DirectEngine, Engines, Training, WorkerEngine, train
 from support import agent_context, context, federation, mlp, same, states_of, tied
 
 MODULES = {
@@ -73,8 +73,9 @@ def assert_near(found, expected):
 
 
 def history(algorithm, engine, rounds=4, start=None, states=None):
-    w, more = engine.objective.initial(), {"start": start, "states": states}
-    return list(train(algorithm, engine, w, rounds=rounds, participation=0.6, **more))
+    training = Training(algorithm, engine, 0.6)
+    start = start or training.start(engine.objective.initial(), states)
+    return list(training.rounds(start, rounds))
 
 
 def killed_and_resumed(algorithm, engine, folder):
@@ -102,7 +103,7 @@ def evaluate(algorithm, engine, progress):
 def test_dtype_shape_and_inputs_are_kept(algorithm, engine):
     objective = engine.objective
     w = objective.initial()
-    server = algorithm.initial_server(objective, w)
+    server = initial_server(algorithm, objective, w)
     received = to_send(algorithm, server)
     agent = algorithm.agent_init(objective, received)
     before = snapshot(server), snapshot(agent), w.clone()
@@ -119,7 +120,7 @@ def test_dtype_shape_and_inputs_are_kept(algorithm, engine):
     assert same(server, before[0]) and same(agent, before[1]) and torch.equal(w, before[2])
     # a second round: some vectors move once agents differ from the server
     updates = [AgentUpdate(agent, 1, 24, result.vectors) for agent, result in results.items()]
-    received = to_send(algorithm, algorithm.next_server(context(), server, updates))
+    received = to_send(algorithm, next_server(algorithm, context(), server, updates))
     results = engine.agent_updates(algorithm, received, {2: results[2].state}, context(2))
     pairs = [(vector, server[name]) for name, vector in results[2].vectors.items()]
     pairs += [(vector, agent[name]) for name, vector in results[2].state.items()]
@@ -148,8 +149,8 @@ def test_the_order_of_agents_does_not_matter(algorithm, engine):
 
     backwards = Backwards(engine.objective, engine.federation, engine.seed)
     progress = [history(algorithm, engine, 2)[-1] for _ in range(2)]
-    there = run_round(algorithm, engine, progress[0], 0.8)
-    back = run_round(algorithm, backwards, progress[1], 0.8)
+    there = Training(algorithm, engine, 0.8).round(progress[0])
+    back = Training(algorithm, backwards, 0.8).round(progress[1])
     assert same(there.server, back.server) and same_states(there, back, engine)
 
 
@@ -261,6 +262,6 @@ def test_the_cost_of_a_newcomer_is_counted(algorithm):
 
     objective = Counting(mlp())
     own = agent_context(objective, federation().batches(2, 0, "evaluate"))
-    received = to_send(algorithm, algorithm.initial_server(objective, objective.initial()))
+    received = to_send(algorithm, initial_server(algorithm, objective, objective.initial()))
     personal = algorithm.personal_model(own, received, None)
-    assert personal.cost.gradients == len(calls) and algorithm.newcomer
+    assert personal.cost.gradients == len(calls) and algorithm.notes.newcomer

@@ -12,7 +12,14 @@ from safetensors.torch import load_file
 import nufed
 from nufed import GMeta, InputError, Objective
 from nufed.algorithms import ALGORITHMS, fedavg
-from nufed.evaluate import AgentScores, Measure, choose_step_sizes, evaluate_with_choice, preferred
+from nufed.evaluate import (
+    AgentScores,
+    Measure,
+    Scoring,
+    choose_step_sizes,
+    evaluate_with_choice,
+    preferred,
+)
 from nufed.lab.bundle import load_bundle
 from nufed.lab.config import problem as build
 from nufed.meta.curvature import FirstOrder
@@ -269,13 +276,7 @@ def test_a_scale_multiplies_the_step_size(kind, algorithm):
     server = algorithm.server_init(engine.objective, engine.objective.initial())
     states = {agent: {} for agent in data.split.agents}
     found = engine.evaluate_scales(
-        algorithm,
-        server,
-        states,
-        steps=2,
-        measure=ACCURACY,
-        scales=[1.0, 3.0],
-        part="validation",
+        algorithm, server, states, Scoring(2, ACCURACY, [1.0, 3.0], "validation")
     )
     plain = [fedavg(adapt_lr=lr, batch_size=6) for lr in (0.1, 3.0 * 0.1)]
     for scores, own in zip(found, plain, strict=True):
@@ -291,10 +292,10 @@ def test_workers_give_the_same_scores_by_scale():
     engine = engine_of(DirectEngine, algorithm, data)
     server = {"model": engine.objective.initial()}
     states = {agent: {} for agent in data.split.agents}
-    how = {"steps": 2, "measure": ACCURACY, "scales": [1 / 3, 9.0], "part": "validation"}
-    alone = engine.evaluate_scales(algorithm, server, states, **how)
+    how = Scoring(2, ACCURACY, [1 / 3, 9.0], "validation")
+    alone = engine.evaluate_scales(algorithm, server, states, how)
     with WorkerEngine(engine, 2) as workers:
-        assert workers.evaluate_scales(algorithm, server, states, **how) == alone
+        assert workers.evaluate_scales(algorithm, server, states, how) == alone
 
 
 CONFIG = {

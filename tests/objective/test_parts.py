@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from nufed import InputError, Objective
+from nufed.algorithms.partial import divide
 from nufed.models import cnn_groupnorm as image_cnn
 from nufed.objective.parts import Part
 from support import cnn, mlp, tied
@@ -74,14 +75,14 @@ def test_the_last_layers_count_layers_not_tensors():
 
 def test_several_parts_and_the_rest():
     objective, vector, _ = named_vector(cnn())
-    part, rest = objective.divide("head, norm, 5.bias")
+    part, rest = divide(objective, "head, norm, 5.bias")
     both = [objective.part(name) for name in ("norm", "head")]
     assert torch.equal(part.take(vector), torch.cat([each.take(vector) for each in both]))
     assert torch.equal(torch.cat([part.take(vector), rest.take(vector)]).sort().values, vector)
     assert torch.equal(part.only(vector), rest.put(vector, torch.zeros(rest.size).double()))
     for name, sizes in (("all", (objective.size, 0)), ("none", (0, objective.size))):
-        assert tuple(each.size for each in objective.divide(name)) == sizes
-        assert all(isinstance(each.index, slice) for each in objective.divide(name))
+        assert tuple(each.size for each in divide(objective, name)) == sizes
+        assert all(isinstance(each.index, slice) for each in divide(objective, name))
 
 
 @pytest.mark.parametrize("few", [0, 512])

@@ -20,7 +20,7 @@ from nufed.lab.bundle.from_run import NoBundleError, make_bundle, make_personal
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import Given, Problem, build_samples
 from nufed.meta.fine_tuning import trajectory
-from nufed.server import Rules
+from nufed.server import Rules, counted_parameters
 from nufed.simulation import DirectEngine, Engines, train
 from support import agent_context, batches, context, federation, update, without_report
 
@@ -287,7 +287,7 @@ def test_norms_of_changes_do_not_count_them():
         before, after = train(algorithm, engine, start, rounds=1, participation=1.0, rules=rules)
         assert not after.rejected
         (name,) = algorithm.sends
-        number = algorithm.counted(objective, after.server)[name]
+        number = counted_parameters(algorithm, objective, after.server)[name]
         moved = (after.server[name] - before.server[name])[:number]
         assert after.update_norm == pytest.approx(float(moved.norm()))
 

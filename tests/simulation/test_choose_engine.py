@@ -9,6 +9,7 @@ from torch import nn
 
 from nufed import Exact, Federation, FirstOrder, GMeta, InputError, Objective, Samples
 from nufed.algorithms import Ditto, FedAvg, PerFedAvg, Personal, Scaffold
+from nufed.algorithms.protocol import Checks
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import build_federation, build_samples
 from nufed.models import cnn_groupnorm, fcnn, logistic
@@ -222,6 +223,11 @@ def test_results_that_are_not_finite_on_both_engines_agree():
 RAN = []
 
 
+class LessMemory(Checks):
+    def for_trial(self):
+        return replace(self.algorithm, memory=1)
+
+
 @dataclass(frozen=True)
 class Recording(FedAvg):
     """Records the settings that it was run with."""
@@ -234,8 +240,9 @@ class Recording(FedAvg):
         RAN.append((self.adapt_steps, self.memory))
         return super().agent_update(context, received, state)
 
-    def for_trial(self):
-        return replace(self, memory=1)
+    @property
+    def checks(self):
+        return LessMemory(self)
 
 
 def test_on_a_large_model_an_algorithm_says_what_is_tried(monkeypatch):
@@ -249,9 +256,9 @@ def test_on_a_large_model_an_algorithm_says_what_is_tried(monkeypatch):
 
 
 def test_gmeta_is_tried_for_one_fine_tuning_step():
-    assert METHOD.for_trial() == replace(METHOD, adapt_steps=1) and METHOD.adapt_steps == 2
+    assert METHOD.checks.for_trial() == replace(METHOD, adapt_steps=1) and METHOD.adapt_steps == 2
     for own in (FedAvg(), PerFedAvg(), Scaffold(), Ditto()):
-        assert own.for_trial() == own
+        assert own.checks.for_trial() == own
 
 
 def test_a_shorter_algorithm_may_be_tried_in_place_of_one_with_long_rounds():

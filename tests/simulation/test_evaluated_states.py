@@ -8,7 +8,7 @@ import torch
 import nufed
 from nufed import Objective
 from nufed.algorithms import Ditto, Scaffold
-from nufed.evaluate import Measure
+from nufed.evaluate import Measure, Scoring
 from nufed.lab.runs.agent_states import StoredStates
 from nufed.models import fcnn
 from nufed.server import MemoryStates, StatesOf
@@ -16,12 +16,7 @@ from nufed.simulation import BatchedEngine, DirectEngine, WorkerEngine, start_me
 from support import uneven_federation
 
 AGENTS = 24
-HOW = {
-    "steps": 1,
-    "measure": Measure("accuracy"),
-    "scales": [1.0, 3.0],
-    "part": "test",
-}
+HOW = Scoring(1, Measure("accuracy"), [1.0, 3.0], "test")
 needs_fork = pytest.mark.skipif(start_method() != "fork", reason="this system can't fork safely")
 
 
@@ -64,10 +59,10 @@ def states_for(engine, name):
 def test_states_are_read_once_and_chunk_by_chunk(kind, most):
     engine, algorithm = engine_of(kind), Ditto(batch_size=6)
     states, server = states_for(engine, "personal"), {"model": engine.objective.initial()}
-    lazy = engine.evaluate_scales(algorithm, server, StatesOf(range(AGENTS), states), **HOW)
+    lazy = engine.evaluate_scales(algorithm, server, StatesOf(range(AGENTS), states), HOW)
     assert states.reads == AGENTS * 2 // 3 and states.most <= most
     loaded = {agent: states.get(agent) for agent in range(AGENTS)}
-    assert lazy == engine.evaluate_scales(algorithm, server, loaded, **HOW)
+    assert lazy == engine.evaluate_scales(algorithm, server, loaded, HOW)
 
 
 @needs_fork
@@ -79,10 +74,10 @@ def test_workers_share_a_bounded_number_of_states(kind, monkeypatch):
     server = algorithm.server_init(engine.objective, engine.objective.initial())
     states = states_for(engine, "control")
     size, chunk = engine.objective.initial().nbytes, 1 if kind == "direct" else 4
-    right = engine.evaluate_scales(algorithm, server, StatesOf(range(AGENTS), states), **HOW)
+    right = engine.evaluate_scales(algorithm, server, StatesOf(range(AGENTS), states), HOW)
     states.most = 0
     with WorkerEngine(engine, 2) as workers:
-        found = workers.evaluate_scales(algorithm, server, StatesOf(range(AGENTS), states), **HOW)
+        found = workers.evaluate_scales(algorithm, server, StatesOf(range(AGENTS), states), HOW)
         assert found == right
         assert workers._buffer.size <= (2 * chunk + 2) * (size + 64)  # and what is received
     assert states.most <= 4 * chunk
@@ -125,8 +120,8 @@ def test_stacks_of_a_whole_run_do_not_depend_on_workers_with_newcomers():
             return super().personal_model(context, received, state)
 
     looking = Looking(batch_size=6)
-    engine.evaluate_scales(looking, server, StatesOf(range(AGENTS), states), **HOW)
+    engine.evaluate_scales(looking, server, StatesOf(range(AGENTS), states), HOW)
     whole, stacks[:] = list(stacks), []
     for chunk in engine.chunks(algorithm, range(AGENTS)):  # as workers get them
-        engine.evaluate_scales(looking, server, StatesOf(chunk, states), **HOW)
+        engine.evaluate_scales(looking, server, StatesOf(chunk, states), HOW)
     assert stacks == whole and {newcomers for _, newcomers in whole} == {True, False}

@@ -27,6 +27,7 @@ from nufed.algorithms.protocol import (
     Context,
     Cost,
     Draw,
+    Notes,
     Personal,
     State,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "KNNPer",
     "LGFedAvg",
     "LocalTraining",
+    "Notes",
     "PFedMe",
     "PerFedAvg",
     "Personal",

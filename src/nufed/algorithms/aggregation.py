@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.fixed_point import fixed_point_mean
-from nufed.algorithms.protocol import AgentUpdate, SummedUpdates
+from nufed.algorithms.protocol import AgentUpdate, Algorithm, SummedUpdates
 from nufed.registry import Registry
 from nufed.settings import check_settings, setting
 
@@ -127,6 +127,11 @@ AGGREGATIONS: Registry[type] = Registry(
     "Class",
     _refuse,
 )
+
+
+def update_copies(algorithm: Algorithm) -> int:
+    """Memory of an aggregation that needs all updates of a round, in copies of them."""
+    return getattr(getattr(algorithm, "aggregation", None), "copies", 1)
 
 
 def _stack(updates: Sequence[AgentUpdate], name: str) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.gmeta import GMeta
-from nufed.algorithms.protocol import State, TheorySettings
+from nufed.algorithms.protocol import Notes, State, TheorySettings
 from nufed.meta.fine_tuning import Rate
 from nufed.objective import AnyObjective
 from nufed.objective.parts import Part
@@ -44,8 +44,10 @@ class ANIL(GMeta):
 
     adapted: str = setting("head", "part that is fine-tuned: head, body, … or a name pattern")
 
-    newcomer: ClassVar[str] = "fine-tunes the head of the global model"
-    optimized: ClassVar[str] = "steps of w, along the meta-gradient"
+    notes: ClassVar[Notes] = Notes(
+        newcomer="fine-tunes the head of the global model",
+        optimized="steps of w, along the meta-gradient",
+    )
 
     def rate(self, objective: AnyObjective, received: State) -> Rate:
         """The step size per coordinate: 0 outside the part that is fine-tuned."""

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Personal, State
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Notes, Personal, State
 from nufed.objective import AnyObjective, Batch
 from nufed.settings import Search, setting
 
@@ -63,9 +63,11 @@ class APFL(LocalTraining):
     )
     mixing_lr: float = setting(0.1, "η_α, step size of α; 0: fixed", least=0)
 
-    newcomer: ClassVar[str] = "trains v from the global model for one round's steps"
-    optimized: ClassVar[str] = "steps of w and of v"
-    shown_steps: ClassVar[int] = 0
+    notes: ClassVar[Notes] = Notes(
+        newcomer="trains v from the global model for one round's steps",
+        optimized="steps of w and of v",
+        shown_steps=0,
+    )
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
         alpha = received["model"].new_full((1,), self.mixing)

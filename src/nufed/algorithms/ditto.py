@@ -22,7 +22,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Personal, State
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Notes, Personal, State
 from nufed.meta.fine_tuning import proximal
 from nufed.objective import AnyObjective, Batch
 from nufed.settings import STEP_SIZES, Search, setting
@@ -47,9 +47,11 @@ class Ditto(LocalTraining):
     )
     personal_steps: int = setting(4, "τ_v, steps of the personal model per round", least=1)
 
-    newcomer: ClassVar[str] = "takes personal_steps steps of v from the global model"
-    optimized: ClassVar[str] = "steps of w and of v"
-    shown_steps: ClassVar[int] = 0
+    notes: ClassVar[Notes] = Notes(
+        newcomer="takes personal_steps steps of v from the global model",
+        optimized="steps of w and of v",
+        shown_steps=0,
+    )
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
         return {"personal": objective.base.initial()}

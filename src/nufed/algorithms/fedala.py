@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Personal, State
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, Personal, State
 from nufed.objective import AnyObjective
 from nufed.objective.parts import Part
 from nufed.settings import setting
@@ -57,10 +57,10 @@ class FedALA(LocalTraining):
     first_passes: int = setting(50, "maximum passes when mixing weights are first trained", least=1)
     tolerance: float = setting(1e-4, "change per pass below which they have converged", least=0)
 
-    newcomer: ClassVar[str] = "uses the global model"
-    optimized: ClassVar[str] = "local steps"
+    notes: ClassVar[Notes] = Notes(
+        newcomer="uses the global model", optimized="local steps", shown_steps=0
+    )
     combines: ClassVar[None] = None  # agents need different numbers of passes
-    shown_steps: ClassVar[int] = 0
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
         w = received["model"]

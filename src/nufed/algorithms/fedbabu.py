@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.partial import Masked
-from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, State
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, State
 from nufed.meta.fine_tuning import Rate
 from nufed.objective import AnyObjective
 from nufed.settings import setting
@@ -45,8 +45,10 @@ class FedBABU(Masked):
     private: str = setting("head", "part that keeps its initial values in training")
     fine_tuned: str = setting("all", "part that fine-tuning changes")
 
-    newcomer: ClassVar[str] = "fine-tunes the global model"
-    optimized: ClassVar[str] = "local steps of the body"
+    notes: ClassVar[Notes] = Notes(
+        newcomer="fine-tunes the global model",
+        optimized="local steps of the body",
+    )
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         _, shared = self.parts(context.objective)

@@ -54,7 +54,7 @@ scale, shift and tracked statistics (``running_stats="tracked"``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from typing import ClassVar, TypeAlias
@@ -66,11 +66,11 @@ from torch import Tensor, nn
 
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
+    Adaptation,
     AgentContext,
     AgentResult,
-    AgentUpdate,
-    Context,
     Cost,
+    Notes,
     Personal,
     Places,
     State,
@@ -115,8 +115,11 @@ class FedL2P(LocalTraining):
 
     receives: ClassVar[tuple[str, ...]] = ("model", "meta_net", "rates")
     sends: ClassVar[tuple[str, ...]] = ("model", "meta_net", "rates")
-    newcomer: ClassVar[str] = "fine-tunes the global model with its own output of the meta-nets"
-    optimized: ClassVar[str] = "the local steps of w, and the steps of λ"
+    notes: ClassVar[Notes] = Notes(
+        newcomer="fine-tunes the global model with its own output of the meta-nets",
+        optimized="the local steps of w, and the steps of λ",
+        caveat=lambda algorithm, rounds: algorithm.caveat_after(rounds),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,7 +133,8 @@ class FedL2P(LocalTraining):
     def sent_in(self, round: int) -> Sequence[str]:
         return ("model",) if round <= self.pretrain_rounds else ("meta_net", "rates")
 
-    def caveat(self, rounds: int) -> str | None:
+    def caveat_after(self, rounds: int) -> str | None:
+        """Why results after so few rounds are those of FedAvg."""
         if rounds > self.pretrain_rounds:
             return None
         return (
@@ -211,12 +215,6 @@ class FedL2P(LocalTraining):
             u.add_(v)
         return u
 
-    def next_server(self, context: Context, server: State, updates: Sequence[AgentUpdate]) -> State:
-        """With the server optimiser in the first phase only: in the second w is fixed."""
-        if context.round <= self.pretrain_rounds:
-            return super().next_server(context, server, updates)
-        return self.server_update(context, server, updates)
-
     def personal_model(
         self, context: AgentContext, received: State, state: State | None
     ) -> Personal:
@@ -246,8 +244,8 @@ class FedL2P(LocalTraining):
         return per_coordinate(rates, nets.objective.sizes), nets.mixed(w, profile, mixing)
 
     @property
-    def fixed_rate(self) -> None:
-        return None
+    def adaptation(self) -> Adaptation:
+        return replace(super().adaptation, learned=True)
 
     def rate(self, objective: AnyObjective, received: State) -> Rate:
         """The mean of the last cohort's η, for bundles, which hold no meta-nets."""

@@ -20,13 +20,13 @@ with y.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, State
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, State
 from nufed.meta.fine_tuning import proximal
 from nufed.objective import Batch
 from nufed.settings import Search, setting
@@ -45,7 +45,7 @@ class FedProx(LocalTraining):
         0.1, "μ, weight of the proximal term", least=0, search=Search(1e-3, 10.0)
     )
 
-    newcomer: ClassVar[str] = "fine-tunes the global model"
+    notes: ClassVar[Notes] = replace(LocalTraining.notes, newcomer="fine-tunes the global model")
     combines = LocalTraining.combines_linearly
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:

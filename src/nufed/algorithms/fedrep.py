@@ -28,7 +28,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from nufed.algorithms.partial import PrivatePart
-from nufed.algorithms.protocol import AgentContext, Cost, Draw
+from nufed.algorithms.protocol import AgentContext, Cost, Draw, Notes
 from nufed.objective import Batch
 from nufed.settings import setting
 
@@ -46,8 +46,11 @@ class FedRep(PrivatePart):
 
     head_steps: int = setting(10, "τ_h, steps of the private part, taken first", least=1)
 
-    newcomer: ClassVar[str] = "takes head_steps steps of the initial private part"
-    optimized: ClassVar[str] = "steps of the head and of the body"
+    notes: ClassVar[Notes] = Notes(
+        newcomer="takes head_steps steps of the initial private part",
+        optimized="steps of the head and of the body",
+        shown_steps=0,
+    )
 
     def train(self, context: AgentContext, w: Tensor) -> tuple[Tensor, Cost]:
         private, shared = self.parts(context.objective)

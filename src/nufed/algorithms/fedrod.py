@@ -42,10 +42,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Personal, State
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, Personal, State
 from nufed.errors import InputError
 from nufed.meta.fine_tuning import Rate, descend
 from nufed.objective import AnyObjective, Batch, Inputs, Objective
+from nufed.objective.objective import features_of
 from nufed.settings import STEP_SIZES, setting
 
 
@@ -64,9 +65,11 @@ class FedRoD(LocalTraining):
         0.01, "η_p, step size of the personal head", least=0, search=STEP_SIZES
     )
 
-    newcomer: ClassVar[str] = "trains a personal head, from 0, for as many steps as a round has"
-    optimized: ClassVar[str] = "steps of the shared model and of the personal head"
-    shown_steps: ClassVar[int] = 0
+    notes: ClassVar[Notes] = Notes(
+        newcomer="trains a personal head, from 0, for as many steps as a round has",
+        optimized="steps of the shared model and of the personal head",
+        shown_steps=0,
+    )
 
     @property
     def combines(self) -> None:
@@ -112,7 +115,7 @@ class FedRoD(LocalTraining):
         """The objective with ℓ_b: N_c^γ·exp(g_c) is exp(g_c + γ·log N_c)."""
         logs = torch.xlogy(self.balance, counts.to(objective.dtype))  # γ = 0 counts all classes
         shift = logs.clamp(min=math.log(torch.finfo(objective.dtype).tiny))
-        return objective.with_loss(lambda g, y: objective.loss(g + shift.to(g.device), y))
+        return objective.variant(loss=lambda g, y: objective.loss(g + shift.to(g.device), y))
 
     def personal_gradient(
         self, objective: Objective, w: Tensor, phi: Tensor, batch: Batch
@@ -166,7 +169,7 @@ def check_logits(objective: Objective, w: Tensor, context: AgentContext) -> None
     outputs, head = objective.predict(w, one.inputs), objective.part("head").take(w)
     if not outputs.isfinite().all():  # the training diverged, which is named elsewhere
         return
-    features, classes = objective.features(w, one.inputs), outputs.shape[-1]
+    features, classes = features_of(objective, w, one.inputs), outputs.shape[-1]
     weight = head[: features.shape[-1] * classes].view(classes, -1)
     logits = F.linear(
         features, weight, head[weight.numel() :] if len(head) > weight.numel() else None

@@ -33,7 +33,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from nufed.algorithms.gmeta_diagnosis import diagnose
+from nufed.algorithms.aggregation import Mean
+from nufed.algorithms.gmeta_checks import GMetaChecks
 from nufed.algorithms.local_optimizer import SGD
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
@@ -43,19 +44,15 @@ from nufed.algorithms.protocol import (
     BatchSource,
     Cost,
     Draw,
+    Notes,
     State,
     TheorySettings,
 )
 from nufed.algorithms.server_optimizer import Plain
 from nufed.errors import require
-from nufed.meta.curvature import CURVATURES, Curvature, Exact, FirstOrder, HessianFree, unchecked
+from nufed.meta.curvature import CURVATURES, Curvature, Exact, FirstOrder, HessianFree
 from nufed.meta.fine_tuning import Rate, descend, per_coordinate, per_tensor
-from nufed.meta.meta_gradient import (
-    MetaBatch,
-    meta_gradient,
-    meta_gradient_with_rates,
-    trouble_with_curvature,
-)
+from nufed.meta.meta_gradient import MetaBatch, meta_gradient, meta_gradient_with_rates
 from nufed.objective import AnyObjective, Batch
 from nufed.objective.parts import Part
 from nufed.settings import setting
@@ -78,8 +75,10 @@ class GMeta(LocalTraining):
     curvature: Curvature = setting(Exact(), "how the Hessian enters", choices=CURVATURES)
     rates_lr: float = setting(0.0, "step size of learned step sizes; 0: they are fixed", least=0)
 
-    newcomer: ClassVar[str] = "fine-tunes the global model"
-    optimized: ClassVar[str] = "the local updates, with the meta-gradient as gradient"
+    notes: ClassVar[Notes] = Notes(
+        newcomer="fine-tunes the global model",
+        optimized="the local updates, with the meta-gradient as gradient",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,10 +159,6 @@ class GMeta(LocalTraining):
             found += [adapt, outer, curvature]
         return found
 
-    def for_trial(self) -> GMeta:
-        """With at most one fine-tuning step, as memory grows by an iterate per step."""
-        return self._with(adapt_steps=min(1, self.adapt_steps))
-
     def _inner_draws(self, t: int) -> tuple[Draw, Draw]:
         nu, size = self.adapt_steps, self.batch_size
         products = nu * self.curvature.batches_per_product
@@ -177,24 +172,12 @@ class GMeta(LocalTraining):
             hvps=tau * nu * curvature.hvps_per_product,
         )
 
-    def diagnose(self, context: AgentContext, received: State, state: State) -> str | None:
-        return diagnose(self, context, received)
+    @property
+    def checks(self) -> GMetaChecks:
+        return GMetaChecks(self)
 
-    def doubt(self, context: AgentContext, received: State) -> str | None:
-        """Why the first Hessian-vector product is inaccurate; None if it is accurate."""
-        objective = context.objective
-        return trouble_with_curvature(
-            objective,
-            received["model"],
-            self.meta_batch(context.batches, 0),
-            lr=self.rate(objective, received),
-            curvature=self.curvature,
-        )
-
-    def without_checks(self) -> GMeta:
-        return self._with(curvature=unchecked(self.curvature))
-
-    def _with(self, **settings: Any) -> GMeta:
+    def with_settings(self, **settings: Any) -> GMeta:
+        """A copy with other settings, also with those that a subclass fixes."""
         same = copy.copy(self)  # not replace(): subclasses fix some settings, as FedAvg does
         vars(same).update(settings)
         return same
@@ -204,8 +187,8 @@ class GMeta(LocalTraining):
         plain = plain and isinstance(self.server_optimizer, Plain)
         if self.rates_lr or isinstance(self.adapt_lr, Tensor) or not plain:
             return None
-        own = self.curvature
-        kind: Any = next(name for name, each in CURVATURES.items() if isinstance(own, each))
+        curvature = self.curvature
+        kind: Any = next(name for name, each in CURVATURES.items() if isinstance(curvature, each))
         return TheorySettings(
             self.adapt_steps,
             self.adapt_lr,
@@ -213,8 +196,8 @@ class GMeta(LocalTraining):
             self.local_steps,
             self.batch_size,
             kind,
-            own.fd_step if isinstance(own, HessianFree) else "auto",
-            uniform=self.averages_uniformly,
+            curvature.fd_step if isinstance(curvature, HessianFree) else "auto",
+            uniform=self.aggregation == Mean(),
         )
 
 

@@ -40,9 +40,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Personal, State
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, Personal, State
 from nufed.errors import InputError
 from nufed.objective import AnyObjective, Inputs
+from nufed.objective.objective import features_of
 from nufed.settings import Search, setting
 
 
@@ -63,9 +64,12 @@ class KNNPer(LocalTraining):
     neighbours: int = setting(10, "k, nearest neighbours", least=1)
     distance_scale: float = setting(1.0, "σ, scale of distances", above=0)
 
-    newcomer: ClassVar[str] = "stores features and labels of its samples; nothing is trained"
-    shown_steps: ClassVar[int] = 0
-    personal_data: ClassVar[str | None] = "features and labels of the agent's training samples"
+    notes: ClassVar[Notes] = Notes(
+        newcomer="stores features and labels of its samples; nothing is trained",
+        optimized="the local steps",
+        shown_steps=0,
+        personal_data="features and labels of the agent's training samples",
+    )
 
     @property
     def combines(self) -> None:
@@ -86,7 +90,7 @@ class KNNPer(LocalTraining):
         inputs, labels, _ = context.batches.whole()
         if labels.is_floating_point() or labels.ndim != 1:
             raise InputError("knn_per needs classes, and the targets are no class numbers")
-        features = context.objective.base.features(w, inputs).flatten(1)
+        features = features_of(context.objective.base, w, inputs).flatten(1)
         return {"model": w, "features": features, "labels": labels.to(w.device)}
 
     def fine_tune(
@@ -104,7 +108,7 @@ class KNNPer(LocalTraining):
     def predict(self, objective: AnyObjective, personal: State, inputs: Inputs) -> Tensor:
         w, stored, labels = personal["model"], personal["features"], personal["labels"]
         by_model = objective.predict(w, inputs).log_softmax(dim=1)
-        features = objective.base.features(w, inputs).flatten(1)
+        features = features_of(objective.base, w, inputs).flatten(1)
         by_neighbours = self.neighbour_shares(features, stored, labels, by_model.shape[1])
         knn, model = by_model.new_tensor([self.knn_weight, 1 - self.knn_weight]).log()
         mixed = torch.logaddexp(knn + by_neighbours.log(), model + by_model)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nufed.algorithms.aggregation import AGGREGATIONS, Aggregation, Mean
 from nufed.algorithms.local_optimizer import SGD, Steps
-from nufed.algorithms.protocol import AgentContext, Algorithm, Draw
+from nufed.algorithms.protocol import AgentContext, Algorithm, Draw, Notes
 from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
 from nufed.meta.fine_tuning import Rate
 from nufed.objective import Batch, Objective
@@ -52,7 +52,7 @@ class LocalTraining(Algorithm):
         Plain(), "the server's optimiser of the combined change", choices=SERVER_OPTIMIZERS
     )
 
-    optimized: ClassVar[str] = "the local steps"
+    notes: ClassVar[Notes] = Notes(optimized="the local steps")
 
     @property
     def combines(self) -> Literal["elementwise", "linearly"] | None:
@@ -65,10 +65,6 @@ class LocalTraining(Algorithm):
         if self.local_epochs:
             return None
         return "elementwise" if self.optimizer.clip_norm else "linearly"
-
-    @property
-    def averages_uniformly(self) -> bool:
-        return self.aggregation == Mean()
 
     def steps_per_round(self, context: AgentContext) -> int:
         """How many local steps the agent takes in a round."""
@@ -132,10 +128,6 @@ class LocalTraining(Algorithm):
         number = self.local_steps if steps is None else steps
         return [Draw(purpose, self.batch_size, 1, t) for t in range(number)]
 
-    def smallest_batch(self, samples: int) -> int:
-        size = super().smallest_batch(samples)
-        return (samples % size or size) if self.local_epochs else size
-
     def update_draws(self) -> list[Draw]:
         return [] if self.local_epochs else self.step_draws()
 
@@ -147,6 +139,12 @@ def of_parameters(objective: Objective, direction: Tensor) -> Tensor:
     direction = direction.clone()
     direction[..., objective.counted() :] = 0
     return direction
+
+
+def smallest_batch(algorithm: Algorithm, samples: int) -> int:
+    """The fewest samples in a batch of training, of an agent with so many samples."""
+    size = min(algorithm.batch_size, samples)
+    return (samples % size or size) if getattr(algorithm, "local_epochs", 0) else size
 
 
 def with_one_step(algorithm: Algorithm) -> Algorithm:

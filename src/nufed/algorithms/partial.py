@@ -16,18 +16,32 @@ it is local training.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Personal, State
-from nufed.objective import AnyObjective, Batch
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentResult,
+    Checks,
+    Cost,
+    Draw,
+    Notes,
+    Personal,
+    State,
+)
+from nufed.objective import AnyObjective, Batch, Objective
 from nufed.objective.parts import Part
 from nufed.settings import setting
 
 PRIVATE = "part that stays with the agent: head, body, norm, last:2, a pattern, or several"
+
+
+def divide(objective: Objective, name: str) -> tuple[Part, Part]:
+    """A part of the model, and the rest of it."""
+    return objective.part(name), objective.part(name, rest=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +58,11 @@ class Masked(LocalTraining):
 
     receives: ClassVar[tuple[str, ...]] = ("shared",)
     sends: ClassVar[tuple[str, ...]] = ("shared",)
-    server_model: ClassVar[str] = "shared"
-    optimized: ClassVar[str] = "local steps of both parts"
+    notes: ClassVar[Notes] = Notes(optimized="local steps of both parts")
 
     def parts(self, objective: AnyObjective) -> tuple[Part, Part]:
         """The coordinates u and s."""
-        return objective.base.divide(self.private)
+        return divide(objective.base, self.private)
 
     def join(self, objective: AnyObjective, s: Tensor, u: Tensor) -> Tensor:
         """The model (s, u); of a stack, row by row."""
@@ -66,23 +79,36 @@ class Masked(LocalTraining):
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         return {"shared": self.parts(objective)[1].take(w).clone()}
 
-    def counted(self, objective: AnyObjective, server: State) -> dict[str, int]:
-        shared = self.parts(objective)[1]
-        number = objective.base.counted(shared)
-        return {"shared": number} if number < shared.size else {}
+    def server_part(self, objective: AnyObjective) -> Part:
+        return self.parts(objective)[1]
+
+    @property
+    def checks(self) -> MaskedChecks:
+        return MaskedChecks(self)
+
+
+@dataclass(frozen=True)
+class MaskedChecks(Checks):
+    """Doubts a private part that the model does not have."""
+
+    algorithm: Masked
 
     def doubt(self, context: AgentContext, received: State) -> str | None:
-        if self.private == "none" or self.parts(context.objective)[0].size:
+        private = self.algorithm.private
+        if private == "none" or self.algorithm.parts(context.objective)[0].size:
             return None
-        return f"private = {self.private!r}: the model has no such part, so that this is FedAvg"
+        return f"private = {private!r}: the model has no such part, so that this is FedAvg"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivatePart(Masked):
     """An algorithm whose agents keep a private part of the model."""
 
-    newcomer: ClassVar[str] = "trains the initial private part, with the shared one fixed"
-    shown_steps: ClassVar[int] = 0
+    notes: ClassVar[Notes] = replace(
+        Masked.notes,
+        newcomer="trains the initial private part, with the shared one fixed",
+        shown_steps=0,
+    )
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
         return {"private": self.initial_private(objective)}

@@ -44,6 +44,7 @@ from nufed.algorithms.protocol import (
     Context,
     Cost,
     Draw,
+    Notes,
     Personal,
     State,
 )
@@ -73,9 +74,11 @@ class PFedMe(LocalTraining):
         1.0, "β, weight of the agents' mean at the server", above=0, search=Search(0.1, 3.0)
     )
 
-    newcomer: ClassVar[str] = "takes inner_steps steps of θ from the global model"
-    optimized: ClassVar[str] = "steps of w_i; inner steps are plain"
-    shown_steps: ClassVar[int] = 0
+    notes: ClassVar[Notes] = Notes(
+        newcomer="takes inner_steps steps of θ from the global model",
+        optimized="steps of w_i; inner steps are plain",
+        shown_steps=0,
+    )
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
         return {"personal": objective.base.initial()}

@@ -14,27 +14,28 @@ Engines (the simulation, Flower) run any :class:`Algorithm` the same way::
 A state, at the server and at an agent, is a mapping from names to tensors and holds only what the
 next round needs, so that it can be checked, hashed, stored and sent without knowing the algorithm.
 ``received`` holds the server's vectors named by ``Algorithm.receives``, and nothing else. The types
-of arguments and results come first.
-
-Updates of which the server has only the uniform means.
+of arguments and results come first, then the optional objects by which an algorithm says more
+(:class:`Notes`, :class:`Checks`, :class:`Adaptation`, :class:`TheorySettings`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Never, Protocol, Self, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import get_annotations
+from typing import Any, ClassVar, Literal, NamedTuple, Never, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.algorithms.server_optimizer import OPTIMIZER_STATE, Plain
+from nufed.algorithms.server_optimizer import Plain
 from nufed.errors import InputError
 from nufed.meta.fine_tuning import Rate, trajectory
 from nufed.objective import AnyObjective, Batch, Inputs
-from nufed.settings import check_settings
+from nufed.objective.parts import Part
+from nufed.settings import RemembersSettings, check_settings
 
 State: TypeAlias = Mapping[str, Tensor]
 Places: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -152,7 +153,7 @@ class Context:
         agents: N, how many agents take part in training.
         cohort: how many of them are picked in a round; 0 at evaluation.
         counted: of vectors that end in running statistics, how many numbers are parameters
-            (``Algorithm.counted``).
+            (:func:`nufed.server.counted_parameters`).
     """
 
     round: int
@@ -207,6 +208,73 @@ class Shipped:
 
 
 @dataclass(frozen=True)
+class Notes:
+    """What pages and messages say about an algorithm.
+
+    Args:
+        newcomer: what an agent does that never took part in training.
+        lost_state: what it means that an agent lost its state.
+        optimized: which of its loops ``optimizer`` drives.
+        shown_steps: fine-tuning steps after which its personal model is reported; None: the run's
+            number.
+        personal_data: training data that a personal model contains.
+        caveat: of the algorithm and the number of rounds: a caveat for readers of results.
+        settings: of the algorithm: further settings for tables, by name, beyond the fields.
+    """
+
+    newcomer: str = "starts from the global model"
+    lost_state: str = "what it had learned itself is lost"
+    optimized: str = "no loop"
+    shown_steps: int | None = None
+    personal_data: str | None = None
+    caveat: Callable[[Any, int], str | None] = lambda algorithm, rounds: None
+    settings: Callable[[Any], Mapping[str, str]] = lambda algorithm: {}
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What can be asked about the numbers of ``algorithm``; by default nothing is known."""
+
+    algorithm: Algorithm
+
+    def diagnose(self, context: AgentContext, received: State, state: State) -> str | None:
+        """Where an agent's update became non-finite, and the likely cause; None: unknown."""
+        return None
+
+    def doubt(self, context: AgentContext, received: State) -> str | None:
+        """Why an agent's finite update may be inaccurate; None if it is not known to be."""
+        return None
+
+    def without_warnings(self) -> Algorithm:
+        """A copy that emits no warnings, for engines that call :meth:`doubt` instead."""
+        return self.algorithm
+
+    def for_trial(self) -> Algorithm:
+        """A copy whose settings need less memory, for the trial of engines on a large model."""
+        return self.algorithm
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """The fine-tuning that a model is trained for.
+
+    Args:
+        steps: ν; 0: training uses no fine-tuning, nor its step size.
+        lr: the step size of fine-tuning before training; None if it is not one number.
+        learned: whether training changes the step size.
+    """
+
+    steps: int = 0
+    lr: float | None = None
+    learned: bool = False
+
+    @property
+    def fixed_lr(self) -> float | None:
+        """The step size of fine-tuning after training; None also if training changes it."""
+        return None if self.learned else self.lr
+
+
+@dataclass(frozen=True)
 class TheorySettings:
     """The settings that enter the paper's bounds.
 
@@ -247,25 +315,26 @@ class SummedUpdates(Sequence[AgentUpdate]):
         raise SingleUpdateError("single updates are not kept: only their mean is known")
 
 
-__all__ = [
-    "AgentContext",
-    "AgentResult",
-    "AgentUpdate",
-    "Algorithm",
-    "BatchSource",
-    "Context",
-    "Cost",
-    "Draw",
-    "Personal",
-    "Places",
-    "Shipped",
-    "State",
-    "TheorySettings",
-]
+_REPLACED = {
+    "newcomer lost_state optimized shown_steps personal_data caveat": "say it in `notes`",
+    "describe": "say it in `notes`, as `settings`",
+    "diagnose doubt for_trial": "define it in the object that `checks` returns",
+    "without_checks": "define it in the object that `checks` returns, as `without_warnings`",
+    "trained_for trains_adapt_lr": "say it in `adaptation`, as `steps`",
+    "initial_rate fixed_rate": "say it in `adaptation`, as `lr` and `learned`",
+    "initial_server next_server": "define server_init, server_update or server_optimizer",
+    "server_model": '"model", or else the first of `receives`, is the server\'s model',
+    "counted": "say in `server_part` which coordinates of the model the server holds",
+    "averages_uniformly": "a trial of server_update shows it",
+    "update_copies": "an aggregation rule says it in `copies`",
+    "keeps_states only_fine_tunes predicts_plainly smallest_batch": "it follows from the others",
+}
+REMOVED = {name: instead for names, instead in _REPLACED.items() for name in names.split()}
+"""Members of an older protocol, and what replaces each."""
 
 
 @dataclass(frozen=True)
-class Algorithm(ABC):
+class Algorithm(RemembersSettings, ABC):
     """A federated algorithm. Its dataclass fields are its settings (:mod:`nufed.settings`).
 
     An algorithm must have ``agent_update`` and a field ``batch_size``, and ``server_update`` unless
@@ -286,24 +355,17 @@ class Algorithm(ABC):
 
     The claim is verified by a trial of the algorithm before it is used.
     """
-    newcomer: ClassVar[str] = "starts from the global model"  # an agent that never took part
-    lost_state: ClassVar[str] = "what it had learned itself is lost"  # if an agent loses its state
-    optimized: ClassVar[str] = "no loop"  # which of its loops ``optimizer`` drives
-    server_model: ClassVar[str] = "model"  # the server's vector that ``server_optimizer`` acts on
-    shown_steps: ClassVar[int | None] = None
-    """Fine-tuning steps after which its personal model is reported; None: the run's number."""
-    personal_data: ClassVar[str | None] = None  # training data that a personal model contains
+    notes: ClassVar[Notes] = Notes()
 
-    set_explicitly: ClassVar[frozenset[str]] = frozenset()
-    """Of an object: the settings that it was made with, which ``[method]`` does not change."""
-
-    def __new__(cls, *args: Any, **settings: Any) -> Self:
-        made = super().__new__(cls)
-        in_order = (field.name for field in fields(cls) if field.init and not field.kw_only)
-        given = {*settings, *(name for name, _ in zip(in_order, args, strict=False))}
-        if given:
-            object.__setattr__(made, "set_explicitly", frozenset(given))
-        return made
+    def __init_subclass__(cls) -> None:
+        """Refuse members of an older protocol, which nothing would call."""
+        super().__init_subclass__()
+        for name, instead in REMOVED.items():
+            if hasattr(cls, name) or name in get_annotations(cls):
+                raise InputError(
+                    f"{cls.__module__}.{cls.__qualname__} defines {name!r}, which is not part of "
+                    f"nufed.algorithms.Algorithm any more: {instead}"
+                )
 
     @property
     @abstractmethod
@@ -312,7 +374,7 @@ class Algorithm(ABC):
 
     @property
     def server_optimizer(self) -> Plain:
-        """The optimiser that the change by ``server_update`` is passed to."""
+        """The optimiser that the model's change by ``server_update`` is passed to."""
         return Plain()
 
     def __post_init__(self) -> None:
@@ -345,12 +407,11 @@ class Algorithm(ABC):
     ) -> State:
         """The server's state after a round, from checked updates sorted by agent.
 
-        The result has the names and shapes of ``server``. Where ``averages_uniformly`` is true, or
-        with secure aggregation, only :meth:`aggregate` can read ``updates``.
+        The result has the names and shapes of ``server``. Where a trial shows that only
+        :meth:`aggregate` reads ``updates``, and by their uniform mean, single ones are not kept.
         """
         names = self.sent_in(context.round)
-        found = {name: self.aggregate(context, updates, name, server[name]) for name in names}
-        return {**server, **found}
+        return {**server} | {n: self.aggregate(context, updates, n, server[n]) for n in names}
 
     def aggregate(
         self, context: Context, updates: Sequence[AgentUpdate], name: str, before: Tensor
@@ -363,11 +424,11 @@ class Algorithm(ABC):
         rule = self.aggregation  # type: ignore[attr-defined]
         counted = context.counted.get(name, before.numel())
         if counted >= before.numel() or isinstance(updates, SummedUpdates):
-            found: Tensor = rule.combine(updates, name, before)
-            return found
+            combined: Tensor = rule.combine(updates, name, before)
+            return combined
         blocks = [
             rule.combine(
-                [replace(own, vectors={name: own.vectors[name][block]}) for own in updates],
+                [replace(each, vectors={name: each.vectors[name][block]}) for each in updates],
                 name,
                 before[block],
             )
@@ -376,52 +437,14 @@ class Algorithm(ABC):
         ]
         return torch.cat(blocks)
 
-    def counted(self, objective: AnyObjective, server: State) -> dict[str, int]:
-        """How many numbers of the vectors that agents send are parameters: the first ones.
-
-        Only vectors that end in tracked running statistics are named
-        (:meth:`nufed.Objective.counted`).
-        """
-        base = objective.base
-        if not base.tracks_statistics:
-            return {}
-        like = [n for n in self.sends if n in server and server[n].shape == (base.size,)]
-        return dict.fromkeys(like, base.counted())
-
     def sent_in(self, round: int) -> Sequence[str]:
         """The vectors sent in this round: all of ``sends``, unless training has phases."""
-        found: Sequence[str] = self.sends
-        return found
+        every: Sequence[str] = self.sends
+        return every
 
-    def initial_server(self, objective: AnyObjective, w: Tensor) -> State:
-        """The server's state before the first round, including its optimiser's."""
-        server = self.server_init(objective, w)
-        optimizer, lr = self.server_optimizer, getattr(self, "server_lr", 1.0)
-        if objective.base.tracks_statistics and (optimizer != Plain() or lr > 1):
-            name = type(optimizer).__name__.lower()
-            given, allowed = (
-                (f"server_lr = {lr:g}", "server_lr of at most 1")
-                if optimizer == Plain()
-                else (f"server_optimizer = {name}", 'server_optimizer = "none"')
-            )
-            raise InputError(
-                f"{given}: the server would step beyond the mean of running statistics, whose "
-                f'variances may become negative; use {allowed}, running_stats = "frozen", or a '
-                "model with GroupNorm"
-            )
-        if self.server_model not in server:
-            return server
-        return {**server, **self.server_optimizer.initial(server[self.server_model])}
-
-    def next_server(self, context: Context, server: State, updates: Sequence[AgentUpdate]) -> State:
-        """The server's state after a round: ``server_update``, then its optimiser."""
-        after = self.server_update(context, server, updates)
-        name = self.server_model
-        if name not in after:
-            return after
-        own = {key: server[key] for key in OPTIMIZER_STATE if key in server}
-        model, own = self.server_optimizer.step(server[name], after[name], own)
-        return {**after, name: model, **own}
+    def server_part(self, objective: AnyObjective) -> Part | None:
+        """The coordinates of the model that the server's model holds; None: all."""
+        return None
 
     # evaluation and use
 
@@ -462,8 +485,8 @@ class Algorithm(ABC):
 
     def rate(self, objective: AnyObjective, received: State) -> Rate:
         """The step size of fine-tuning."""
-        found: Rate = self.adapt_lr  # type: ignore[attr-defined]
-        return found
+        lr: Rate = self.adapt_lr  # type: ignore[attr-defined]
+        return lr
 
     def predict(self, objective: AnyObjective, personal: State, inputs: Inputs) -> Tensor:
         """The outputs of a personal model."""
@@ -479,77 +502,7 @@ class Algorithm(ABC):
         """Every draw of ``personal_model`` and ``fine_tune``."""
         return [Draw("adapt", self.batch_size, steps)]
 
-    def smallest_batch(self, samples: int) -> int:
-        """The fewest samples in a batch of training, of an agent with so many samples."""
-        return min(self.batch_size, samples)
-
-    def for_trial(self) -> Algorithm:
-        """A copy whose settings need less memory, for the trial of engines on a large model."""
-        return self
-
-    # properties and optional abilities; None: not supported, which the caller reports
-
-    @classmethod
-    def keeps_states(cls) -> bool:
-        """Whether agents may keep a state between rounds."""
-        return cls.agent_init is not Algorithm.agent_init
-
-    @property
-    def trained_for(self) -> int:
-        """Fine-tuning steps that its model is trained for: its setting ``adapt_steps``, else 1."""
-        found: int = getattr(self, "adapt_steps", 1)
-        return found
-
-    @property
-    def trains_adapt_lr(self) -> bool:
-        """Whether training uses ``adapt_lr``, so that a model suits fine-tuning of that size."""
-        return getattr(self, "adapt_steps", 0) > 0
-
-    @property
-    def initial_rate(self) -> float | None:
-        """The step size of fine-tuning before training, ``adapt_lr``; None if not one number."""
-        lr = getattr(self, "adapt_lr", None)
-        return lr if isinstance(lr, float) else None
-
-    @property
-    def fixed_rate(self) -> float | None:
-        """The step size of fine-tuning after training; None also if training changes it."""
-        return None if getattr(self, "rates_lr", 0) else self.initial_rate
-
-    @property
-    def averages_uniformly(self) -> bool:
-        """Whether the server uses updates only through their uniform mean."""
-        return False
-
-    @property
-    def update_copies(self) -> int:
-        """Memory of an aggregation that needs all updates of a round, in copies of them."""
-        return getattr(getattr(self, "aggregation", None), "copies", 1)
-
-    @property
-    def only_fine_tunes(self) -> bool:
-        """Whether personal models are the global model after plain gradient steps."""
-        own = type(self)
-        return (
-            own.personal_model is Algorithm.personal_model and own.fine_tune is Algorithm.fine_tune
-        )
-
-    @property
-    def predicts_plainly(self) -> bool:
-        """Whether a personal model's predictions are those of the module with its vector."""
-        return type(self).predict is Algorithm.predict
-
-    def diagnose(self, context: AgentContext, received: State, state: State) -> str | None:
-        """Where an agent's update became non-finite, and the likely cause; None: unknown."""
-        return None
-
-    def doubt(self, context: AgentContext, received: State) -> str | None:
-        """Why an agent's finite update may be inaccurate; None if it is not known to be."""
-        return None
-
-    def without_checks(self) -> Algorithm:
-        """A copy that emits no warnings, for engines that call :meth:`doubt` instead."""
-        return self
+    # use by others, and what more it can say
 
     def shipped(self, objective: AnyObjective, received: State) -> Shipped | None:
         """The content of a bundle; None if there is no model for newcomers."""
@@ -562,10 +515,25 @@ class Algorithm(ABC):
         """Its settings in the paper's bounds; None if the bounds do not apply."""
         return None
 
-    def caveat(self, rounds: int) -> str | None:
-        """A caveat for readers of results after so many rounds, if any."""
-        return None
+    @property
+    def adaptation(self) -> Adaptation:
+        """The fine-tuning that its model is trained for, read from its settings."""
+        lr = getattr(self, "adapt_lr", None)
+        lr = lr if isinstance(lr, float) else None
+        return Adaptation(getattr(self, "adapt_steps", 0), lr, bool(getattr(self, "rates_lr", 0)))
 
-    def describe(self) -> dict[str, str]:
-        """Further settings for tables, by name, beyond the fields."""
-        return {}
+    @property
+    def checks(self) -> Checks:
+        """What can be asked about its numbers."""
+        return Checks(self)
+
+
+def defines(algorithm: Algorithm | type[Algorithm], *names: str) -> bool:
+    """Whether an algorithm has any of these functions from elsewhere than :class:`Algorithm`.
+
+    >>> from nufed.algorithms import Ditto, GMeta
+    >>> defines(GMeta, "personal_model", "fine_tune"), defines(Ditto(), "agent_init")
+    (False, True)
+    """
+    cls = algorithm if isinstance(algorithm, type) else type(algorithm)
+    return any(getattr(cls, name) is not getattr(Algorithm, name) for name in names)

@@ -20,11 +20,19 @@ mean; ε·mean(w̃_i), which shrinks w; ε at the agent and again at the server.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import AgentContext, AgentResult, AgentUpdate, Context, Cost, State
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentResult,
+    AgentUpdate,
+    Context,
+    Cost,
+    Notes,
+    State,
+)
 from nufed.settings import Search, setting
 
 
@@ -39,7 +47,7 @@ class Reptile(LocalTraining):
 
     server_lr: float = setting(0.5, "ε, step size of the server", above=0, search=Search(0.03, 1.0))
 
-    newcomer: ClassVar[str] = "fine-tunes the global model"
+    notes: ClassVar[Notes] = replace(LocalTraining.notes, newcomer="fine-tunes the global model")
     combines = LocalTraining.combines_linearly
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:

@@ -28,7 +28,15 @@ from torch import Tensor
 
 from nufed.algorithms.aggregation import Mean
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import AgentContext, AgentResult, AgentUpdate, Context, Cost, State
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentResult,
+    AgentUpdate,
+    Context,
+    Cost,
+    Notes,
+    State,
+)
 from nufed.objective import AnyObjective, Batch
 from nufed.settings import STEP_SIZES, Search, setting
 
@@ -50,10 +58,11 @@ class Scaffold(LocalTraining):
 
     receives: ClassVar[tuple[str, ...]] = ("model", "control")
     sends: ClassVar[tuple[str, ...]] = ("model", "control")
-    newcomer: ClassVar[str] = "fine-tunes the global model; it has no control variate"
-    lost_state: ClassVar[str] = (
-        "the server's control variate is no longer the mean of the agents', which biases all later "
-        "rounds; start a new run to remove the bias"
+    notes: ClassVar[Notes] = Notes(
+        newcomer="fine-tunes the global model; it has no control variate",
+        lost_state="the server's control variate is no longer the mean of the agents', which "
+        "biases all later rounds; start a new run to remove the bias",
+        optimized="the local steps",
     )
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:

@@ -60,6 +60,7 @@ from nufed.algorithms.protocol import (
     AgentUpdate,
     Context,
     Cost,
+    Notes,
     Personal,
     State,
 )
@@ -93,7 +94,10 @@ class ScaleFL(LocalTraining):
     distill_weight: float = setting(0.05, "γ, weight of distillation from the last exit", least=0)
     temperature: float = setting(3.0, "T, temperature of distillation", above=0)
 
-    newcomer: ClassVar[str] = "fine-tunes the sub-network of its capacity level"
+    notes: ClassVar[Notes] = Notes(
+        newcomer="fine-tunes the sub-network of its capacity level",
+        optimized="the local steps",
+    )
     combines: ClassVar[None] = None  # the loss depends on the agent's level
 
     def __post_init__(self) -> None:
@@ -104,10 +108,6 @@ class ScaleFL(LocalTraining):
     def levels(self) -> CapacityLevels:
         """s, e and the levels of agents."""
         return CapacityLevels.read(self.widths, self.depths, self.shares)
-
-    @property
-    def averages_uniformly(self) -> bool:
-        return False  # the means of parts are over the agents that hold them
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         exits = exit_number(objective.base)
@@ -406,9 +406,9 @@ def first_exits(objective: Objective, depth: int, loss: Loss | None = None) -> O
     known = _NETWORKS.setdefault(objective, {})
     if depth not in known:
         module = objective.module(objective.initial(), training=True)
-        known[depth] = objective.with_module(FirstExits(module, depth))
+        known[depth] = objective.variant(module=FirstExits(module, depth))
     network: Objective = known[depth]
-    return network if loss is None else network.with_loss(loss)
+    return network if loss is None else network.variant(loss=loss)
 
 
 def narrowed(objective: Objective, width: Fraction, depth: int, loss: Loss) -> Objective:
@@ -416,9 +416,9 @@ def narrowed(objective: Objective, width: Fraction, depth: int, loss: Loss) -> O
     known, key = _NETWORKS.setdefault(objective, {}), ("narrow", width, depth)
     if key not in known:
         module = objective.module(objective.initial(), training=True)
-        known[key] = objective.with_module(narrow_module(module, width, depth))
+        known[key] = objective.variant(module=narrow_module(module, width, depth))
     network: Objective = known[key]
-    return network.with_loss(loss)
+    return network.variant(loss=loss)
 
 
 def first_levels(objective: Objective, widths: Sequence[Fraction], depths: Sequence[int]) -> Tensor:

@@ -23,10 +23,13 @@ Yogi, an optimiser that acts on control variates or learned rates, m lost betwee
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nufed.errors import InputError
+from nufed.objective import Objective
 from nufed.settings import Search, check_settings, setting
 
 MOMENTUM, VARIANCE = OPTIMIZER_STATE = "optimizer_momentum", "optimizer_variance"
@@ -137,6 +140,25 @@ class Yogi(Adam):
 
     def variance(self, v: Tensor, squares: Tensor) -> Tensor:
         return v - (1 - self.optimizer_beta2) * squares * torch.sign(v - squares)
+
+
+def check_statistics(algorithm: Any, objective: Objective) -> None:
+    """Refuse a server that steps beyond the mean of tracked running statistics."""
+    optimizer, lr = algorithm.server_optimizer, getattr(algorithm, "server_lr", 1.0)
+    if not objective.tracks_statistics or (optimizer == Plain() and lr <= 1):
+        return
+    given, allowed = (
+        (f"server_lr = {lr:g}", "server_lr of at most 1")
+        if optimizer == Plain()
+        else (
+            f"server_optimizer = {type(optimizer).__name__.lower()}",
+            'server_optimizer = "none"',
+        )
+    )
+    raise InputError(
+        f"{given}: the server would step beyond the mean of running statistics, whose variances "
+        f'may become negative; use {allowed}, running_stats = "frozen", or a model with GroupNorm'
+    )
 
 
 SERVER_OPTIMIZERS: dict[str, type[Plain]] = {

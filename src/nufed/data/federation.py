@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from nufed.algorithms.local_training import smallest_batch
 from nufed.algorithms.protocol import Algorithm
 from nufed.data.partition import Rows
 from nufed.data.samples import Samples
@@ -84,7 +85,7 @@ def check_single_sample(
     whether it was tried and works; False if the agent has no such batch.
     """
     rows = federation.split.train[agent]
-    if algorithm.smallest_batch(len(rows)) > 1:
+    if smallest_batch(algorithm, len(rows)) > 1:
         return False
     error = _single_sample_error(objective, federation.samples, rows[0])
     if error is None:

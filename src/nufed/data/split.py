@@ -7,15 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from nufed.data.partition import DirichletReusing, Rows
 from nufed.errors import InputError, shown
-from nufed.files import seal, unseal
 from nufed.seeding import stream
 
 PARTS = ("train", "validation", "test")
@@ -59,44 +56,22 @@ class Split:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything the split holds."""
-        digest = hashlib.sha256(json.dumps(self._about()).encode())
-        for name, array in sorted(self._arrays().items()):
+        about, arrays = self.contents()
+        digest = hashlib.sha256(json.dumps(about).encode())
+        for name, array in sorted(arrays.items()):
             digest.update(name.encode() + array.tobytes())
         return digest.hexdigest()
 
-    def save(self, path: Path) -> None:
-        """Write the split to ``path`` (safetensors)."""
-        path.write_bytes(self.to_bytes())
-
-    @classmethod
-    def load(cls, path: Path, labels: Rows | None = None) -> Split:
-        """Read a split; a file that differs in any byte from what :meth:`save` writes is refused.
-
-        A split that was saved as a recipe is rebuilt from the data's ``labels``. Refused are also
-        splits that would train on test data and, if ``labels`` are given, rows outside of the data.
-        """
-        try:
-            content = Path(path).read_bytes()
-            sealed = unseal(content)
-            about, arrays = sealed.about, {n: t.numpy() for n, t in sealed.tensors.items()}
-            if "recipe" in about:
-                split = cls._from_recipe(about, labels)
-            else:
-                train, validation, test = (_unpack(arrays[p], arrays[p + "_sizes"]) for p in PARTS)
-                names, unseen = tuple(map(str, about["names"])), tuple(map(int, about["unseen"]))
-                split = cls(train, validation, test, names, unseen)
-            unchanged = split.to_bytes() == content
-        except Exception as error:  # a damaged file may raise anything
-            raise InputError(f"{path} can't be read as a split: {error}") from error
-        if not unchanged:
-            raise InputError(
-                f"{path} is damaged, or made for other data: this split does not match its SHA-256"
-            )
-        try:
-            split.check(None if labels is None else len(labels))
-        except InputError as error:
-            raise InputError(f"{path} can't be used as a split: {error}") from None
-        return split
+    def contents(self) -> tuple[dict[str, Any], dict[str, Rows]]:
+        """All that it holds: names and agents held out (or the recipe), and arrays by name."""
+        if self.recipe is not None:
+            return {"recipe": self.recipe.describe(), "unseen": list(self.unseen)}, {}
+        arrays = {}
+        for part in PARTS:
+            rows: list[Rows] = getattr(self, part)
+            arrays[part] = np.concatenate(rows).astype(np.int64)
+            arrays[part + "_sizes"] = np.array([len(r) for r in rows], dtype=np.int64)
+        return {"names": list(self.names), "unseen": list(self.unseen)}, arrays
 
     def check(self, samples: int | None = None) -> None:
         """Refuse a split that leaks: over all agents, a row must be in parts of one kind only.
@@ -151,34 +126,6 @@ class Split:
                     f"row {rows[one]} is in {where(one)} and in {where(other)}, and {why}; make "
                     "the split again"
                 )
-
-    @classmethod
-    def _from_recipe(cls, about: dict[str, Any], labels: Rows | None) -> Split:
-        if labels is None:
-            raise InputError("it is saved as a recipe: give the labels of its data")
-        recipe = {k: v for k, v in about["recipe"].items() if k != "labels_sha256"}
-        return lazy_split(DirichletReusing(labels, **recipe), tuple(map(int, about["unseen"])))
-
-    def _about(self) -> dict[str, Any]:
-        """The metadata of a saved split."""
-        if self.recipe is None:
-            return {"names": list(self.names), "unseen": list(self.unseen)}
-        return {"recipe": self.recipe.describe(), "unseen": list(self.unseen)}
-
-    def to_bytes(self) -> bytes:
-        """The bytes that :meth:`save` writes: a sealed file."""
-        arrays = {name: torch.from_numpy(array) for name, array in self._arrays().items()}
-        return b"".join(seal(self._about(), arrays))
-
-    def _arrays(self) -> dict[str, Rows]:
-        if self.recipe is not None:
-            return {}
-        arrays = {}
-        for part in PARTS:
-            rows: list[Rows] = getattr(self, part)
-            arrays[part] = np.concatenate(rows).astype(np.int64)
-            arrays[part + "_sizes"] = np.array([len(r) for r in rows], dtype=np.int64)
-        return arrays
 
 
 def part_sizes(samples: int, validation: float, test: float, name: str = "") -> list[int]:
@@ -278,9 +225,3 @@ class _Lazy(Sequence[T]):
         if isinstance(place, slice):
             return [self._item(i) for i in range(self._length)[place]]
         return self._item(range(self._length)[place])
-
-
-def _unpack(rows: Rows, sizes: Rows) -> list[np.ndarray[Any, Any]]:
-    if rows.ndim != 1 or sizes.ndim != 1:
-        raise InputError("rows must be in one dimension")
-    return np.split(rows, np.cumsum(sizes)[:-1])

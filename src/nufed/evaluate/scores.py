@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.algorithms.protocol import AgentContext, Algorithm, BatchSource, Context, Cost, State
-from nufed.data import Federation
+from nufed.algorithms.protocol import AgentContext, Algorithm, BatchSource, Cost, State
+from nufed.data import Federation, ScoredOn
 from nufed.evaluate.metrics import Better, Metric, accuracy
 from nufed.objective import AnyObjective, Inputs, Objective
 from nufed.seeding import stream
@@ -53,17 +53,15 @@ def outputs_of(
     received: State,
     state: State | None,
     apply: Apply,
-    *,
     steps: int,
-    scales: Sequence[float],
+    scales: Sequence[float] = (1.0,),
 ) -> Outputs:
     """The outputs of one agent, or of a stack of them.
 
     Args:
         algorithm, context, received, state: as for :meth:`Algorithm.personal_model`.
         apply: applies a prediction to the scored samples.
-        steps: maximum number of fine-tuning steps.
-        scales: multiples of the step size of fine-tuning to try.
+        steps, scales: as for :class:`Scoring`.
     """
 
     def predict(tensors: State, inputs: Inputs) -> Tensor:
@@ -122,6 +120,18 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """How agents are scored: on a part of their samples, of the global model and of the personal
+    one after 0 … ``steps`` fine-tuning steps, whose step size is multiplied by each of ``scales``.
+    """
+
+    steps: int
+    measure: Measure
+    scales: Sequence[float] = (1.0,)
+    part: ScoredOn = "test"
+
+
+@dataclass(frozen=True)
 class AgentScores:
     """One agent's loss and score: of its personal model after 0, 1, … fine-tuning steps, and of the
     global model (None where the server holds no whole model).
@@ -177,41 +187,31 @@ class Summary:
 
 def evaluate_agent(
     algorithm: Algorithm,
-    objective: Objective,
-    federation: Federation,
-    agent: int,
+    context: AgentContext,
     received: State,
     state: State | None,
-    *,
-    seed: int,
-    steps: int,
-    measure: Measure,
-    scales: Sequence[float] = (1.0,),
-    context: Context | None = None,
+    federation: Federation,
+    scoring: Scoring,
 ) -> list[AgentScores]:
     """Score the global and the personal model of one agent on held-out samples, for each scale.
 
-    The batches of fine-tuning depend on seed and agent only, so that methods and rounds are
-    compared on the same ones. ``scales`` multiply the step size of fine-tuning. ``context``
-    overrides round, N and cohort size, since a site knows only its own part of the federation.
+    ``federation`` has the agent's samples and says which are scored; ``context`` is that of
+    :func:`evaluation_context`, or at a site, which knows only its own part, the plan's.
     """
-    batches = federation.batches(agent, seed, "evaluate")
-    own = evaluation_context(federation, objective, batches, batches.samples)
-    if context is not None:
-        own = AgentContext.of(context, objective, batches, batches.samples)
+    agent, objective = int(context.agent), context.objective.base
     inputs, _ = federation.scored(agent)
     outputs = outputs_of(
         algorithm,
-        own,
+        context,
         received,
         state,
         lambda predict, tensors: predict(tensors, inputs),
-        steps=steps,
-        scales=scales,
+        scoring.steps,
+        scoring.scales,
     )
     made = outputs.cost, outputs.newcomer
     return [
-        score_agent(objective, federation, agent, by_steps, measure, outputs.shared, *made)
+        score_agent(objective, federation, agent, by_steps, scoring.measure, outputs.shared, *made)
         for by_steps in outputs.personal
     ]
 
@@ -219,7 +219,11 @@ def evaluate_agent(
 def evaluation_context(
     federation: Federation, objective: AnyObjective, batches: BatchSource, samples: int | Tensor
 ) -> AgentContext:
-    """The context of agents at evaluation."""
+    """The context of agents at evaluation.
+
+    The batches of fine-tuning depend on seed and agent only, so that methods and rounds are
+    compared on the same ones.
+    """
     return AgentContext(0, len(federation.split.seen), 0, objective, batches, samples)
 
 
@@ -318,6 +322,26 @@ def score_agent(
             return found
         resampled.append(_rounded(value - score for value in on))
     return replace(found, resampled=tuple(resampled))
+
+
+def score_stack(
+    objective: Objective,
+    federation: Federation,
+    agents: Sequence[int],
+    outputs: Outputs,
+    measure: Measure,
+) -> list[dict[int, AgentScores]]:
+    """The scores of a stack of agents by scale; behind an agent's samples there may be others."""
+    scores: list[dict[int, AgentScores]] = [{} for _ in outputs.personal]
+    for row, agent in enumerate(agents):
+        size, made = len(federation.scored_rows(agent)), (outputs.cost, outputs.newcomer)
+        shared = None if outputs.shared is None else outputs.shared[row][:size]
+        for by_agent, by_steps in zip(scores, outputs.personal, strict=True):
+            personal = [each[row][:size] for each in by_steps]
+            by_agent[agent] = score_agent(
+                objective, federation, agent, personal, measure, shared, *made
+            )
+    return scores
 
 
 def _resamples(agent: int, samples: int, number: int) -> Tensor:

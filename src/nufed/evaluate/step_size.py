@@ -138,7 +138,7 @@ class Evaluation:
 
 def preferred(algorithm: Algorithm) -> Prefer:
     """Which scale is chosen for an algorithm where several are equally good."""
-    return "trained" if algorithm.trains_adapt_lr else "smallest"
+    return "trained" if algorithm.adaptation.steps else "smallest"
 
 
 def evaluate_with_choice(

@@ -1,6 +1,7 @@
 """Curvature: the three ways in which a Hessian-vector product enters the meta-gradient.
 
-Hessian-vector products by finite differences of gradients: the step, and a check of it.
+Hessian-vector products by finite differences of gradients: the step, and a check of it. And the
+largest eigenvalue of a Hessian, by Lanczos iteration.
 
 The step δ of (∇f(w+δv) − ∇f(w−δv)) / 2δ trades two errors off. A large step crosses kinks of ReLU
 units, and the difference then measures jumps instead of curvature; a small one is dominated by
@@ -20,11 +21,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, TypeAlias
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,15 +151,15 @@ def _error(objective: AnyObjective, product: Tensor, reference: Tensor) -> float
     return float(objective.norm(product - reference).norm()) / scale
 
 
-class Curvature(Protocol):
-    """How the product ∇²f(w, batch)·v is computed, and its cost.
+class Curvature:
+    """How the product ∇²f(w, batch)·v is computed, and its cost; here it is taken as zero.
 
     With a ``part`` v is taken as 0 outside it.
     """
 
-    batches_per_product: ClassVar[int]
-    gradients_per_product: ClassVar[int]
-    hvps_per_product: ClassVar[int]
+    batches_per_product: ClassVar[int] = 0
+    gradients_per_product: ClassVar[int] = 0
+    hvps_per_product: ClassVar[int] = 0
 
     def product(
         self,
@@ -167,18 +170,18 @@ class Curvature(Protocol):
         part: Part | None = None,
     ) -> Tensor:
         """∇²f(w, batch)·v, or its approximation."""
-        ...
+        return 0 * v
 
     def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
         """Why the product is inaccurate here, in a sentence; None if it is accurate."""
-        ...
+        return None
 
 
 _checked: WeakSet[Objective] = WeakSet()
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(Curvature):
     """∇²f(w)·v by automatic differentiation (Algorithm 2).
 
     The first product of every objective is compared with a finite difference, with a warning if
@@ -214,29 +217,12 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class FirstOrder:
+class FirstOrder(Curvature):
     """∇²f(w)·v taken as zero, so that the meta-gradient is ∇f(w_ν) (Algorithm 3)."""
-
-    batches_per_product: ClassVar[int] = 0
-    gradients_per_product: ClassVar[int] = 0
-    hvps_per_product: ClassVar[int] = 0
-
-    def product(
-        self,
-        objective: AnyObjective,
-        w: Tensor,
-        batch: AnyBatch,
-        v: Tensor,
-        part: Part | None = None,
-    ) -> Tensor:
-        return 0 * v
-
-    def trouble(self, objective: AnyObjective, w: Tensor, batch: AnyBatch, v: Tensor) -> str | None:
-        return None
 
 
 @dataclass(frozen=True)
-class HessianFree:
+class HessianFree(Curvature):
     """∇²f(w)·v by a central difference of gradients (Algorithm 4).
 
     Args:
@@ -315,3 +301,34 @@ class _Watch:
 
     def stop(self) -> None:
         self._next = float("inf")
+
+
+Operator: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def spectral_norm(operator: Operator, start: Tensor, iterations: int = 16) -> float:
+    """A lower bound on the largest absolute eigenvalue of a symmetric operator, by Lanczos.
+
+    >>> import torch
+    >>> matrix = torch.diag(torch.tensor([1.0, -5.0, 2.0], dtype=torch.float64))
+    >>> round(spectral_norm(lambda v: matrix @ v, torch.ones(3, dtype=torch.float64)), 6)
+    5.0
+    """
+    basis: list[Tensor] = []
+    diagonal: list[float] = []
+    beside: list[float] = []
+    v = start / start.norm()
+    for _ in range(min(iterations, start.numel())):
+        basis.append(v)
+        image = operator(v)
+        diagonal.append(float(image @ v))
+        for b in (*basis, *basis):  # reorthogonalised twice
+            image = image - (image @ b) * b
+        length = float(image.norm())
+        if length < 1e-12 * (1 + abs(diagonal[0])):
+            break
+        beside.append(length)
+        v = image / length
+    beside = beside[: len(diagonal) - 1]
+    matrix = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
+    return float(np.abs(np.linalg.eigvalsh(matrix)).max())

@@ -179,8 +179,8 @@ class Objective:
         number = self.size - sum(self._sizes[i] for i in self._statistics.values())
         return number if part is None else part.below(number)
 
-    def part(self, name: str) -> Part:
-        """A named part of the model as an index set of the flat vector.
+    def part(self, name: str, rest: bool = False) -> Part:
+        """A named part of the model, or the rest of it, as an index set of the flat vector.
 
         ``"head"`` is the last layer with parameters, ``"body"`` the rest, ``"norm"`` all
         normalisation layers, ``"last:2"`` the last two layers with parameters, ``"all"`` everything
@@ -193,7 +193,14 @@ class Objective:
         >>> objective = Objective(net)
         >>> objective.part("head"), objective.part("0.bias").size
         (Part(name='head', index=slice(8, 11, None), size=3), 2)
+        >>> objective.part("*.bias", rest=True).size
+        8
         """
+        if rest:
+            others = f"all but {name}"
+            if others not in self._parts:
+                self._parts[others] = self.part(name).rest(self.size)
+            return self._parts[others]
         if name not in self._parts:
             ends = list(accumulate(self._sizes, initial=0))
             places = {n: slice(ends[i], ends[i + 1]) for n, i in self._names.items()}
@@ -201,20 +208,6 @@ class Objective:
                 name, places, list(self.layers), norm_layers(self._module)
             )
         return self._parts[name]
-
-    def divide(self, name: str) -> tuple[Part, Part]:
-        """A part of the model, and the rest of it.
-
-        >>> from nufed import Objective
-        >>> net = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
-        >>> [part.size for part in Objective(net).divide("*.bias")]
-        [3, 8]
-        """
-        part = self.part(name)
-        rest = f"all but {name}"
-        if rest not in self._parts:
-            self._parts[rest] = part.rest(self.size)
-        return part, self._parts[rest]
 
     def initial(self) -> Tensor:
         """A copy of the module's parameters as one flat vector."""
@@ -243,17 +236,6 @@ class Objective:
         self._check_vector(w)
         with torch.no_grad(), self._mode(seed=None):
             return self._outputs(self._views(w), inputs, w.ndim > 1)
-
-    def features(self, w: Tensor, inputs: Inputs) -> Tensor:
-        """The head's inputs for ``inputs`` in evaluation mode; not defined for a stack."""
-        head = list(self.layers)[-1]
-        calls = self.layer_inputs(w, inputs, [head])[head]
-        if len(calls) != 1:
-            raise InputError(
-                f"the model's last layer ({head or 'the model itself'}) is called "
-                f"{len(calls)} times: features need a layer that is called once"
-            )
-        return calls[0]
 
     def layer_inputs(
         self, w: Tensor, inputs: Inputs, layers: Sequence[str]
@@ -303,7 +285,7 @@ class Objective:
     def grad(self, w: Tensor, batch: AnyBatch, part: Part | None = None) -> Tensor:
         """∇f(w, batch), or the numbers of it in a part, which saves the work for the others."""
         if w.ndim > 1:
-            gradient, _ = self.stacked_grad(w, batch)
+            gradient, _ = self.joint.grad(w, batch)
             return gradient if part is None else part.take(gradient)
         self._check_vector(w)
         wanted = self._touched(part)
@@ -325,7 +307,7 @@ class Objective:
         """
         require(v.shape == w.shape, "v", tuple(v.shape), f"must have the shape of w, {w.shape}")
         if w.ndim > 1:
-            return self.stacked_hvp(w, batch, v if part is None else part.only(v))[0]
+            return self.joint.hvp(w, batch, v if part is None else part.only(v))[0]
         try:
             return self._hvp(w, batch, v, part)
         except RuntimeError as error:
@@ -406,86 +388,20 @@ class Objective:
         double._fast = faster(double._module, double._loss_function)
         return double
 
-    def with_module(self, module: nn.Module) -> Objective:
-        """The objective of another module with the same loss."""
-        return Objective(module, self._loss_function, running_stats=self._running_stats)
-
-    def with_loss(self, loss: Loss) -> Objective:
-        """The objective of the same module with another loss."""
+    def variant(self, *, module: nn.Module | None = None, loss: Loss | None = None) -> Objective:
+        """The objective of another module, or with another loss."""
+        loss = self._loss_function if loss is None else loss
+        if module is not None:
+            return Objective(module, loss, running_stats=self._running_stats)
         other = copy.copy(self)
         other.__dict__.pop("double", None)
         other._loss_function, other._fast = loss, faster(self._module, loss)
         return other
 
-    # several agents at once
-
-    def stacked_grad(
-        self, w: Tensor, batch: AnyBatch, by_inputs: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """The gradients of a stack, and optionally those with respect to the inputs (a tensor)."""
-        batch = Batch(*batch)
-        if self._fast is not None:
-            gradient = torch.empty_like(w)
-            inputs = self._fast.gradient(
-                self._unflatten(w),
-                self._flat(batch.inputs),
-                batch.targets,
-                into=self._unflatten(gradient),
-                by_inputs=by_inputs,
-            )
-            return gradient, inputs
-        leaves, leafy = self._leaves(w, batch, by_inputs)
-        with torch.enable_grad():
-            loss = differentiable(self.forward(leaves[0], leafy).sum())
-        gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
-        return gradients[0], gradients[1] if by_inputs else None
-
-    def stacked_hvp(
-        self, w: Tensor, batch: AnyBatch, v: Tensor, change: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The Hessian-vector products of a stack; with ``change``, jointly in the inputs."""
-        batch = Batch(*batch)
-        if self._fast is not None:
-            product = torch.empty_like(w)
-            inputs = self._fast.product(
-                self._unflatten(w),
-                self._unflatten(v),
-                self._flat(batch.inputs),
-                change,
-                batch.targets,
-                into=self._unflatten(product),
-            )
-            return product, inputs
-        leaves, leafy = self._leaves(w, batch, change is not None)
-        directions = [v] if change is None else [v, change]
-        with torch.enable_grad():
-            loss = differentiable(self.forward(leaves[0], leafy).sum())
-            gradient = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
-            # a loss that is linear in a leaf has a gradient that does not depend on it
-            used = [i for i, g in enumerate(gradient) if g.requires_grad]
-            if not used:
-                return torch.zeros_like(w), None if change is None else torch.zeros_like(change)
-            products = torch.autograd.grad(
-                [gradient[i] for i in used],
-                leaves,
-                [directions[i] for i in used],
-                materialize_grads=True,
-            )
-        return products[0], None if change is None else products[1]
-
-    def _flat(self, inputs: Inputs) -> Tensor:
-        """The inputs of a perceptron, (agents, samples, features)."""
-        assert isinstance(inputs, Tensor)
-        return cast_like(inputs, self._like).flatten(2)
-
-    def _leaves(self, w: Tensor, batch: Batch, by_inputs: bool) -> tuple[list[Tensor], Batch]:
-        """The leaves of a stack in autograd's graph, and the batch that holds them."""
-        leaves = [w.detach().requires_grad_()]
-        if by_inputs:
-            assert isinstance(batch.inputs, Tensor)
-            leaves.append(batch.inputs.detach().requires_grad_())
-            batch = batch._replace(inputs=leaves[1])
-        return leaves, batch
+    @property
+    def joint(self) -> JointDerivatives:
+        """Derivatives of stacks by the parameters and by the inputs at once."""
+        return JointDerivatives(self)
 
     # how it is computed
 
@@ -627,6 +543,97 @@ class Objective:
         self._module.train(training)
         for name in self._always_evaluated:
             self._module.get_submodule(name).training = False
+
+
+class JointDerivatives:
+    """Derivatives of a stack by the parameters and by the inputs (a tensor), as Gram space needs.
+
+    Those by the inputs are None unless they are asked for.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective, self._fast = objective, objective._fast
+
+    def grad(
+        self, w: Tensor, batch: AnyBatch, by_inputs: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients."""
+        batch, unflatten = Batch(*batch), self._objective._unflatten
+        if self._fast is not None:
+            gradient = torch.empty_like(w)
+            inputs = self._fast.gradient(
+                unflatten(w),
+                self._flat(batch.inputs),
+                batch.targets,
+                into=unflatten(gradient),
+                by_inputs=by_inputs,
+            )
+            return gradient, inputs
+        leaves, leafy = _leaves(w, batch, by_inputs)
+        with torch.enable_grad():
+            loss = differentiable(self._objective.forward(leaves[0], leafy).sum())
+        gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
+        return gradients[0], gradients[1] if by_inputs else None
+
+    def hvp(
+        self, w: Tensor, batch: AnyBatch, v: Tensor, change: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The Hessian-vector products along v, and ``change`` of the inputs."""
+        batch, unflatten = Batch(*batch), self._objective._unflatten
+        if self._fast is not None:
+            product = torch.empty_like(w)
+            inputs = self._fast.product(
+                unflatten(w),
+                unflatten(v),
+                self._flat(batch.inputs),
+                change,
+                batch.targets,
+                into=unflatten(product),
+            )
+            return product, inputs
+        leaves, leafy = _leaves(w, batch, change is not None)
+        directions = [v] if change is None else [v, change]
+        with torch.enable_grad():
+            loss = differentiable(self._objective.forward(leaves[0], leafy).sum())
+            gradient = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+            # a loss that is linear in a leaf has a gradient that does not depend on it
+            used = [i for i, g in enumerate(gradient) if g.requires_grad]
+            if not used:
+                return torch.zeros_like(w), None if change is None else torch.zeros_like(change)
+            products = torch.autograd.grad(
+                [gradient[i] for i in used],
+                leaves,
+                [directions[i] for i in used],
+                materialize_grads=True,
+            )
+        return products[0], None if change is None else products[1]
+
+    def _flat(self, inputs: Inputs) -> Tensor:
+        """The inputs of a perceptron, (agents, samples, features)."""
+        assert isinstance(inputs, Tensor)
+        return cast_like(inputs, self._objective._like).flatten(2)
+
+
+def _leaves(w: Tensor, batch: Batch, by_inputs: bool) -> tuple[list[Tensor], Batch]:
+    """The leaves of a stack in autograd's graph, and the batch that holds them."""
+    leaves = [w.detach().requires_grad_()]
+    if by_inputs:
+        assert isinstance(batch.inputs, Tensor)
+        leaves.append(batch.inputs.detach().requires_grad_())
+        batch = batch._replace(inputs=leaves[1])
+    return leaves, batch
+
+
+def features_of(objective: Objective, w: Tensor, inputs: Inputs) -> Tensor:
+    """The head's inputs for ``inputs`` in evaluation mode; not defined for a stack."""
+    head = list(objective.layers)[-1]
+    calls = objective.layer_inputs(w, inputs, [head])[head]
+    if len(calls) != 1:
+        raise InputError(
+            f"the model's last layer ({head or 'the model itself'}) is called "
+            f"{len(calls)} times: features need a layer that is called once"
+        )
+    return calls[0]
 
 
 def _joined(tensors: tuple[Tensor, ...]) -> Tensor:

@@ -1,6 +1,6 @@
 """The server's half of a round: cohort, checks, quorum."""
 
-from nufed.server.incoming import Incoming
+from nufed.server.incoming import Incoming, sums_suffice
 from nufed.server.rounds import (
     TOO_LATE,
     Attempts,
@@ -10,7 +10,11 @@ from nufed.server.rounds import (
     choose_cohort,
     close_round,
     cohort_size,
+    counted_parameters,
+    initial_server,
+    next_server,
     open_round,
+    server_model,
     to_send,
     update_norm,
 )
@@ -29,7 +33,12 @@ __all__ = [
     "choose_cohort",
     "close_round",
     "cohort_size",
+    "counted_parameters",
+    "initial_server",
+    "next_server",
     "open_round",
+    "server_model",
+    "sums_suffice",
     "to_send",
     "update_norm",
 ]

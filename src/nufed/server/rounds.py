@@ -13,9 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import Tensor
+
+from nufed.algorithms.aggregation import update_copies
 from nufed.algorithms.compression import Codec
 from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, Cost, State, SummedUpdates
+from nufed.algorithms.server_optimizer import OPTIMIZER_STATE, check_statistics
 from nufed.errors import Fault, TrainingError, UpdateError, require
+from nufed.objective import AnyObjective
 from nufed.seeding import stream
 from nufed.server.checks import change_norm
 from nufed.server.incoming import Incoming, sums_suffice
@@ -30,7 +35,7 @@ def kept_bytes(algorithm: Algorithm, server: State, context: Context) -> int:
     if sums_suffice(algorithm, context, server):
         return 0
     size = sum(server[name].nbytes for name in algorithm.sends if name in server)
-    return context.cohort * size * algorithm.update_copies
+    return context.cohort * size * update_copies(algorithm)
 
 
 def warn_of_memory(
@@ -124,6 +129,53 @@ def choose_cohort(
     return sorted(agents[i] for i in picked)
 
 
+def server_model(algorithm: Algorithm) -> str:
+    """The name of the server's model, or of the part of it that the server holds."""
+    names = algorithm.receives
+    return "model" if "model" in names or not names else str(names[0])
+
+
+def initial_server(algorithm: Algorithm, objective: AnyObjective, w: Tensor) -> State:
+    """The server's state before the first round, including its optimiser's."""
+    server = algorithm.server_init(objective, w)
+    check_statistics(algorithm, objective.base)
+    name = server_model(algorithm)
+    return (
+        {**server, **algorithm.server_optimizer.initial(server[name])} if name in server else server
+    )
+
+
+def next_server(
+    algorithm: Algorithm, context: Context, server: State, updates: Sequence[AgentUpdate]
+) -> State:
+    """The server's state after a round: ``server_update``, then its optimiser.
+
+    The optimiser takes no step in a round that does not train the model, where ``server_update``
+    returns the same tensor.
+    """
+    after = algorithm.server_update(context, server, updates)
+    name = server_model(algorithm)
+    if name not in after or after[name] is server[name]:
+        return after
+    memory = {key: server[key] for key in OPTIMIZER_STATE if key in server}
+    model, memory = algorithm.server_optimizer.step(server[name], after[name], memory)
+    return {**after, name: model, **memory}
+
+
+def counted_parameters(
+    algorithm: Algorithm, objective: AnyObjective, server: State
+) -> dict[str, int]:
+    """How many numbers of the vectors that agents send are parameters: the first ones.
+
+    Only vectors that end in tracked running statistics are named
+    (:meth:`nufed.Objective.counted`).
+    """
+    base, part = objective.base, algorithm.server_part(objective)
+    number, size = base.counted(part), base.size if part is None else part.size
+    like = [n for n in algorithm.sends if n in server and server[n].shape == (size,)]
+    return dict.fromkeys(like, number) if number < size else {}
+
+
 def to_send(algorithm: Algorithm, server: State) -> State:
     """The part of the server's state that it broadcasts to agents."""
     return {name: server[name] for name in algorithm.receives}
@@ -135,7 +187,7 @@ def update_norm(algorithm: Algorithm, before: State, after: State, context: Cont
     Where the server holds a part of the model only, it is the change of that part; running
     statistics do not count.
     """
-    name = algorithm.server_model
+    name = server_model(algorithm)
     names = [name] if name in after else list(algorithm.receives)
     return math.hypot(*(change_norm(after[n], before[n], context.counted.get(n)) for n in names))
 
@@ -289,4 +341,4 @@ def close_round(
         LOG.warning("update left out: %s%s", label and f"{label}, ", error)
     if len(accepted) < rules.min_updates:
         raise QuorumError(context.round, rejected, rules)
-    return algorithm.next_server(context, server, accepted), rejected
+    return next_server(algorithm, context, server, accepted), rejected

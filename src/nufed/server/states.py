@@ -70,7 +70,3 @@ class MemoryStates:
 
     def agents(self) -> Iterator[int]:
         return iter(sorted(self._states))
-
-    def copy(self) -> MemoryStates:
-        """An independent store with the same states."""
-        return MemoryStates(self._states)

@@ -7,7 +7,7 @@ from nufed.simulation.direct_engine import DirectEngine
 from nufed.simulation.engine import Engine, EngineName
 from nufed.simulation.faults import Faults
 from nufed.simulation.gram_engine import GramEngine
-from nufed.simulation.loop import replay, run_round, train
+from nufed.simulation.loop import Training, replay, train
 from nufed.simulation.ray_cluster import RayCluster, RayEngine
 from nufed.simulation.worker_engine import WorkerEngine
 from nufed.simulation.worker_pool import Workers, start_method, unsendable, usable_cores
@@ -24,10 +24,10 @@ __all__ = [
     "Progress",
     "RayCluster",
     "RayEngine",
+    "Training",
     "WorkerEngine",
     "Workers",
     "replay",
-    "run_round",
     "start_method",
     "train",
     "unsendable",

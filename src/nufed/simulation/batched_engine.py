@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Context, State
-from nufed.data import AgentBatches, Federation, ScoredOn
+from nufed.data import AgentBatches, Federation
 from nufed.data.partition import Rows
-from nufed.evaluate import AgentScores, Measure, evaluation_context, score_agent
-from nufed.evaluate.scores import Apply, outputs_of
+from nufed.evaluate import AgentScores, Scoring, evaluation_context
+from nufed.evaluate.scores import Apply, outputs_of, score_stack
 from nufed.objective import Batch, Inputs, Objective
-from nufed.simulation.engine import EvaluatesScales, States, work_of
+from nufed.simulation.engine import ChunkedEngine, States
 
 
 @dataclass(frozen=True)
-class BatchedEngine(EvaluatesScales):
+class BatchedEngine(ChunkedEngine):
     """Chunks of agents, stacked (an :class:`~nufed.simulation.engine.Engine`).
 
     ``most`` is the maximum number of agents in a chunk. The algorithm must combine vectors
@@ -33,17 +33,6 @@ class BatchedEngine(EvaluatesScales):
 
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
         return even_chunks(self.federation, algorithm.batch_size, agents, self.most)
-
-    def agent_updates(
-        self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
-    ) -> dict[int, AgentResult]:
-        results: dict[int, AgentResult] = {}
-        for chunk in self.chunks(algorithm, list(states)):
-            with work_of(chunk, f"round {context.round}"):
-                results |= self._update_chunk(
-                    algorithm, received, {agent: states[agent] for agent in chunk}, context
-                )
-        return results
 
     def _update_chunk(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
@@ -61,39 +50,28 @@ class BatchedEngine(EvaluatesScales):
             for row, agent in enumerate(states)
         }
 
-    def evaluate_scales(
-        self,
-        algorithm: Algorithm,
-        received: State,
-        states: States,
-        *,
-        steps: int,
-        measure: Measure,
-        scales: Sequence[float],
-        part: ScoredOn,
-    ) -> list[list[AgentScores]]:
-        federation = self.federation.scoring(part)
-        agents = federation.scorable(states)
-        scores: list[dict[int, AgentScores]] = [{} for _ in scales]
-        for chunk in self.chunks(algorithm, agents):
-            for own in _with_and_without({agent: states[agent] for agent in chunk}):
-                with work_of(list(own), "evaluation"):
-                    by_scale = self._evaluate_chunk(
-                        algorithm, federation, received, own, steps, measure, scales
-                    )
-                for found, scored in zip(scores, by_scale, strict=True):
-                    found |= scored
-        return [[found[agent] for agent in agents] for found in scores]
-
     def _evaluate_chunk(
         self,
         algorithm: Algorithm,
         federation: Federation,
         received: State,
         states: States,
-        steps: int,
-        measure: Measure,
-        scales: Sequence[float],
+        scoring: Scoring,
+    ) -> list[dict[int, AgentScores]]:
+        scores: list[dict[int, AgentScores]] = [{} for _ in scoring.scales]
+        for group in _with_and_without(states):
+            scored = self._evaluate_group(algorithm, federation, received, group, scoring)
+            for by_agent, of_group in zip(scores, scored, strict=True):
+                by_agent |= of_group
+        return scores
+
+    def _evaluate_group(
+        self,
+        algorithm: Algorithm,
+        federation: Federation,
+        received: State,
+        states: States,
+        scoring: Scoring,
     ) -> list[dict[int, AgentScores]]:
         """The scores by scale, of agents that all have a state or all have none."""
         sources = [federation.batches(agent, self.seed, "evaluate") for agent in states]
@@ -105,25 +83,10 @@ class BatchedEngine(EvaluatesScales):
             stack([received] * len(states)),
             stack(given) if given else None,
             self._apply(federation, list(states)),
-            steps=steps,
-            scales=scales,
+            scoring.steps,
+            scoring.scales,
         )
-        return [
-            {
-                agent: score_agent(
-                    self.objective,
-                    federation,
-                    agent,
-                    (each[row] for each in by_steps),
-                    measure,
-                    None if outputs.shared is None else outputs.shared[row],
-                    outputs.cost,
-                    outputs.newcomer,
-                )
-                for row, agent in enumerate(states)
-            }
-            for by_steps in outputs.personal
-        ]
+        return score_stack(self.objective, federation, list(states), outputs, scoring.measure)
 
     def _apply(self, federation: Federation, agents: list[int]) -> Apply:
         """Applies a stacked prediction to the samples that each agent is scored on."""

@@ -25,7 +25,7 @@ from nufed.errors import InputError, in_short
 from nufed.evaluate import Measure
 from nufed.objective import Objective
 from nufed.objective.fast.gram_space import MOST_ROWS, first_layer
-from nufed.server import to_send
+from nufed.server import initial_server, next_server, to_send
 from nufed.simulation.batched_engine import BatchedEngine
 from nufed.simulation.direct_engine import DirectEngine
 from nufed.simulation.engine import Engine, EngineName, States
@@ -186,7 +186,7 @@ class Engines:
 
     def _received(self, algorithm: Algorithm) -> State:
         """What agents receive in the first round."""
-        server = algorithm.initial_server(self.objective, self.objective.initial())
+        server = initial_server(algorithm, self.objective, self.objective.initial())
         return to_send(algorithm, server)
 
     def _trial(self, name: EngineName, algorithm: Algorithm) -> str:
@@ -194,7 +194,7 @@ class Engines:
         and one evaluation of two agents: why they differ, or "" if they agree."""
         needs = ENGINES[name].needs
         large = self.objective.size > STACK  # in float64 it would take more memory than training
-        algorithm = _in_double(algorithm.for_trial() if large else algorithm)
+        algorithm = _in_double(algorithm.checks.for_trial() if large else algorithm)
         try:
             trial = ENGINES[name].make(self.objective, self.federation, self.seed, True)
             if trial is None:
@@ -274,7 +274,7 @@ def agree(trial: Engine, direct: Engine, algorithm: Algorithm, agents: Sequence[
     In two rounds: in the first, agents have equal states, whose mixing would not show.
     """
     objective, split = direct.objective, direct.federation.split
-    server = algorithm.initial_server(objective, objective.initial())
+    server = initial_server(algorithm, objective, objective.initial())
     received = to_send(algorithm, server)
     states = {agent: algorithm.agent_init(objective, received) for agent in agents}
     for round in (1, 2):
@@ -295,7 +295,7 @@ def agree(trial: Engine, direct: Engine, algorithm: Algorithm, agents: Sequence[
         ]
         states = {agent: result.state for agent, result in right.items()}
         del right
-        server = algorithm.next_server(context, server, updates)
+        server = next_server(algorithm, context, server, updates)
         del updates
         received = to_send(algorithm, server)
     loss = Measure("loss", None)

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Context, State
-from nufed.data import Federation, ScoredOn
-from nufed.evaluate import AgentScores, Measure, evaluate_agent
+from nufed.data import Federation
+from nufed.evaluate import AgentScores, Scoring, evaluate_agent, evaluation_context
 from nufed.objective import Objective
-from nufed.simulation.engine import EvaluatesScales, States, work_of
+from nufed.simulation.engine import ChunkedEngine, States, work_of
 
 DRAWN_AT_ONCE = 1024  # batches that are drawn before agents train: between products it is slow
 
 
 @dataclass(frozen=True)
-class DirectEngine(EvaluatesScales):
+class DirectEngine(ChunkedEngine):
     """One agent at a time (an :class:`~nufed.simulation.engine.Engine`)."""
 
     objective: Objective
@@ -33,9 +33,9 @@ class DirectEngine(EvaluatesScales):
         for start in range(0, len(agents), together):
             some = agents[start : start + together]
             contexts = [self._context(algorithm, agent, context) for agent in some]
-            for agent, own in zip(some, contexts, strict=True):
+            for agent, of_agent in zip(some, contexts, strict=True):
                 with work_of([agent], f"round {context.round}"):
-                    results[agent] = algorithm.agent_update(own, received, states[agent])
+                    results[agent] = algorithm.agent_update(of_agent, received, states[agent])
         return results
 
     def _context(self, algorithm: Algorithm, agent: int, context: Context) -> AgentContext:
@@ -45,33 +45,16 @@ class DirectEngine(EvaluatesScales):
             batches = batches.ahead(algorithm.update_draws())
         return AgentContext.of(context, self.objective, batches, batches.samples)
 
-    def evaluate_scales(
+    def _evaluate_chunk(
         self,
         algorithm: Algorithm,
+        federation: Federation,
         received: State,
         states: States,
-        *,
-        steps: int,
-        measure: Measure,
-        scales: Sequence[float],
-        part: ScoredOn,
-    ) -> list[list[AgentScores]]:
-        federation = self.federation.scoring(part)
-        scores: list[list[AgentScores]] = [[] for _ in scales]
-        for agent in federation.scorable(states):
-            with work_of([agent], "evaluation"):
-                found = evaluate_agent(
-                    algorithm,
-                    self.objective,
-                    federation,
-                    agent,
-                    received,
-                    states[agent],
-                    seed=self.seed,
-                    steps=steps,
-                    measure=measure,
-                    scales=scales,
-                )
-            for own, score in zip(scores, found, strict=True):
-                own.append(score)
-        return scores
+        scoring: Scoring,
+    ) -> list[dict[int, AgentScores]]:
+        ((agent, state),) = states.items()
+        batches = federation.batches(agent, self.seed, "evaluate")
+        context = evaluation_context(federation, self.objective, batches, batches.samples)
+        scores = evaluate_agent(algorithm, context, received, state, federation, scoring)
+        return [{agent: each} for each in scores]

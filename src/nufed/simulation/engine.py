@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Literal, Protocol, TypeAlias
 
 from nufed.algorithms.protocol import AgentResult, Algorithm, Context, State
-from nufed.data import Federation, ScoredOn
+from nufed.data import Federation
 from nufed.errors import NufedError, TrainingError
-from nufed.evaluate import AgentScores, Measure
+from nufed.evaluate import AgentScores, Measure, Scoring
 from nufed.objective import Objective
 
 EngineName: TypeAlias = Literal["direct", "batched", "gram"]
@@ -83,30 +83,35 @@ class Engine(Protocol):
         ...
 
     def evaluate_scales(
-        self,
-        algorithm: Algorithm,
-        received: State,
-        states: States,
-        *,
-        steps: int,
-        measure: Measure,
-        scales: Sequence[float],
-        part: ScoredOn,
+        self, algorithm: Algorithm, received: State, states: States, scoring: Scoring
     ) -> list[list[AgentScores]]:
-        """As :meth:`evaluate`, with the step size of fine-tuning times each of ``scales``.
+        """As :meth:`evaluate`, for each scale of the step size of fine-tuning.
 
-        Agents are scored on ``part``; those without samples in it are omitted.
+        Agents without samples in the part that is scored are omitted.
         """
         ...
 
 
-class EvaluatesScales:
-    """:meth:`Engine.evaluate` of engines that have :meth:`Engine.evaluate_scales`; in one process
-    unless they say otherwise."""
+class ChunkedEngine:
+    """What engines share that work chunk by chunk, in one process unless they say otherwise."""
 
     @property
     def parallel(self) -> int:
         return 1
+
+    def agent_updates(
+        self: _InChunks,
+        algorithm: Algorithm,
+        received: State,
+        states: Mapping[int, State],
+        context: Context,
+    ) -> dict[int, AgentResult]:
+        results: dict[int, AgentResult] = {}
+        for chunk in self.chunks(algorithm, list(states)):
+            with work_of(chunk, f"round {context.round}"):
+                some = {agent: states[agent] for agent in chunk}
+                results |= self._update_chunk(algorithm, received, some, context)
+        return results
 
     def evaluate(
         self: Engine,
@@ -121,9 +126,43 @@ class EvaluatesScales:
             algorithm,
             received,
             states,
-            steps=steps,
-            measure=measure,
-            scales=[1.0],
-            part=self.federation.scored_on,
+            Scoring(steps, measure, part=self.federation.scored_on),
         )
         return scores
+
+    def evaluate_scales(
+        self: _InChunks,
+        algorithm: Algorithm,
+        received: State,
+        states: States,
+        scoring: Scoring,
+    ) -> list[list[AgentScores]]:
+        federation = self.federation.scoring(scoring.part)
+        agents = federation.scorable(states)
+        scores: list[dict[int, AgentScores]] = [{} for _ in scoring.scales]
+        for chunk in self.chunks(algorithm, agents):
+            with work_of(chunk, "evaluation"):
+                some = {agent: states[agent] for agent in chunk}
+                scored = self._evaluate_chunk(algorithm, federation, received, some, scoring)
+            for by_agent, of_chunk in zip(scores, scored, strict=True):
+                by_agent |= of_chunk
+        return [[by_agent[agent] for agent in agents] for by_agent in scores]
+
+
+class _InChunks(Engine, Protocol):
+    def _update_chunk(
+        self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
+    ) -> dict[int, AgentResult]:
+        """The local training of a chunk."""
+        ...
+
+    def _evaluate_chunk(
+        self,
+        algorithm: Algorithm,
+        federation: Federation,
+        received: State,
+        states: States,
+        scoring: Scoring,
+    ) -> list[dict[int, AgentScores]]:
+        """The scores of a chunk by scale and agent; ``federation`` says what is scored."""
+        ...

@@ -14,16 +14,16 @@ from torch import Tensor
 from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Context, Draw, State
 from nufed.data import AgentBatches, Federation, ScoredOn
 from nufed.data.partition import Rows
-from nufed.evaluate import AgentScores, Measure, evaluation_context, score_agent
-from nufed.evaluate.scores import Outputs, Predict, outputs_of
+from nufed.evaluate import AgentScores, Scoring, evaluation_context
+from nufed.evaluate.scores import Predict, outputs_of, score_stack
 from nufed.objective import Batch, Objective
 from nufed.objective.fast.gram_space import FirstLayer, GramObjective, GramVector
 from nufed.simulation.batched_engine import OfAStack, even_chunks
-from nufed.simulation.engine import EvaluatesScales, States, work_of
+from nufed.simulation.engine import ChunkedEngine, States
 from nufed.simulation.worker_pool import shared_zeros
 
 
-class GramEngine(EvaluatesScales):
+class GramEngine(ChunkedEngine):
     """Chunks of agents in Gram space (an :class:`~nufed.simulation.engine.Engine`).
 
     The algorithm must combine vectors linearly (``Algorithm.combines``) and use no vector but the
@@ -52,18 +52,10 @@ class GramEngine(EvaluatesScales):
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
         return even_chunks(self.federation, algorithm.batch_size, agents, self._most)
 
-    def agent_updates(
+    def _update_chunk(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
-        results: dict[int, AgentResult] = {}
-        for chunk in self.chunks(algorithm, list(states)):
-            with work_of(chunk, f"round {context.round}"):
-                results |= self._update_chunk(algorithm, received["model"], chunk, context)
-        return results
-
-    def _update_chunk(
-        self, algorithm: Algorithm, model: Tensor, chunk: list[int], context: Context
-    ) -> dict[int, AgentResult]:
+        model, chunk = received["model"], list(states)
         sources = [self.federation.batches(a, self.seed, "train", context.round) for a in chunk]
         batches = IndexedBatches.make(sources, algorithm.update_draws())
         space = self._training_space(model, chunk, batches.used)
@@ -81,63 +73,30 @@ class GramEngine(EvaluatesScales):
             for row, agent in enumerate(chunk)
         }
 
-    def evaluate_scales(
+    def _evaluate_chunk(
         self,
         algorithm: Algorithm,
+        federation: Federation,
         received: State,
         states: States,
-        *,
-        steps: int,
-        measure: Measure,
-        scales: Sequence[float],
-        part: ScoredOn,
-    ) -> list[list[AgentScores]]:
-        federation = self.federation.scoring(part)
-        agents = federation.scorable(states)
-        draws = tuple(algorithm.personal_draws(steps))
-        scores: list[dict[int, AgentScores]] = [{} for _ in scales]
-        for chunk in self.chunks(algorithm, agents):
-            with work_of(chunk, "evaluation"):
-                sources = [federation.batches(agent, self.seed, "evaluate") for agent in chunk]
-                batches = IndexedBatches.make(sources, draws, among_used=True)
-                space = self._test_space(federation, received["model"], chunk, batches.used, draws)
-                trained, tested = max(map(len, batches.used)), len(space.objective.start[0])
-                places = torch.arange(trained, tested).expand(len(chunk), -1)
-                outputs = outputs_of(
-                    algorithm,
-                    evaluation_context(federation, space.objective, batches, batches.samples),
-                    space.start,
-                    None,
-                    partial(_on_places, places=places),
-                    steps=steps,
-                    scales=scales,
-                )
-                for found, by_steps in zip(scores, outputs.personal, strict=True):
-                    found |= self._score_chunk(federation, chunk, by_steps, outputs, measure)
-        return [[found[agent] for agent in agents] for found in scores]
-
-    def _score_chunk(
-        self,
-        federation: Federation,
-        chunk: list[int],
-        by_steps: list[Tensor],
-        outputs: Outputs,
-        measure: Measure,
-    ) -> dict[int, AgentScores]:
-        scores = {}
-        for row, agent in enumerate(chunk):
-            size = len(federation.scored_rows(agent))
-            scores[agent] = score_agent(
-                self.objective,
-                federation,
-                agent,
-                (each[row, :size] for each in by_steps),
-                measure,
-                None if outputs.shared is None else outputs.shared[row, :size],
-                outputs.cost,
-                outputs.newcomer,
-            )
-        return scores
+        scoring: Scoring,
+    ) -> list[dict[int, AgentScores]]:
+        chunk, draws = list(states), tuple(algorithm.personal_draws(scoring.steps))
+        sources = [federation.batches(agent, self.seed, "evaluate") for agent in chunk]
+        batches = IndexedBatches.make(sources, draws, among_used=True)
+        space = self._test_space(federation, received["model"], chunk, batches.used, draws)
+        trained, tested = max(map(len, batches.used)), len(space.objective.start[0])
+        places = torch.arange(trained, tested).expand(len(chunk), -1)
+        outputs = outputs_of(
+            algorithm,
+            evaluation_context(federation, space.objective, batches, batches.samples),
+            space.start,
+            None,
+            partial(_on_places, places=places),
+            scoring.steps,
+            scoring.scales,
+        )
+        return score_stack(self.objective, federation, chunk, outputs, scoring.measure)
 
     def _vector(self, model: Tensor, w: GramVector, row: int, used: Rows, inputs: Tensor) -> Tensor:
         """The flat vector of the agent in this row, whose used samples are ``inputs``."""

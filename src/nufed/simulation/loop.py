@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from nufed.algorithms.compression import Codec, compress, update_bytes, without_residuals
-from nufed.algorithms.protocol import AgentContext, AgentUpdate, Algorithm, Context, Cost, State
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentResult,
+    AgentUpdate,
+    Algorithm,
+    Context,
+    Cost,
+    State,
+)
 from nufed.errors import Fault, UpdateError
 from nufed.server import (
     TOO_LATE,
@@ -22,6 +31,8 @@ from nufed.server import (
     choose_cohort,
     close_round,
     cohort_size,
+    counted_parameters,
+    initial_server,
     open_round,
     to_send,
     update_norm,
@@ -34,6 +45,122 @@ Doubt: TypeAlias = Callable[[int, str], None]
 """Called with a round and the numerical problem found in it."""
 
 
+@dataclass(frozen=True)
+class Training:
+    """An algorithm on an engine, and the rules of its rounds.
+
+    Args:
+        algorithm, engine: what is trained, and where.
+        participation: fraction of the agents in a cohort.
+        rules: when the server accepts a round.
+        faults: simulated faults of agents.
+        label: names the training in the log.
+        on_doubt: called with what is inaccurate at one agent before rounds 1, 10, 100, …; the
+            findings depend neither on workers nor on where training was resumed.
+    """
+
+    algorithm: Algorithm
+    engine: Engine
+    participation: float
+    rules: Rules = Rules()
+    faults: Faults = Faults()
+    label: str = ""
+    on_doubt: Doubt | None = None
+
+    def start(self, w: Tensor, states: AgentStates | None = None) -> Progress:
+        """The progress before the first round; agents' states are kept in memory by default."""
+        server = initial_server(self.algorithm, self.engine.objective, w)
+        return Progress(0, server, states or MemoryStates())
+
+    def rounds(self, progress: Progress, last: int) -> Iterator[Progress]:
+        """The progress itself, then that after every round up to the ``last``.
+
+        The bits are those of an uninterrupted training.
+        """
+        yield progress
+        while progress.round < last:
+            self._check_numbers(progress)
+            progress = self.round(progress)
+            yield progress
+
+    def round(self, progress: Progress, agents: Sequence[int] | None = None) -> Progress:
+        """One round: draw a cohort, train its agents, check and aggregate their updates.
+
+        A round below the quorum is retried with another cohort. With ``agents``, these are trained
+        instead, as when recorded rounds are repeated.
+        """
+        context = self._context(progress)
+        attempts = Attempts(
+            context.round,
+            self.engine.federation.split.seen,
+            participation=self.participation,
+            seed=self.engine.seed,
+            rules=self.rules,
+            explain=lambda rejected: self._explained(rejected, progress, context),
+        )
+        for cohort, number in attempts:
+            with attempts.quorum():
+                attempt = _Attempt(self, progress, context, list(agents or cohort), number)
+                for states in attempt.groups():
+                    attempt.receive(
+                        self.engine.agent_updates(self.algorithm, attempt.received, states, context)
+                    )
+                return attempts.accepted(attempt.close())
+        raise AssertionError("attempts end with an error")
+
+    def _context(self, progress: Progress) -> Context:
+        """The context of the round after ``progress``."""
+        agents = len(self.engine.federation.split.seen)
+        counted = counted_parameters(self.algorithm, self.engine.objective, progress.server)
+        size = cohort_size(agents, self.participation)
+        return Context(progress.round + 1, agents, size, counted=counted)
+
+    def _agent_context(self, agent: int, context: Context) -> AgentContext:
+        engine = self.engine
+        batches = engine.federation.batches(agent, engine.seed, "train", context.round)
+        return AgentContext.of(context, engine.objective, batches, batches.samples)
+
+    def _state(self, progress: Progress, received: State, agent: int) -> State:
+        """An agent's stored state, or its initial one."""
+        state = without_residuals(progress.states.get(agent))
+        if state is None:
+            return self.algorithm.agent_init(self.engine.objective, received)
+        return state
+
+    def _check_numbers(self, progress: Progress) -> None:
+        k, seen = progress.round + 1, self.engine.federation.split.seen
+        if self.on_doubt is None or k != 10 ** (len(str(k)) - 1):
+            return
+        agent = choose_cohort(seen, self.participation, self.engine.seed, k)[0]
+        context = self._agent_context(agent, self._context(progress))
+        with work_of([agent], f"round {k}"):
+            doubt = self.algorithm.checks.doubt(context, to_send(self.algorithm, progress.server))
+        if doubt:
+            self.on_doubt(k, doubt)
+
+    def _explained(
+        self, rejected: list[UpdateError], progress: Progress, context: Context
+    ) -> list[UpdateError]:
+        """The same errors, the likely cause added to the first non-finite update."""
+        explained = list(rejected)
+        for place, error in enumerate(rejected):
+            if error.fault is Fault.NOT_FINITE:
+                cause = self._diagnosed(progress, context, error.agent)
+                reason = f"{error.reason}: {cause}"
+                explained[place] = UpdateError(error.agent, error.round, reason, error.fault)
+                break
+        return explained
+
+    def _diagnosed(self, progress: Progress, context: Context, agent: int) -> str:
+        algorithm, received = self.algorithm, to_send(self.algorithm, progress.server)
+        for name, vector in received.items():
+            if not vector.isfinite().all():
+                return f"the {name} it was sent is not finite"
+        state = self._state(progress, received, agent)
+        cause = algorithm.checks.diagnose(self._agent_context(agent, context), received, state)
+        return cause or f"{type(algorithm).__name__} can't say why; lower its step sizes"
+
+
 def train(
     algorithm: Algorithm,
     engine: Engine,
@@ -42,58 +169,15 @@ def train(
     rounds: int,
     participation: float,
     start: Progress | None = None,
-    states: AgentStates | None = None,
     rules: Rules = Rules(),
     faults: Faults = Faults(),
-    label: str = "",
-    on_doubt: Doubt | None = None,
 ) -> Iterator[Progress]:
     """Train from the model w, yielding the progress before the first and after every round.
 
-    With ``start``, resumes from that progress; the bits are those of an uninterrupted training.
-    ``states`` stores the agents' states of a new training, by default in memory. ``label`` names
-    the training in the log. With ``on_doubt``, the curvature is checked at one agent before rounds
-    1, 10, 100, …; the findings depend neither on workers nor on where training was resumed.
+    With ``start``, resumes from that progress.
     """
-    progress = start or Progress(
-        0, algorithm.initial_server(engine.objective, w), states or MemoryStates()
-    )
-    del w, start  # frees the memory of a large model
-    yield progress
-    while progress.round < rounds:
-        if on_doubt is not None:
-            _check_curvature(algorithm, engine, progress, participation, on_doubt)
-        progress = run_round(algorithm, engine, progress, participation, rules, faults, label)
-        yield progress
-
-
-def run_round(
-    algorithm: Algorithm,
-    engine: Engine,
-    progress: Progress,
-    participation: float,
-    rules: Rules = Rules(),
-    faults: Faults = Faults(),
-    label: str = "",
-) -> Progress:
-    """One round: draw a cohort, train its agents, check and aggregate their updates.
-
-    A round below the quorum is retried with another cohort.
-    """
-    context = _context(algorithm, engine, progress, participation)
-    attempts = Attempts(
-        context.round,
-        engine.federation.split.seen,
-        participation=participation,
-        seed=engine.seed,
-        rules=rules,
-        explain=lambda rejected: _explained(rejected, algorithm, engine, progress, context),
-    )
-    run = partial(_attempt, algorithm, engine, progress, context, rules, faults, label)
-    for cohort, number in attempts:
-        with attempts.quorum():
-            return attempts.accepted(run(cohort, number))
-    raise AssertionError("attempts end with an error")
+    training = Training(algorithm, engine, participation, rules, faults)
+    return training.rounds(start or training.start(w), rounds)
 
 
 def replay(
@@ -109,95 +193,93 @@ def replay(
     Yields the progress before the first and after every round: that of a federation whose server
     aggregated these agents' updates, whatever happened to the others.
     """
-    progress = Progress(0, algorithm.initial_server(engine.objective, w))
+    training = Training(algorithm, engine, participation, Rules(codec=codec))
+    progress = training.start(w)
     yield progress
     for agents in taken:
-        context = _context(algorithm, engine, progress, participation)
-        progress = _attempt(
-            algorithm, engine, progress, context, Rules(codec=codec), Faults(), "", list(agents), 0
-        )
+        progress = training.round(progress, agents)
         yield progress
 
 
-def _check_curvature(
-    algorithm: Algorithm,
-    engine: Engine,
-    progress: Progress,
-    participation: float,
-    on_doubt: Doubt,
-) -> None:
-    k, federation, seed = progress.round + 1, engine.federation, engine.seed
-    if k != 10 ** (len(str(k)) - 1):
-        return
-    agent = choose_cohort(federation.split.seen, participation, seed, k)[0]
-    context = _agent_context(engine, agent, _context(algorithm, engine, progress, participation))
-    with work_of([agent], f"round {k}"):
-        found = algorithm.doubt(context, to_send(algorithm, progress.server))
-    if found:
-        on_doubt(k, found)
+class _Attempt:
+    """An attempt at a round with one cohort: what its agents have sent so far."""
 
+    def __init__(
+        self,
+        training: Training,
+        progress: Progress,
+        context: Context,
+        cohort: list[int],
+        number: int = 0,
+    ) -> None:
+        _keep_freed_memory()
+        algorithm, seen = training.algorithm, training.engine.federation.split.seen
+        self._training, self._progress, self._context = training, progress, context
+        self._cohort, self._seed = cohort, training.engine.seed
+        self._fates = training.faults.fates(cohort, self._seed, context.round, number)
+        self._corrupt = training.faults.corrupt_agents(seen, self._seed)
+        self.received = to_send(algorithm, progress.server)
+        sent = algorithm.sent_in(context.round)
+        self._before = {name: progress.server[name] for name in sent}
+        self._incoming = open_round(algorithm, progress, context, cohort, training.rules)
+        self._states, self._cost = dict[int, State](), Cost()
 
-def _attempt(
-    algorithm: Algorithm,
-    engine: Engine,
-    progress: Progress,
-    context: Context,
-    rules: Rules,
-    faults: Faults,
-    label: str,
-    cohort: list[int],
-    attempt: int,
-) -> Progress:
-    _keep_freed_memory()
-    k, federation, seed = context.round, engine.federation, engine.seed
-    fates = faults.fates(cohort, seed, k, attempt)
-    present = [agent for agent in cohort if agent not in fates.dropped]
-    received = to_send(algorithm, progress.server)
-    corrupt = faults.corrupt_agents(federation.split.seen, seed)
-    before = {name: progress.server[name] for name in algorithm.sent_in(k)}
-    incoming = open_round(algorithm, progress, context, cohort, rules)
-    states, cost = dict[int, State](), Cost()
-    for agents in _parts(algorithm, engine, before, present):
-        own = {agent: _state(algorithm, engine, progress, received, agent) for agent in agents}
-        for agent, result in engine.agent_updates(algorithm, received, own, context).items():
-            states[agent], vectors = result.state, result.vectors
-            cost += result.cost
-            if rules.codec:
-                own_state = progress.states.get(agent) or {}
-                sent = compress(rules.codec, vectors, before, own_state, context.counted)
-                states[agent], vectors = {**result.state, **sent.residuals}, sent.vectors
-            if agent not in fates.late:
-                samples = len(federation.split.train[agent])
-                if agent in corrupt:
-                    vectors = faults.corrupted(vectors, before, seed, k, agent)
-                incoming.add(AgentUpdate(agent, k, samples, vectors))
-    server, rejected = close_round(
-        algorithm,
-        progress.server,
-        incoming,
-        context,
-        failed=[UpdateError(agent, k, TOO_LATE, Fault.LATE) for agent in fates.late],
-        rules=rules,
-        label=label,
-    )
-    if not corrupt:  # with corrupt agents the cause is known
-        rejected = _explained(rejected, algorithm, engine, progress, context)
-    left_out = {update.agent for update in rejected}
-    taken = {agent: state for agent, state in states.items() if agent not in left_out}
-    progress.states.put(k, taken)
-    return Progress(
-        round=k,
-        server=server,
-        states=progress.states,
-        cohort=tuple(cohort),
-        rejected=tuple(rejected),
-        dropped=tuple(fates.dropped),
-        taken=tuple(taken),
-        cost=cost,
-        update_norm=update_norm(algorithm, progress.server, server, context),
-        medians=incoming.medians,
-        update_bytes=update_bytes(rules.codec, before, context.counted) if rules.codec else None,
-    )
+    def groups(self) -> Iterator[dict[int, State]]:
+        """The states of the agents that take part, in groups that are trained together."""
+        training, progress = self._training, self._progress
+        present = [agent for agent in self._cohort if agent not in self._fates.dropped]
+        for agents in _parts(training.algorithm, training.engine, self._before, present):
+            yield {agent: training._state(progress, self.received, agent) for agent in agents}
+
+    def receive(self, results: Mapping[int, AgentResult]) -> None:
+        """Take what agents send; their next states take effect when the round is closed."""
+        codec, context, faults = self._training.rules.codec, self._context, self._training.faults
+        train = self._training.engine.federation.split.train
+        for agent, result in results.items():
+            self._states[agent], vectors = result.state, result.vectors
+            self._cost += result.cost
+            if codec:
+                before = self._progress.states.get(agent) or {}
+                sent = compress(codec, vectors, self._before, before, context.counted)
+                self._states[agent], vectors = {**result.state, **sent.residuals}, sent.vectors
+            if agent in self._fates.late:
+                continue
+            if agent in self._corrupt:
+                vectors = faults.corrupted(vectors, self._before, self._seed, context.round, agent)
+            self._incoming.add(AgentUpdate(agent, context.round, len(train[agent]), vectors))
+
+    def close(self) -> Progress:
+        """The progress after the round."""
+        training, progress, context = self._training, self._progress, self._context
+        k, rules = context.round, training.rules
+        server, rejected = close_round(
+            training.algorithm,
+            progress.server,
+            self._incoming,
+            context,
+            failed=[UpdateError(agent, k, TOO_LATE, Fault.LATE) for agent in self._fates.late],
+            rules=rules,
+            label=training.label,
+        )
+        if not self._corrupt:  # with corrupt agents the cause is known
+            rejected = training._explained(rejected, progress, context)
+        left_out = {update.agent for update in rejected}
+        taken = {agent: state for agent, state in self._states.items() if agent not in left_out}
+        progress.states.put(k, taken)
+        codec, counted = rules.codec, context.counted
+        return Progress(
+            round=k,
+            server=server,
+            states=progress.states,
+            cohort=tuple(self._cohort),
+            rejected=tuple(rejected),
+            dropped=tuple(self._fates.dropped),
+            taken=tuple(taken),
+            cost=self._cost,
+            update_norm=update_norm(training.algorithm, progress.server, server, context),
+            medians=self._incoming.medians,
+            update_bytes=update_bytes(codec, self._before, counted) if codec else None,
+        )
 
 
 @cache
@@ -227,57 +309,3 @@ def _parts(
             part, chunks = [], 0
     if part:
         yield part
-
-
-def _context(
-    algorithm: Algorithm, engine: Engine, progress: Progress, participation: float
-) -> Context:
-    """The context of the round after ``progress``."""
-    agents = len(engine.federation.split.seen)
-    counted = algorithm.counted(engine.objective, progress.server)
-    size = cohort_size(agents, participation)
-    return Context(progress.round + 1, agents, size, counted=counted)
-
-
-def _agent_context(engine: Engine, agent: int, context: Context) -> AgentContext:
-    batches = engine.federation.batches(agent, engine.seed, "train", context.round)
-    return AgentContext.of(context, engine.objective, batches, batches.samples)
-
-
-def _state(
-    algorithm: Algorithm, engine: Engine, progress: Progress, received: State, agent: int
-) -> State:
-    """An agent's stored state, or its initial one."""
-    found = without_residuals(progress.states.get(agent))
-    return algorithm.agent_init(engine.objective, received) if found is None else found
-
-
-def _explained(
-    rejected: list[UpdateError],
-    algorithm: Algorithm,
-    engine: Engine,
-    progress: Progress,
-    context: Context,
-) -> list[UpdateError]:
-    """The same errors, the likely cause added to the first non-finite update."""
-    explained = list(rejected)
-    for place, error in enumerate(rejected):
-        if error.fault is Fault.NOT_FINITE:
-            cause = _diagnosed(algorithm, engine, progress, context, error.agent)
-            reason = f"{error.reason}: {cause}"
-            explained[place] = UpdateError(error.agent, error.round, reason, error.fault)
-            break
-    return explained
-
-
-def _diagnosed(
-    algorithm: Algorithm, engine: Engine, progress: Progress, context: Context, agent: int
-) -> str:
-    received = to_send(algorithm, progress.server)
-    for name, vector in received.items():
-        if not vector.isfinite().all():
-            return f"the {name} it was sent is not finite"
-    state = _state(algorithm, engine, progress, received, agent)
-    own = _agent_context(engine, agent, context)
-    cause = algorithm.diagnose(own, received, state)
-    return cause or f"{type(algorithm).__name__} can't say why; lower its step sizes"

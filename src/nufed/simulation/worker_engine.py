@@ -7,16 +7,16 @@ from itertools import accumulate, chain
 from typing import Any
 
 from nufed.algorithms.protocol import AgentResult, Algorithm, Context, State
-from nufed.data import Federation, ScoredOn
-from nufed.evaluate import AgentScores, Measure
+from nufed.data import Federation
+from nufed.evaluate import AgentScores, Scoring
 from nufed.objective import Objective
-from nufed.simulation.engine import Engine, EvaluatesScales, States
+from nufed.simulation.engine import ChunkedEngine, Engine, States
 from nufed.simulation.worker_pool import Buffer, Notify, Pool, SharedBuffer, Workers, aligned_bytes
 
 LOADED_BYTES = 32 * 2**20  # of states that are evaluated together
 
 
-class WorkerEngine(EvaluatesScales):
+class WorkerEngine(ChunkedEngine):
     """Runs the chunks of an engine in processes (an :class:`~nufed.simulation.engine.Engine`).
 
     Gives the bits of that engine alone, for any number of workers: the chunks and the computation
@@ -89,22 +89,14 @@ class WorkerEngine(EvaluatesScales):
         }
 
     def evaluate_scales(
-        self,
-        algorithm: Algorithm,
-        received: State,
-        states: States,
-        *,
-        steps: int,
-        measure: Measure,
-        scales: Sequence[float],
-        part: ScoredOn,
+        self, algorithm: Algorithm, received: State, states: States, scoring: Scoring
     ) -> list[list[AgentScores]]:
-        agents = self.federation.scoring(part).scorable(states)
-        how = (list(scales), part, steps)
-        found: list[dict[int, AgentScores]] = [{} for _ in scales]
+        agents, measure = self.federation.scoring(scoring.part).scorable(states), scoring.measure
+        how = (list(scoring.scales), scoring.part, scoring.steps)
+        scores: list[dict[int, AgentScores]] = [{} for _ in scoring.scales]
         for chunks in self._loaded(self.chunks(algorithm, agents), states):
-            own = [state or {} for chunk in chunks for state in chunk.values()]
-            sizes = [aligned_bytes(received), *map(aligned_bytes, own)]
+            kept = [state or {} for chunk in chunks for state in chunk.values()]
+            sizes = [aligned_bytes(received), *map(aligned_bytes, kept)]
             spans = self._prepare([algorithm, measure], sizes)
             layout = self._buffer.write(received, next(spans))
             indices = self._index(algorithm), self._index(measure)
@@ -117,9 +109,9 @@ class WorkerEngine(EvaluatesScales):
                 "evaluation",
             )
             for result in results:
-                for own_scale, scores in zip(found, result, strict=True):
-                    own_scale |= {score.agent: score for score in scores}
-        return [[by_agent[agent] for agent in agents] for by_agent in found]
+                for by_agent, of_chunk in zip(scores, result, strict=True):
+                    by_agent |= {score.agent: score for score in of_chunk}
+        return [[by_agent[agent] for agent in agents] for by_agent in scores]
 
     def _loaded(self, chunks: list[list[int]], states: States) -> Iterator[list[States]]:
         """The chunks with their states, as many at a time as fit into :data:`LOADED_BYTES`; at
@@ -191,10 +183,7 @@ class WorkerEngine(EvaluatesScales):
                 self._object(algorithm),
                 self._buffer.read(layout),
                 {a: None if s is None else self._buffer.read(s) for a, s in chunk.items()},
-                steps=steps,
-                measure=self._object(measure),
-                scales=scales,
-                part=part,
+                Scoring(steps, self._object(measure), scales, part),
             )
         algorithm, layout, chunk, context = rest
         results = self._engine.agent_updates(

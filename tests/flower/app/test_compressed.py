@@ -58,7 +58,7 @@ def test_a_simulation_resumes_to_the_same_bits(codec):
     half = None
     for progress in trained():
         if progress.round == 2:
-            half = replace(progress, states=progress.states.copy())
+            half = replace(progress, states=MemoryStates(progress.states._states))
     *_, resumed = trained(start=half)
     assert same(resumed.server, progress.server)
     *_, forgotten = trained(start=replace(half, states=MemoryStates()))

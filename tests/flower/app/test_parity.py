@@ -6,7 +6,7 @@ import torch
 from flower.app.in_memory import agents_data, federate, federation_of, plan_of
 from nufed import Exact, FirstOrder, GMeta, HessianFree
 from nufed.algorithms import Ditto, Scaffold
-from nufed.evaluate import evaluate_with_choice, preferred
+from nufed.evaluate import Scoring, evaluate_with_choice, preferred
 from nufed.server import Rules, to_send
 from nufed.simulation import DirectEngine, train
 from support import same, states_of
@@ -43,10 +43,7 @@ def simulated(plan, data):
             plan.algorithm,
             to_send(plan.algorithm, rounds[-1].server),
             {agent: states[agent] for agent in agents},
-            steps=plan.eval_steps,
-            measure=plan.scored_by(part),
-            scales=scales,
-            part=part,
+            Scoring(plan.eval_steps, plan.scored_by(part), scales, part),
         )
 
     validate = on("validation", plan.seen) if plan.validation else None

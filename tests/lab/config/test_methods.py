@@ -21,6 +21,7 @@ from nufed.algorithms import (
     Scaffold,
 )
 from nufed.algorithms.aggregation import AGGREGATIONS, Aggregation, Mean, TrimmedMean
+from nufed.algorithms.protocol import Notes
 from nufed.data import PARTITIONS, check_dealt, settings_taken
 from nufed.lab.config import load_config, presets
 from nufed.lab.config.load import read_config
@@ -52,7 +53,7 @@ class Own(Algorithm):
     batch_size: int = setting(3, "samples per batch", least=1)
     aggregation: Aggregation = setting(TrimmedMean(0.3), "rule", choices=AGGREGATIONS)
 
-    newcomer: ClassVar[str] = "does nothing"
+    notes: ClassVar[Notes] = Notes(newcomer="does nothing")
 
     def agent_update(self, context, received, state):
         return AgentResult(received, state, Cost())

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 import nufed
 from nufed import InputError
-from nufed.data import Split
 from nufed.lab.bundle.from_run import final_state
 from nufed.lab.config import load_config
+from nufed.lab.config.split_file import load_split
 from nufed.lab.report.headline import headline
 from nufed.lab.runs.part_files import ValidationScores
 from support import Killed, file_hashes, same, without_report
@@ -130,7 +130,7 @@ def test_neither_workers_nor_more_rounds_change_it(tmp_path, whole):
 
 def test_test_samples_decide_nothing(tmp_path, whole):
     inputs, labels = noise()
-    split = Split.load(whole.path / "splits" / "seed-0.safetensors")
+    split = load_split(whole.path / "splits" / "seed-0.safetensors")
     tested = np.concatenate([split.test[agent] for agent in split.agents])
     inputs[tested], labels[tested] = -inputs[tested][::-1], (labels[tested] + 1) % 3
     data = CONFIG["data"] | {"split_file": str(whole.path / "splits/seed-{seed}.safetensors")}

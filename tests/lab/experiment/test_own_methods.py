@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_example_is_short():
-    assert len([line for line in EXAMPLE.splitlines() if line.strip()]) <= 45
+    assert len([line for line in EXAMPLE.splitlines() if line.strip()]) <= 25
 
 
 def test_the_example_runs_beside_gmeta_on_two_workers_and_is_resumed(folder, nufed):

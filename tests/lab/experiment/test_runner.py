@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import nufed
-from nufed import InputError, Split
+from nufed import InputError
 from nufed.algorithms.aggregation import Mean
 from nufed.errors import TrainingError
 from nufed.files import read_sealed
 from nufed.lab.config import load_config
 from nufed.lab.config import problem as build
+from nufed.lab.config.split_file import load_split, split_bytes
 from nufed.lab.experiment import training
 from nufed.lab.readers.sources import SOURCES
 from support import context, file_hashes, json_lines, with_figures
@@ -65,7 +66,7 @@ def test_the_same_seed_gives_the_same_files(finished, tmp_path):
 def test_a_run_writes_all_its_files(finished):
     path = finished.path
     for seed in (0, 1):
-        split = Split.load(path / "splits" / f"seed-{seed}.safetensors")
+        split = load_split(path / "splits" / f"seed-{seed}.safetensors")
         about = read_sealed(path / "splits" / f"seed-{seed}.json").about
         assert about["sha256"] == split.fingerprint
         assert [sum(a["counts"]) for a in about["agents"]] == [24] * 6
@@ -132,7 +133,7 @@ def test_spoiling_every_test_input_changes_no_trained_model(finished, tmp_path, 
     clean = SOURCES["digits"]()
     inputs = clean.inputs.float() * clean.scale
     for seed in (0, 1):
-        split = Split.load(finished.path / "splits" / f"seed-{seed}.safetensors")
+        split = load_split(finished.path / "splits" / f"seed-{seed}.safetensors")
         inputs_of_seed = inputs.clone()
         inputs_of_seed[np.concatenate(split.test)] = 1e30
         spoiled = nufed.Samples(inputs_of_seed, clean.targets, clean.classes)
@@ -149,7 +150,7 @@ def test_spoiling_every_test_input_changes_no_trained_model(finished, tmp_path, 
 
 def test_non_finite_numbers_are_refused_before_anything_is_written(finished, tmp_path, monkeypatch):
     clean = SOURCES["digits"]()
-    split = Split.load(finished.path / "splits" / "seed-0.safetensors")
+    split = load_split(finished.path / "splits" / "seed-0.safetensors")
     out, config = tmp_path / "run", {**SMALL, "seeds": [0]}
     for part in (split.train, split.test):
         for bad in (math.nan, 1e300):
@@ -346,13 +347,13 @@ def test_divergence_while_fine_tuning_is_shown_not_hidden(tmp_path):
 
 def test_settings_take_effect(tmp_path, monkeypatch):
     seen = []
-    original = training.train
+    original = training.Training
 
     def spy(algorithm, engine, *arguments, **keywords):
         seen.append((algorithm, engine.federation))
         return original(algorithm, engine, *arguments, **keywords)
 
-    monkeypatch.setattr(training, "train", spy)
+    monkeypatch.setattr(training, "Training", spy)
     overrides = [
         "seeds=[0]",
         "workers=1",
@@ -476,9 +477,9 @@ def test_a_saved_split_is_used_as_it_is(finished, tmp_path):
 
 
 def test_a_split_that_tests_on_training_rows_is_refused(finished, tmp_path):
-    split = Split.load(finished.path / "splits" / "seed-0.safetensors")
+    split = load_split(finished.path / "splits" / "seed-0.safetensors")
     leaking = replace(split, test=[rows[: len(rows) // 4] for rows in split.train])
-    leaking.save(tmp_path / "split.safetensors")
+    (tmp_path / "split.safetensors").write_bytes(split_bytes(leaking))
     config = {**SMALL, "seeds": [0], "data": {"split_file": str(tmp_path / "split.safetensors")}}
     with pytest.raises(InputError, match="training and scored parts must be disjoint"):
         nufed.run(config, out=tmp_path / "run")
@@ -486,8 +487,9 @@ def test_a_split_that_tests_on_training_rows_is_refused(finished, tmp_path):
 
 
 def test_an_agent_without_a_part_to_score_on_is_named(finished, tmp_path):
-    split = Split.load(finished.path / "splits" / "seed-0.safetensors")
-    replace(split, test=[*split.test[:-1], split.test[-1][:0]]).save(tmp_path / "s.safetensors")
+    split = load_split(finished.path / "splits" / "seed-0.safetensors")
+    without = replace(split, test=[*split.test[:-1], split.test[-1][:0]])
+    (tmp_path / "s.safetensors").write_bytes(split_bytes(without))
     config = {**SMALL, "seeds": [0], "data": {"split_file": str(tmp_path / "s.safetensors")}}
     with pytest.raises(InputError, match=f"agent '{len(split.names) - 1}' has no test part"):
         nufed.run(config, out=tmp_path / "run")
@@ -495,13 +497,13 @@ def test_an_agent_without_a_part_to_score_on_is_named(finished, tmp_path):
 
 def test_threads_are_set_and_restored(tmp_path, monkeypatch):
     used = []
-    original = training.train
+    original = training.Training
 
     def spy(*arguments, **keywords):
         used.append(torch.get_num_threads())
         return original(*arguments, **keywords)
 
-    monkeypatch.setattr(training, "train", spy)
+    monkeypatch.setattr(training, "Training", spy)
     torch.set_num_threads(2)
     nufed.run({**SMALL, "seeds": [0]}, ["rounds=1", "threads=3"], out=tmp_path / "run")
     assert set(used) == {3} and torch.get_num_threads() == 2
@@ -520,7 +522,7 @@ def test_a_fixed_sample_of_agents_is_evaluated_and_said_so(tmp_path):
     everyone = [*run.methods.values(), *run.baselines.values()]
     agents = {tuple(score.agent for score in seeds[0].scores) for seeds in everyone}
     (chosen,) = agents  # the same for every method and baseline
-    split = Split.load(run.path / "splits" / "seed-0.safetensors")
+    split = load_split(run.path / "splits" / "seed-0.safetensors")
     assert [agent in split.unseen for agent in chosen] == [False, False, True, True]
     report = (run.path / "report.html").read_text()
     assert "a fixed sample of 2 of 7 agents seen in training" in report

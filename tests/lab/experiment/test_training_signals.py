@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 import nufed
-from nufed.evaluate import Measure, evaluate_agent, training_loss
+from nufed.evaluate import Measure, Scoring, evaluate_agent, training_loss
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.runs.warnings import jumps
 from nufed.objective import Batch
-from nufed.server import MemoryStates, to_send
-from support import federation, mlp
+from nufed.server import MemoryStates, initial_server, to_send
+from support import agent_context, federation, mlp
 
 pytestmark = pytest.mark.usefixtures("no_report")
 CONFIG = {
@@ -57,18 +57,16 @@ def test_without_a_global_model_it_is_the_personal_models():
     data = federation(agents=3, samples=600, dtype=np.float64)  # more than one piece
     objective = nufed.Objective(mlp(), torch.nn.functional.cross_entropy)
     algorithm = load_config({"methods": {"fedper": {}}}).algorithms()["fedper"]
-    server = algorithm.initial_server(objective, objective.initial())
+    server = initial_server(algorithm, objective, objective.initial())
     received, states = to_send(algorithm, server), MemoryStates()
     states.put(1, {1: algorithm.agent_init(objective, received)})
     found, cost = training_loss(algorithm, objective, data, [0, 1], received, states, 0)
     on_train = replace(data, split=replace(data.split, test=data.split.train))
-    usual = [
-        evaluate_agent(
-            algorithm, objective, on_train, agent, received, states.get(agent), seed=0, steps=0,
-            measure=Measure("loss", None),
-        )[0]
-        for agent in (0, 1)
-    ]  # fmt: skip
+    usual = []
+    for agent in (0, 1):
+        context = agent_context(objective, on_train.batches(agent, 0, "evaluate"))
+        scoring, state = Scoring(0, Measure("loss", None)), states.get(agent)
+        usual += evaluate_agent(algorithm, context, received, state, on_train, scoring)
     assert math.isclose(found, np.mean([s.loss[0] for s in usual]), rel_tol=1e-9)
     assert cost.gradients == sum(s.personal_gradients for s in usual)
 

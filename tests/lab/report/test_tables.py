@@ -102,7 +102,7 @@ def test_what_a_newcomer_does_is_stated_and_its_cost_counted(run):
     assert newcomer["ditto"] == f"3 + {steps['ditto']}"
     assert newcomer["hf"] == f"0 + {steps['hf']}"
     notes = dict(newcomer_notes([run]))
-    assert notes["ditto"] == library.algorithms.Ditto.newcomer
+    assert notes["ditto"] == library.algorithms.Ditto.notes.newcomer
     page = (run.path / "report.html").read_text()
     assert all(f"{what} ({names})" in page for names, what in notes.items())
 

@@ -20,7 +20,7 @@ from nufed.lab.runs.json_files import read_record
 from nufed.lab.runs.records import BoundsRecord, ConstantRecord
 from nufed.lab.runs.tuning_record import SearchRecord
 from nufed.lab.tuning.search import rungs_of
-from nufed.simulation import loop, start_method
+from nufed.simulation import Training, start_method
 from processes import Child, wait_for
 from support import Killed
 
@@ -67,14 +67,14 @@ def found(tmp_path_factory, work):
     """A whole search, with one worker."""
 
     def counted(*arguments, **more):
-        progress = run_round(*arguments, **more)
+        progress = one_round(*arguments, **more)
         work.append(progress.cost.gradients + 2 * progress.cost.hvps)
         return progress
 
-    run_round = loop.run_round
+    one_round = Training.round
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nufed.lab.report.tune_page.build_tune_page", lambda record, out, **_: out)
-        patch.setattr(loop, "run_round", counted)
+        patch.setattr(Training, "round", counted)
         return nufed.tune(CONFIG, out=tmp_path_factory.mktemp("tune") / "search")
 
 

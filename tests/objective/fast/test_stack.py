@@ -150,7 +150,7 @@ def test_a_stack_of_losses_without_curvature():
         lambda: nn.Linear(5, 3), lambda outputs, targets: outputs.sum()
     )
     assert objective.hvp(w, batch, v).abs().max() == 0
-    product, change = objective.stacked_hvp(w, batch, v, torch.ones_like(batch.inputs))
+    product, change = objective.joint.hvp(w, batch, v, torch.ones_like(batch.inputs))
     right = torch.ones(SAMPLES, 5, dtype=torch.float64).sum(0).expand(3, 5)
     for agent in range(AGENTS):
         torch.testing.assert_close(product[agent, :15].view(3, 5), right)
@@ -162,8 +162,8 @@ def test_a_stack_of_losses_without_curvature():
 def test_derivatives_by_the_inputs(module):
     objective, w, v, batch = problem(MODULES[module])
     change = torch.randn(batch.inputs.shape, dtype=torch.float64)
-    _, by_inputs = objective.stacked_grad(w, batch, by_inputs=True)
-    product, mixed = objective.stacked_hvp(w, batch, v, change)
+    _, by_inputs = objective.joint.grad(w, batch, by_inputs=True)
+    product, mixed = objective.joint.hvp(w, batch, v, change)
     for agent, own in enumerate(rows(batch)):
         leaves = [w[agent].clone().requires_grad_(), own.inputs.clone().requires_grad_()]
         loss = objective.forward(leaves[0], (leaves[1], own.targets))

@@ -25,7 +25,7 @@ from flwr.simulation import run_simulation
 from torch import Tensor
 
 from nufed.algorithms.local_training import with_one_step
-from nufed.algorithms.protocol import AgentContext, AgentResult, AgentUpdate, State
+from nufed.algorithms.protocol import AgentResult, AgentUpdate, State
 from nufed.data.samples import input_ranges, scale_warnings
 from nufed.errors import InputError, in_short
 from nufed.evaluate import training_loss
@@ -179,8 +179,7 @@ def _training(site: Site) -> Iterator[Found]:
 def _one_step(site: Site, received: State) -> AgentResult:
     """The update of the first round after one local step."""
     plan, algorithm = site.plan, with_one_step(site.plan.algorithm)
-    batches = site.federation.batches(site.agent, plan.seed, "train", 1)
-    context = AgentContext.of(plan.context(1), plan.objective, batches, batches.samples)
+    context = site.context(1)
     return algorithm.agent_update(context, received, algorithm.agent_init(plan.objective, received))
 
 

@@ -20,7 +20,14 @@ from nufed.flower.app.registry import SiteKeys
 from nufed.flower.app.replies import ReplyLimit
 from nufed.flower.secure_sum.terms import MIN_SITES, threshold
 from nufed.objective import Objective
-from nufed.server import Rules, cohort_size, to_send
+from nufed.server import (
+    Rules,
+    cohort_size,
+    counted_parameters,
+    initial_server,
+    sums_suffice,
+    to_send,
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,13 @@ class Plan:
             summed = threshold(self.cohort) if self.site_keys else 1
             object.__setattr__(self, "privacy", replace(self.privacy, summed=summed))
 
+    @property
+    def _sums_suffice(self) -> bool:
+        """Whether the server needs only the means of updates, in all phases of training."""
+        server = self.start()
+        rounds = (1, max(1, self.rounds))
+        return all(sums_suffice(self.algorithm, self.context(k), server) for k in rounds)
+
     def _check_private(self) -> None:
         """Refuse settings for which the stated epsilon does not hold."""
         for wrong, what in (
@@ -120,7 +134,7 @@ class Plan:
         """What clipped, noisy or masked updates exclude, and whether it is set."""
         unknown = set(self.algorithm.sends) - set(self.algorithm.receives)
         return (
-            (not self.algorithm.averages_uniformly, "an aggregation other than the uniform mean"),
+            (not self._sums_suffice, "an aggregation other than the uniform mean"),
             (self.rules.max_update_norm is not None, "max_update_norm"),
             (self.rules.codec is not None, f"[compression], whose {compressed}"),
             (bool(unknown), "an algorithm that sends vectors it does not receive"),
@@ -161,7 +175,7 @@ class Plan:
     @cached_property
     def counted(self) -> Mapping[str, int]:
         """Of vectors that end in running statistics, how many numbers are parameters."""
-        return self.algorithm.counted(self.objective, self.start())
+        return counted_parameters(self.algorithm, self.objective, self.start())
 
     def update_bytes(self, server: State, round: int) -> int | None:
         """The bytes of a compressed update in a round; None: it is not compressed."""
@@ -181,7 +195,7 @@ class Plan:
 
     def start(self) -> State:
         """The server's state before the first round."""
-        return self.algorithm.initial_server(self.objective, self.objective.initial())
+        return initial_server(self.algorithm, self.objective, self.objective.initial())
 
     @cached_property
     def keeps_state(self) -> bool:

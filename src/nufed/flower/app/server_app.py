@@ -258,7 +258,7 @@ class Server:
 
     def _name_restarted(self, round: int, agents: Iterable[int]) -> None:
         for agent in agents:
-            lost = self._plan.algorithm.lost_state
+            lost = self._plan.algorithm.notes.lost_state
             who = self._roster.label(agent)
             message = f"{who} lost its state and restarted from the initial one: {lost}"
             LOG.warning("round %d: %s", round, message)

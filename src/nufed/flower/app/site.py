@@ -27,7 +27,7 @@ from flwr.app import RecordDict
 from safetensors.torch import save
 
 from nufed.algorithms.compression import without_residuals
-from nufed.algorithms.protocol import Cost, State
+from nufed.algorithms.protocol import AgentContext, Cost, State
 from nufed.data import Federation, Samples, as_samples, check_single_sample, site_split
 from nufed.data.samples import input_ranges, scale_warnings
 from nufed.errors import InputError, RunError, TrainingError, require, shown
@@ -223,6 +223,15 @@ class Site:
         method = plan.method or type(plan.algorithm).__name__
         check_single_sample(federation, self.agent, method, plan.algorithm, plan.objective)
         return federation
+
+    def context(self, round: int = 0) -> AgentContext:
+        """What the agent knows in a round of training; 0: at evaluation."""
+        federation, plan = self.federation, self.plan
+        if round:
+            batches = federation.batches(self.agent, plan.seed, "train", round)
+        else:
+            batches = federation.batches(self.agent, plan.seed, "evaluate")
+        return AgentContext.of(plan.context(round), plan.objective, batches, batches.samples)
 
     @cached_property
     def samples(self) -> Samples:

@@ -27,7 +27,7 @@ from nufed.algorithms.protocol import AgentContext, AgentResult, State
 from nufed.algorithms.protocol import Context as RoundContext
 from nufed.data import Federation, ScoredOn
 from nufed.errors import InputError, RunError, TrainingError, in_short, visible
-from nufed.evaluate import AgentScores, Measure, evaluate_agent, majority_class
+from nufed.evaluate import AgentScores, Measure, Scoring, evaluate_agent, majority_class
 from nufed.evaluate.null_baselines import OwnModel, local_training
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.payload import (
@@ -168,10 +168,7 @@ def train_masked(site: Site, request: RecordDict) -> RecordDict:
 
 def _of_round(site: Site, task: Task) -> tuple[AgentContext, State, State]:
     """What the algorithm's ``agent_update`` takes: the context, what was received, the state."""
-    plan = site.plan
-    batches = site.federation.batches(site.agent, plan.seed, "train", task.round)
-    context = AgentContext.of(plan.context(task.round), plan.objective, batches, batches.samples)
-    return context, task.received, without_residuals(task.state) or {}
+    return site.context(task.round), task.received, without_residuals(task.state) or {}
 
 
 def _train_privately(site: Site, task: Task, privacy: Privacy) -> RecordDict:
@@ -293,16 +290,11 @@ def _evaluate(site: Site, request: RecordDict) -> RecordDict:
     federation, measure = site.federation.scoring(part), plan.scored_by(part)
     scores = evaluate_agent(
         plan.algorithm,
-        plan.objective,
-        federation,
-        site.agent,
+        site.context(),
         task.received,
         task.kept,
-        seed=plan.seed,
-        steps=plan.eval_steps,
-        measure=measure,
-        scales=read_scales(task.more["scales"]),
-        context=plan.context(0),
+        federation,
+        Scoring(plan.eval_steps, measure, read_scales(task.more["scales"]), part),
     )
     if part == plan.scored_on:
         score = scores[0].score[plan.personal_steps]
@@ -328,20 +320,9 @@ def _baseline_scores(
     federation, initial = site.federation.scoring(part), {"model": objective.initial()}
     local = local_training(plan.algorithm, plan.rounds)
 
-    def score(algorithm: GMeta, state: State | None, scales: Sequence[float]) -> list[AgentScores]:
-        return evaluate_agent(
-            algorithm,
-            objective,
-            federation,
-            site.agent,
-            initial,
-            state,
-            seed=plan.seed,
-            steps=plan.eval_steps,
-            measure=plan.scored_by(part),
-            scales=scales,
-            context=plan.context(0),
-        )
+    def score(algorithm: GMeta, state: State | None, tried: Sequence[float]) -> list[AgentScores]:
+        scoring = Scoring(plan.eval_steps, plan.scored_by(part), tried, part)
+        return evaluate_agent(algorithm, site.context(), initial, state, federation, scoring)
 
     if name == UNTRAINED:
         return score(local, None, scales)
@@ -371,10 +352,8 @@ def _keep_personal_model(site: Site, request: RecordDict) -> RecordDict:
     """Write this agent's personal model, as results show it, at the site only."""
     plan, agent, task = site.plan, site.agent, read_task(site, request, "scales")
     (scale,) = read_scales(task.more["scales"])
-    batches = site.federation.batches(agent, plan.seed, "evaluate")
-    context = AgentContext.of(plan.context(0), plan.objective, batches, batches.samples)
-    steps = plan.personal_steps
-    tensors = personal_after(plan.algorithm, context, task.received, task.kept, steps, scale)
+    algorithm, steps = plan.algorithm, plan.personal_steps
+    tensors = personal_after(algorithm, site.context(), task.received, task.kept, steps, scale)
     about = {"run": task.run, "round": task.round, "fine_tuning_steps": steps, "lr_scale": scale}
     path = write_personal(task.file.parent, agent, tensors, about)
     LOG.info("this site's personal model: %s", path)

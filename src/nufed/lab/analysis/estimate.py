@@ -17,11 +17,10 @@ from torch import Tensor
 from nufed.algorithms import GMeta
 from nufed.data import Federation
 from nufed.errors import require
-from nufed.meta.curvature import Exact
+from nufed.meta.curvature import Exact, Operator, spectral_norm
 from nufed.meta.fine_tuning import adapt
 from nufed.meta.meta_gradient import MetaBatch, meta_gradient
 from nufed.objective import Batch, Objective
-from nufed.objective.spectrum import Operator, spectral_norm
 from nufed.seeding import stream, torch_seed
 
 # in names of operations with discontinuous derivatives; masks from comparisons are not detected

@@ -125,7 +125,7 @@ def about_algorithm(method: str, algorithm: Algorithm) -> PersonalAbout:
     return PersonalAbout(
         algorithm=name_of(type(algorithm), ALGORITHMS),
         settings=table_of(method, algorithm, None).settings,
-        training_data=algorithm.personal_data,
+        training_data=algorithm.notes.personal_data,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nufed.algorithms.protocol import Algorithm, State
+from nufed.algorithms.protocol import Algorithm, State, defines
 from nufed.data import Partition, Samples
 from nufed.errors import InputError, require
 from nufed.evaluate import evaluation_context, summarise
@@ -79,7 +79,7 @@ def bundle_of(
             "personal model of one agent"
         )
     module, sizes = objective.module(shipped.model), run.methods[method][seed].step_sizes
-    if algorithm.only_fine_tunes:
+    if not defines(algorithm, "personal_model", "fine_tune"):
         steps = run.config.steps_of(method)[0]
         scale = sizes.scale(steps) if sizes else None
         steps = 0 if scale == 0 else steps
@@ -163,7 +163,7 @@ def trained_as(run: Run, method: str, seed: int, algorithm: Algorithm) -> dict[s
             field.name: value if isinstance(value, int | float) else text_of(field, value)
             for field, value in settings
         },
-        **algorithm.describe(),
+        **algorithm.notes.settings(algorithm),
         "rounds": run.methods[method][seed].round,
         "agents": run.agents,
         "participation": config.participation,
@@ -234,7 +234,8 @@ def _measured(run: Run, method: str, seed: int, algorithm: Algorithm) -> dict[st
                 groups[group][line.name] = summarise(null, line.steps, run.measure).mean
     if not groups:
         return {}
-    newcomer = {} if algorithm.only_fine_tunes else {"newcomer": algorithm.newcomer}
+    own_use = defines(algorithm, "personal_model", "fine_tune")
+    newcomer = {"newcomer": algorithm.notes.newcomer} if own_use else {}
     return {**_scores(run, seed, steps, groups), **newcomer}
 
 
@@ -298,15 +299,15 @@ def make_personal(
     with torch_threads(run.config.threads):
         problem = Problem.rebuild(run.recorded, given, trust=trust, seeds=[seed])
         algorithm, objective = problem.algorithms[method], problem.objectives[seed]
-        if algorithm.personal_data is not None and not with_training_data:
+        held = algorithm.notes.personal_data
+        if held is not None and not with_training_data:
             raise InputError(
-                f"the personal model of {method} holds {algorithm.personal_data}: whoever gets the "
-                "file gets these; add --with-training-data (in Python with_training_data=True) if "
-                "they may be there"
+                f"the personal model of {method} holds {held}: whoever gets the file gets these; "
+                "add --with-training-data (in Python with_training_data=True) if they may be there"
             )
         tensors = _personal_model(run, problem, method, seed, agent, steps)
         module, personal = objective.module(tensors["model"]).cpu(), None
-        if tensors.keys() != {"model"} or not algorithm.predicts_plainly:
+        if tensors.keys() != {"model"} or defines(algorithm, "predict"):
             personal = about_algorithm(method, algorithm)
     about = Bundle.of(
         module,

@@ -12,6 +12,7 @@ from torch import nn
 
 from nufed.algorithms import ALGORITHMS, Algorithm
 from nufed.algorithms.aggregation import AGGREGATIONS
+from nufed.algorithms.protocol import defines
 from nufed.data import PARTITIONS, SHIFTS
 from nufed.errors import InputError
 from nufed.evaluate import METRICS
@@ -25,7 +26,7 @@ from nufed.meta.curvature import CURVATURES
 from nufed.models import MODELS
 from nufed.objective import Objective
 from nufed.registry import import_named, is_code
-from nufed.server import to_send
+from nufed.server import initial_server, to_send
 from nufed.simulation import ENGINES
 from nufed.simulation.faults import ATTACKS
 
@@ -60,12 +61,12 @@ def about(name: str) -> Listing:
     title = f"{name}: {_first_line(cls)}"
     return {
         title: {
-            "a newcomer": cls.newcomer,
+            "a newcomer": cls.notes.newcomer,
             "agents keep": _kept(cls),
-            "the optimiser drives": cls.optimized,
+            "the optimiser drives": cls.notes.optimized,
             "shown after": "the run's number of fine-tuning steps"
-            if cls.shown_steps is None
-            else f"{cls.shown_steps} fine-tuning steps",
+            if cls.notes.shown_steps is None
+            else f"{cls.notes.shown_steps} fine-tuning steps",
         },
         "settings": described_by_key(cls),
     }
@@ -73,11 +74,11 @@ def about(name: str) -> Listing:
 
 def _kept(cls: type[Algorithm]) -> str:
     """The names of the tensors in an agent's state, determined on a tiny model."""
-    if not cls.keeps_states():
+    if not defines(cls, "agent_init"):
         return "nothing between rounds"
     try:
         objective, algorithm = Objective(nn.Linear(1, 1), nn.functional.mse_loss), cls()
-        server = algorithm.initial_server(objective, torch.zeros(objective.size))
+        server = initial_server(algorithm, objective, torch.zeros(objective.size))
         state = algorithm.agent_init(objective, to_send(algorithm, server))
     except Exception:  # settings without defaults, or an unsuitable model
         return "a state"

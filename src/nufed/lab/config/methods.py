@@ -33,7 +33,7 @@ from pydantic import (
 from torch import Tensor
 
 from nufed.algorithms import ALGORITHMS
-from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, State
+from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Notes, State
 from nufed.errors import InputError, in_short, require, shown
 from nufed.lab.config.describe import (
     OWN,
@@ -47,7 +47,7 @@ from nufed.lab.config.describe import (
 from nufed.objective import AnyObjective
 from nufed.registry import Registry, closest, is_code, suggest
 from nufed.settings import Field as SettingField
-from nufed.settings import settings_of
+from nufed.settings import explicit_settings, settings_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,13 @@ class GivenInPython(Algorithm):
 
     settings: Mapping[str, Any]
 
-    newcomer: ClassVar[str] = "does what its class defines, which was given in Python"
+    notes: ClassVar[Notes] = Notes(
+        newcomer="does what its class defines, which was given in Python",
+        settings=lambda algorithm: {
+            "algorithm": "given in Python",
+            **{key: str(value) for key, value in algorithm.settings.items()},
+        },
+    )
 
     def __getattr__(self, name: str) -> Any:
         """A setting, as the algorithm itself would give it."""
@@ -73,9 +79,6 @@ class GivenInPython(Algorithm):
 
     def shipped(self, objective: AnyObjective, received: State) -> None:
         return None
-
-    def describe(self) -> dict[str, str]:
-        return {"algorithm": "given in Python", **{k: str(v) for k, v in self.settings.items()}}
 
 
 DEFAULT = "gmeta"
@@ -238,7 +241,7 @@ def table_of(name: str, algorithm: Algorithm, eval_steps: list[int] | None) -> M
         raise InputError(
             f"methods[{shown(name)}]: a name must be made of letters, digits, '.', '-' and '_'"
         ) from None
-    steps = algorithm.shown_steps
+    steps = algorithm.notes.shown_steps
     shown_after = eval_steps or (None if steps is None else [steps])
     return MethodConfig(algorithm=OWN, eval_steps=shown_after, **dict(_plain(algorithm)))
 
@@ -284,8 +287,8 @@ class _Tables:
 
     def completed(self, given: Algorithm) -> Algorithm:
         """An object given in Python, with the tables' values of what it does not set itself."""
-        settings = self._settings(type(given), given)
-        parts = {key: value for key, value in settings.items() if key not in given.set_explicitly}
+        settings, explicit = self._settings(type(given), given), explicit_settings(given)
+        parts = {key: value for key, value in settings.items() if key not in explicit}
         return dataclasses.replace(given, **parts) if parts else given
 
     def _where(self, key: str) -> str:

@@ -43,6 +43,7 @@ from nufed.errors import InputError, RunError, in_short, require, shown
 from nufed.evaluate import METRICS, Measure, Metric
 from nufed.lab.config.methods import GivenInPython
 from nufed.lab.config.schema import AT_SITES, OWN, Config, DataConfig
+from nufed.lab.config.split_file import load_split
 from nufed.lab.config.trust import require_trust
 from nufed.lab.readers.sources import SOURCES
 from nufed.models import MODELS
@@ -74,7 +75,7 @@ def build_split(
     """The split of ``samples`` among agents that ``[data]`` describes, or by ``partition``."""
     if config.split_file is not None:
         path = Path(config.split_file.replace("{seed}", str(seed)))
-        return Split.load(path, samples.targets.numpy())
+        return load_split(path, samples.targets.numpy())
     if partition is None:
         name = resolved_partition(config, samples.owners is not None)
         if name == "dirichlet" and config.reuse == "across_agents" and samples.classes:

@@ -408,7 +408,7 @@ class Config(_Table):
     def _steps_shown(self, algorithms: Mapping[str, Algorithm]) -> int:
         if self.eval_steps != "auto":
             return self.eval_steps
-        return max(1, *(a.trained_for for a in algorithms.values()))
+        return max(1, *(a.adaptation.steps for a in algorithms.values()))
 
     def steps_of(self, method: str) -> list[int]:
         """The numbers of fine-tuning steps after which a method's results are shown."""
@@ -416,7 +416,7 @@ class Config(_Table):
 
     def _steps_of(self, method: str, algorithms: Mapping[str, Algorithm]) -> list[int]:
         of_method = self.methods[method].eval_steps if method in self.methods else None
-        usual = algorithms[method].shown_steps
+        usual = algorithms[method].notes.shown_steps
         shown = self._steps_shown(algorithms) if usual is None else usual
         return of_method or self.method.eval_steps or [shown]
 

@@ -18,6 +18,7 @@ from nufed.evaluate import (
     ByScale,
     Evaluation,
     Measure,
+    Scoring,
     can_be_drawn,
     choose_step_sizes,
     chooses,
@@ -129,7 +130,7 @@ def scorer(
     measure = measure or setup.measure
     received, states = to_send(algorithm, progress.server), StatesOf(agents, progress.states)
     return lambda scales: engine.evaluate_scales(
-        algorithm, received, states, steps=steps, measure=measure, scales=scales, part=part
+        algorithm, received, states, Scoring(steps, measure, scales, part)
     )
 
 
@@ -214,10 +215,7 @@ def baselines(
             own_model,
             initial,
             {agent: model for agent, model in models.items() if agent in setup.validated(seed)},
-            steps=0,
-            measure=setup.measure,
-            scales=[1.0],
-            part="validation",
+            Scoring(0, setup.measure, part="validation"),
         )
         return scores
 

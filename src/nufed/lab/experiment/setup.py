@@ -27,7 +27,7 @@ from nufed.lab.runs.provenance import Provenance
 from nufed.objective import Objective
 from nufed.objective.threads import torch_threads
 from nufed.seeding import stream
-from nufed.server import Rules, cohort_size, to_send
+from nufed.server import Rules, cohort_size, initial_server, to_send
 from nufed.server.rounds import warn_of_memory
 from nufed.simulation import (
     DirectEngine,
@@ -93,7 +93,7 @@ class Setup:
         """From a problem; ``engines_then`` are the engines of a run to resume."""
         config, workers = problem.config, worker_count(problem.config)
         # the training loop checks curvature instead, in rounds that don't depend on workers
-        algorithms = {name: a.without_checks() for name, a in problem.algorithms.items()}
+        algorithms = {name: a.checks.without_warnings() for name, a in problem.algorithms.items()}
         made = cls._assembled(problem, algorithms, {}, workers)
         _check_labels(made)
         _check_single_samples(made)
@@ -253,7 +253,7 @@ def _try_model(setup: Setup) -> None:
     cohort = cohort_size(context.agents, setup.config.participation)
     for name, algorithm in setup.algorithms.items():
         try:
-            server = algorithm.initial_server(objective, w)
+            server = initial_server(algorithm, objective, w)
             received = to_send(algorithm, server)
             states = {0: algorithm.agent_init(objective, received)}
             engine.agent_updates(algorithm, received, states, context)

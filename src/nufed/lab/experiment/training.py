@@ -24,8 +24,8 @@ from nufed.lab.experiment.session import Stop
 from nufed.lab.experiment.setup import Setup
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.part_files import PartFiles, Recorder, ValidationScores, is_due
-from nufed.server import Progress
-from nufed.simulation import Engine, EngineName, RayEngine, WorkerEngine, train
+from nufed.server import Progress, initial_server
+from nufed.simulation import Engine, EngineName, RayEngine, Training, WorkerEngine
 
 
 def parts_of(setup: Setup) -> list[RunPart]:
@@ -78,26 +78,25 @@ class MethodJob(Job):
             engine, files = get_engine(setup.engine_names[name]), recorder.files
             objective = engine.objective
             start = recorder.resume(
-                lambda: algorithm.initial_server(objective, objective.initial())
+                lambda: initial_server(algorithm, objective, objective.initial())
             )
             for line in files.lines():
                 event = event.after(line, steps)
             listener(replace(event, starts=True))
-            training = train(
+            training = Training(
                 algorithm,
                 engine,
-                objective.initial(),
-                rounds=config.rounds,
-                participation=config.participation,
-                start=start,
-                states=files.states,
-                rules=setup.rules,
-                faults=setup.faults,
+                config.participation,
+                setup.rules,
+                setup.faults,
                 label=f"{name}, seed {seed}",
                 on_doubt=partial(self._doubt, files) if self.checks_curvature else None,
             )
+            rounds = training.rounds(
+                start or training.start(objective.initial(), files.states), config.rounds
+            )
             del start  # frees its vectors after the first round
-            for progress in training:
+            for progress in rounds:
                 if recorder.is_done(progress):
                     continue
                 entries, finish = dict[str, Any](), None

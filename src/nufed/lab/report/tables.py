@@ -104,8 +104,9 @@ def methods_table(runs: Sequence[Run]) -> Table:
             for field, value in _settings(algorithm):
                 headings.setdefault(field.name, _heading(field))
                 column[field.name] = text_of(field, value)
-            columns[label(run, name, runs)] = column | algorithm.describe()
-            headings |= {key: key for key in algorithm.describe() if key not in headings}
+            further = algorithm.notes.settings(algorithm)
+            columns[label(run, name, runs)] = column | {**further}
+            headings |= {key: key for key in further if key not in headings}
     had = {key: sum(key in column for column in columns.values()) for key in headings}
     keys = sorted(headings, key=lambda key: -had[key])  # stable: ties in the order of fields
     rows = [[headings[k], *(column.get(k, "–") for column in columns.values())] for k in keys]
@@ -556,7 +557,7 @@ def newcomer_notes(runs: Sequence[Run]) -> list[tuple[str, str]]:
     for run in runs:
         for name, algorithm in run.config.algorithms().items():
             if name in run.methods:
-                methods.setdefault(algorithm.newcomer, []).append(label(run, name, runs))
+                methods.setdefault(algorithm.notes.newcomer, []).append(label(run, name, runs))
     return [(", ".join(names), what) for what, names in methods.items()]
 
 

@@ -60,6 +60,7 @@ from nufed.files import (
     write_durably,
     write_sealed,
 )
+from nufed.lab.config.split_file import split_bytes
 from nufed.lab.runs.json_files import check_entries, finite, read_record, valid_lines
 from nufed.lab.runs.records import (
     LISTED,
@@ -142,7 +143,7 @@ class RunDirectory:
     def write_split(self, split: Split, samples: Samples, seed: int) -> None:
         """A seed's split, and its record."""
         folder = _make(self.path / "splits")
-        write_durably(folder / f"seed-{seed}.safetensors", split.to_bytes())
+        write_durably(folder / f"seed-{seed}.safetensors", split_bytes(split))
         agents = [
             AgentCounts(
                 name=name,

@@ -273,7 +273,7 @@ class Run:
         ]
         algorithms = self.config.algorithms()
         for name, part in self.methods.items():
-            caveat = algorithms[name].caveat(self.config.rounds)
+            caveat = algorithms[name].notes.caveat(algorithms[name], self.config.rounds)
             for seed, trained in part.items():
                 if caveat:
                     warned.append(RunWarning(name, seed, "training", caveat, 1, None))
@@ -351,6 +351,6 @@ class Run:
 def _adapt_lr(line: Line, algorithms: Mapping[str, Algorithm]) -> float | None:
     """The step size that a line's scales multiply; None if it is not a single number."""
     if line.kind == "method":
-        return algorithms[line.name].fixed_rate
+        return algorithms[line.name].adaptation.fixed_lr
     first = next(iter(algorithms.values()))
-    return local_sgd(first).meta_lr if line.name == "local" else first.initial_rate
+    return local_sgd(first).meta_lr if line.name == "local" else first.adaptation.lr

@@ -58,7 +58,7 @@ from nufed.lab.runs.records import (
     round_line,
 )
 from nufed.objective import Objective
-from nufed.server import Progress, to_send
+from nufed.server import Progress, initial_server, to_send
 
 
 @dataclass
@@ -483,7 +483,7 @@ def read_received(path: Path, algorithm: Algorithm, objective: Objective) -> Sta
         state = load(path.read_bytes())
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path} can't be read as a model: {error}") from error
-    for name, vector in algorithm.initial_server(objective, objective.initial()).items():
+    for name, vector in initial_server(algorithm, objective, objective.initial()).items():
         saved = state.get(name)
         if saved is None or saved.shape != vector.shape or saved.dtype != vector.dtype:
             raise RunError(

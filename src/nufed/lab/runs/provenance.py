@@ -25,6 +25,7 @@ from nufed.files import write_durably, write_sealed
 from nufed.lab.config.load import read_config
 from nufed.lab.config.problem import Recorded
 from nufed.lab.config.schema import Config
+from nufed.lab.config.split_file import split_bytes
 from nufed.lab.config.trust import methods_are_imported, require_trust
 from nufed.lab.runs.directory import RunDirectory
 from nufed.lab.runs.json_files import check_format, checked, read_about
@@ -223,8 +224,8 @@ class Provenance:
         for seed, split in splits.items():
             path = self.path / "splits" / f"seed-{seed}.safetensors"
             if not path.exists():
-                write_durably(path, split.to_bytes())
-            elif path.read_bytes() != split.to_bytes():
+                write_durably(path, split_bytes(split))
+            elif path.read_bytes() != split_bytes(split):
                 raise ResumableError(f"{path} is damaged", "remove it", ", which writes it again")
 
     def _write_config(self, config: Config) -> None:

@@ -21,7 +21,7 @@ from nufed.lab.experiment.setup import Setup
 from nufed.lab.runs.tuning_record import HVP_WORK, Range
 from nufed.lab.tuning.trials import setup_of
 from nufed.registry import suggest
-from nufed.server import cohort_size, to_send
+from nufed.server import cohort_size, initial_server, to_send
 from nufed.settings import Field, Search, settings_of
 from nufed.simulation import DirectEngine
 
@@ -238,7 +238,7 @@ def agent_update(setup: Setup, algorithm: Algorithm, round: int) -> AgentResult:
     split = federation.split
     by_samples = sorted(split.seen, key=lambda agent: (len(split.train[agent]), agent))
     agent = by_samples[len(by_samples) // 2]
-    received = to_send(algorithm, algorithm.initial_server(objective, objective.initial()))
+    received = to_send(algorithm, initial_server(algorithm, objective, objective.initial()))
     state = algorithm.agent_init(objective, received)
     context = Context(round, len(split.seen), cohort_size(len(split.seen), config.participation))
     engine = DirectEngine(objective, federation, seed)
@@ -255,7 +255,7 @@ def matters(setup: Setup, method: str, key: str, value: Any) -> bool:
     if config.eval_lr == "as_trained":
         return True
     after = setup_of(setup, method, {key: value}).algorithms[method]
-    if after.initial_rate == before.initial_rate:
+    if after.adaptation.lr == before.adaptation.lr:
         return True
     a, b = (agent_update(setup, algorithm, config.rounds) for algorithm in (before, after))
     return not all(

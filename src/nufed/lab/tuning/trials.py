@@ -114,7 +114,7 @@ def setup_of(base: Setup, method: str, settings: Mapping[str, Any]) -> Setup:
     if method in given:
         given[method] = dataclasses.replace(given[method], **settings)
     changed = with_settings(config, method, settings)
-    algorithm = changed.algorithms(given)[method].without_checks()
+    algorithm = changed.algorithms(given)[method].checks.without_warnings()
     engine = base.engine_names[method]
     if _engine_key(algorithm) != _engine_key(base.algorithms[method]):
         engine = base.engines[config.seeds[0]].choose(algorithm, config.engine)

@@ -117,7 +117,7 @@ def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer 
                 return None
             module.set_submodule(name.rpartition(".")[0], nn.Identity())
             bias = owner.bias is not None
-            rest = objective.with_module(module)
+            rest = objective.variant(module=module)
             return FirstLayer(start, owner.out_features, owner.in_features, bias, rest)
         start += parameter.numel() if parameter.requires_grad else 0
     return None
@@ -265,7 +265,7 @@ class GramObjective:
         """∇²f(w, batch)·v, one per agent."""
         places = _places(batch)
         hidden, change = self._through(w, places), self._through(v, places)
-        others, rows = self.layer.rest.stacked_hvp(
+        others, rows = self.layer.rest.joint.hvp(
             w.others, Batch(hidden, *batch[1:]), v.others, change
         )
         assert rows is not None
@@ -301,7 +301,7 @@ class GramObjective:
 
     def _grad(self, places: Tensor, hidden: Tensor, others: Tensor, batch: AnyBatch) -> GramVector:
         """The gradient where the layer's outputs are ``hidden``."""
-        by_others, rows = self.layer.rest.stacked_grad(
+        by_others, rows = self.layer.rest.joint.grad(
             others, Batch(hidden, *batch[1:]), by_inputs=True
         )
         assert rows is not None

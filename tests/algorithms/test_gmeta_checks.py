@@ -15,7 +15,7 @@ def cause(algorithm, module=None, model=None):
     objective = Objective(module or mlp(torch.float32))
     w = objective.initial() if model is None else model
     own = agent_context(objective, federation().batches(2, 0, "train", 1))
-    return algorithm.diagnose(own, {"model": w}, {})
+    return algorithm.checks.diagnose(own, {"model": w}, {})
 
 
 def quartic(outputs, targets):
@@ -115,7 +115,7 @@ def test_a_fixed_step_of_differences_is_named(monkeypatch):
     def spoiled(objective, w, *_, **__):
         return torch.full_like(w, float("nan"))
 
-    monkeypatch.setattr("nufed.algorithms.gmeta_diagnosis.meta_gradient", spoiled)
+    monkeypatch.setattr("nufed.algorithms.gmeta_checks.meta_gradient", spoiled)
     found = cause(
         GMeta(
             adapt_steps=3,

@@ -1,26 +1,54 @@
-"""Why an agent's local updates became non-finite, found by recomputing them step by step."""
+"""What gMeta knows about its numbers: why an update became non-finite, or may be inaccurate."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.algorithms.protocol import AgentContext, State
-from nufed.meta.curvature import HessianFree
+from nufed.algorithms.protocol import AgentContext, Checks, State
+from nufed.meta.curvature import HessianFree, spectral_norm, unchecked
 from nufed.meta.fine_tuning import Rate, trajectory
-from nufed.meta.meta_gradient import MetaBatch, meta_gradient
+from nufed.meta.meta_gradient import MetaBatch, meta_gradient, trouble_with_curvature
 from nufed.objective import Objective
-from nufed.objective.spectrum import spectral_norm
 
 if TYPE_CHECKING:
     from nufed.algorithms.gmeta import GMeta
 
 
-def diagnose(algorithm: GMeta, context: AgentContext, received: State) -> str | None:
-    """Where the update became non-finite, and the likely cause; None if it stays finite."""
+@dataclass(frozen=True)
+class GMetaChecks(Checks):
+    """What gMeta knows about its numbers."""
+
+    algorithm: GMeta
+
+    def diagnose(self, context: AgentContext, received: State, state: State) -> str | None:
+        return _diagnose(self.algorithm, context, received)
+
+    def doubt(self, context: AgentContext, received: State) -> str | None:
+        """Why the first Hessian-vector product is inaccurate; None if it is accurate."""
+        algorithm, objective = self.algorithm, context.objective
+        return trouble_with_curvature(
+            objective,
+            received["model"],
+            algorithm.meta_batch(context.batches, 0),
+            lr=algorithm.rate(objective, received),
+            curvature=algorithm.curvature,
+        )
+
+    def without_warnings(self) -> GMeta:
+        return self.algorithm.with_settings(curvature=unchecked(self.algorithm.curvature))
+
+    def for_trial(self) -> GMeta:
+        """With at most one fine-tuning step, as memory grows by an iterate per step."""
+        return self.algorithm.with_settings(adapt_steps=min(1, self.algorithm.adapt_steps))
+
+
+def _diagnose(algorithm: GMeta, context: AgentContext, received: State) -> str | None:
+    """Where the update became non-finite, found by recomputing it step by step."""
     objective = context.objective.base
     vectors, take_step = received, algorithm.start_steps(context)
     for t, meta in enumerate(algorithm.meta_batches(context)):
