@@ -153,6 +153,13 @@ def test_every_room_has_one_sentence():
     assert set(listed) == ROOMS
 
 
+def test_ten_files_explain_the_core():
+    section = PAGE.split("\n## Ten files that explain the core\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| \d+ \| `(\w+/\w+\.py)` \| .+ \|$", section, re.MULTILINE)
+    assert len(listed) == len(set(listed)) == 10
+    assert all((SOURCE / name).is_file() for name in listed)
+
+
 def test_the_picture_is_drawn_from_the_code():
     script = runpy.run_path(str(ROOT / "docs/draw_rooms.py"))
     drawn = script["draw"](script["imports"]())
