@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -9,12 +10,13 @@ from math import prod
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor
 
 from nufed.data import Samples
 from nufed.data.samples import InputRange, as_tensor, as_words, check_finite, class_numbers, listed
 from nufed.errors import InputError, NumericalWarning, shown, visible
+from nufed.lab.runs.json_files import DataclassJson
 from nufed.objective.modules import RunningStats
 
 FORMAT = 2  # version of About; format 1 has no inputs.range
@@ -25,6 +27,13 @@ Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 InputType = Literal["uint8", "int32", "int64", "float32", "float64"]
 TargetType = Literal["bool", "uint8", "int8", "int16", "int32", "int64"]
+
+
+_RANGE = DataclassJson(InputRange, std=Annotated[float, Field(ge=0)])
+
+
+def _range(value: Any) -> Any:
+    return _RANGE.model_validate_json(json.dumps(value)) if isinstance(value, dict) else value
 
 
 class _AboutRecord(BaseModel):
@@ -46,15 +55,6 @@ class ModelAbout(_AboutRecord):
         return args
 
 
-class RangeAbout(_AboutRecord):
-    """The range of the raw inputs of training (:class:`nufed.data.samples.InputRange`)."""
-
-    low: Finite
-    high: Finite
-    mean: Finite
-    std: Annotated[Finite, Field(ge=0)]
-
-
 class InputsAbout(_AboutRecord):
     """The format of one raw input; bytes are then converted to x·scale + shift."""
 
@@ -62,7 +62,8 @@ class InputsAbout(_AboutRecord):
     dtype: InputType = "float32"
     scale: Finite = 1.0
     shift: Finite = 0.0
-    range: RangeAbout | None = None  # unknown in a federation, whose sites keep their data
+    # of the raw inputs of training; unknown in a federation, whose sites keep their data
+    range: Annotated[InputRange, BeforeValidator(_range)] | None = None
 
     @field_validator("shape")
     @classmethod
@@ -102,7 +103,7 @@ class InputsAbout(_AboutRecord):
         """A sentence, if inputs that were read are on another scale than those of training."""
         if self.range is None:
             return None
-        current, trained = InputRange.of(given), InputRange(**self.range.model_dump())
+        current, trained = InputRange.of(given), self.range
         if not current.far_from(trained, given.numel()):
             return None
         return (
@@ -287,7 +288,7 @@ def _lines(about: About) -> Iterator[str]:
     )
     yield f"- inputs: {inputs.dtype} of shape {tuple(inputs.shape)}" + _scaling(about)
     if inputs.range is not None:
-        yield f"- inputs of training: {InputRange(**inputs.range.model_dump())}"
+        yield f"- inputs of training: {inputs.range}"
     if about.classes:
         yield f"- classes: {_plain(_some(about.classes))}"
     loss = about.loss or "given in Python"

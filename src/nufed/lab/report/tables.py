@@ -245,7 +245,7 @@ def sites_table(run: Run) -> Table | None:
         trained = [line.seconds for line in answered if line.phase == "train"]
         rows.append(
             [
-                run.who(seed, agent).removeprefix("site "),
+                run.site_name(seed, agent) or str(agent),
                 f"{len(answered)} of {len(requests)}",
                 f"{sum(trained) / len(trained):.1f}" if trained else "–",
                 f"{max(trained):.1f}" if trained else "–",
@@ -269,7 +269,7 @@ def rounds_table(run: Run) -> Table | None:
         cells.setdefault((line.round, line.agent), []).append(line)
     rounds = sorted({line.round for line in lines})[-MAX_ROUNDS:]
     rows = [[str(k), *(_cell(cells.get((k, agent), ())) for agent in agents)] for k in rounds]
-    names = [run.who(seed, agent).removeprefix("site ") for agent in agents]
+    names = [run.site_name(seed, agent) or str(agent) for agent in agents]
     return Table(["round", *names], rows)
 
 
@@ -578,5 +578,9 @@ def baseline_notes(run: Run) -> list[tuple[str, str]]:
 
 def settings_text(settings: Mapping[str, Any]) -> str:
     """Settings as key = value."""
-    shown = {k: f"{v:g}" if isinstance(v, float) else str(v) for k, v in settings.items()}
-    return ", ".join(f"{key} = {value}" for key, value in shown.items()) or "as configured"
+    texts = [f"{key} = {setting_text(value)}" for key, value in settings.items()]
+    return ", ".join(texts) or "as configured"
+
+
+def setting_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

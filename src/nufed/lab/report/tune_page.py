@@ -20,7 +20,7 @@ from nufed.lab.analysis.tuning_findings import (
     too_few_trials,
 )
 from nufed.lab.report.page import Block, Charts, Folded, Page, Section, Text, Warned, note
-from nufed.lab.report.tables import Table, listed, settings_text
+from nufed.lab.report.tables import Table, listed, setting_text, settings_text
 from nufed.lab.runs.tuning_record import TuningRecord
 
 PAGE = "tune.html"
@@ -163,7 +163,7 @@ def sensitivity_table(record: TuningRecord) -> Table:
         [
             each.method,
             each.setting,
-            settings_text({each.setting: each.value}).partition(" = ")[2],
+            setting_text(each.value),
             cell(each.smaller),
             cell(each.larger),
         ]

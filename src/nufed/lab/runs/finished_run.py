@@ -114,12 +114,16 @@ class Run:
         return "flower" in self.engines.values()
 
     def who(self, seed: int, agent: int) -> str:
-        """An agent as text: a site by its name, with its number where others have that name too."""
+        """An agent as text: a site by its name."""
+        name = self.site_name(seed, agent)
+        return f"agent {agent}" if name is None else f"site {name}"
+
+    def site_name(self, seed: int, agent: int) -> str | None:
+        """The name of a site, with its number where others have that name too."""
         names = [listed.name for listed in self.splits[seed].agents] if seed in self.splits else []
         if not self.federated or not 0 <= agent < len(names):
-            return f"agent {agent}"
-        name = names[agent]
-        return f"site {name}" + (f" (number {agent})" if names.count(name) > 1 else "")
+            return None
+        return names[agent] + (f" (number {agent})" if names.count(names[agent]) > 1 else "")
 
     def traffic(self) -> list[TrafficLine]:
         """The requests to the sites of a federation, with their times and sizes; none of a private
