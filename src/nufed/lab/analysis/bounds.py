@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tomllib
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -236,7 +235,8 @@ def bounds_of_run(run: Run, *, given: Given | None = None, trust: bool = False) 
     ends = [w for saved in models.values() for w in (saved[0][1], saved[-1][1])]
     smooth = estimator.is_smooth(ends[0])
     estimates = _estimates(estimator, _distinct(ends), smooth)
-    constants = _constants(estimates)
+    # without ρ, only bounds that do not use it are valid
+    constants = ProblemConstants(**{n: 0.0 if e is None else e.value for n, e in estimates.items()})
     first = next(iter(methods))
     most = max(covered.adapt_steps for covered in methods.values()) if smooth else -1
     largest = max(fd_step(covered) for covered in methods.values())
@@ -355,8 +355,3 @@ def _estimates(
         "gradient_dissimilarity": estimator.gradient_dissimilarity(models),
         "hessian_dissimilarity": estimator.hessian_dissimilarity(few[-1:]),
     }
-
-
-def _constants(estimates: Mapping[str, LowerEstimate | None]) -> ProblemConstants:
-    """The estimates as constants; without ρ, only bounds that do not use it are valid."""
-    return ProblemConstants(**{n: 0.0 if e is None else e.value for n, e in estimates.items()})

@@ -591,7 +591,7 @@ def signal_chart(run: Run, field: str, title: str, look: Look) -> Any | None:
                 for round, value, median in jumps(series)
                 if math.isfinite(value)
             ]
-        for round in _some(sorted(by_round)):
+        for round in sorted(by_round)[:: math.ceil(len(by_round) / MAX_ROUNDS) or 1]:
             values = by_round[round]
             if all(map(math.isfinite, values)):
                 mean = float(np.mean(values))
@@ -606,11 +606,6 @@ def _series(trained: Trained, field: str) -> list[tuple[int, float]]:
     """A signal with its rounds, where it was recorded (a missing one is None or NaN)."""
     values = [(m.round, getattr(m, field)) for m in trained.metrics if field in m.model_fields_set]
     return [(round, math.nan if value is None else value) for round, value in values]
-
-
-def _some(rounds: Sequence[int]) -> list[int]:
-    step = max(1, math.ceil(len(rounds) / MAX_ROUNDS))
-    return list(rounds[::step])
 
 
 def _chart(
