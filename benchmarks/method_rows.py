@@ -137,6 +137,11 @@ def markdown(result):
     return "\n".join(lines) + "\n"
 
 
+def unmeasured():
+    """The algorithms without a plain loop, of which nothing is measured."""
+    return sorted(set(ALGORITHMS) - set(LOOPS))
+
+
 def write_table(result, path):
     """Replace the table in the page, which is between two comments."""
     text = path.read_text()
@@ -153,6 +158,7 @@ def methods_job(sizes, names=None):
         "CPU-ms, and times faster than the plain loop (at least 1: not slower)"
     )
     print(f"  {'':12} {'plain':>7} {'direct':>7} {'auto':>7}  ratio")
+    print("".join(f"  {name:12} unmeasured\n" for name in unmeasured()), end="")
     result = {}
     for name in names or LOOPS:
         works, engine = contenders(name, data, sizes)

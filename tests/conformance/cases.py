@@ -41,6 +41,10 @@ CASES = {
     "fedl2p-both": ALGORITHMS["fedl2p"](pretrain_rounds=2, net_lr=0.1, base_lr=0.1, **SETTINGS),
     "scalefl": ALGORITHMS["scalefl"](widths="0.5, 1", depths="1, 1", shares="0.5, 0.5", **SETTINGS),
 }
-assert {name.split("-")[0] for name in CASES} == set(ALGORITHMS), "add the algorithm to CASES"
+CASES |= {  # an algorithm that is not listed above is run with these settings and its own defaults
+    name: cls(**SETTINGS)
+    for name, cls in ALGORITHMS.items()
+    if name not in {case.split("-")[0] for case in CASES}
+}
 THOROUGH = {"gmeta-exact", "gmeta-hf", "gmeta-exact-learned", "scaffold", "ditto"}
 """Cases that are run on every kind of module; the others on the first only."""
