@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from itertools import accumulate, compress
 from typing import get_args
@@ -311,11 +311,10 @@ class Objective:
         try:
             return self._hvp(w, batch, v, part)
         except RuntimeError as error:
-            if "is not implemented" not in str(error):  # torch has no type for it
-                raise
             # fused attention has no second derivative; its unfused form has one
-            with sdpa_kernel(SDPBackend.MATH):
+            with sdpa_kernel(SDPBackend.MATH), suppress(RuntimeError):
                 return self._hvp(w, batch, v, part)
+            raise error
 
     def beside(
         self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
