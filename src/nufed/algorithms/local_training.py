@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, TypeAlias
 
 from torch import Tensor
@@ -149,6 +149,6 @@ def smallest_batch(algorithm: Algorithm, samples: int) -> int:
 
 def with_one_step(algorithm: Algorithm) -> Algorithm:
     """The same algorithm, with one local step per round where agents take such steps."""
-    if not isinstance(algorithm, LocalTraining):
-        return algorithm
-    return replace(algorithm, local_steps=1, local_epochs=0)
+    names = {field.name for field in fields(algorithm) if field.init}
+    fewest = {"local_steps": 1, "local_epochs": 0}
+    return replace(algorithm, **{name: n for name, n in fewest.items() if name in names})
