@@ -111,10 +111,10 @@ def without_codes(text: str) -> str:
 def relayed(line: str, form: str) -> str | None:
     """A line that one of Flower's processes printed, in a log format; None for an empty one."""
     text = without_codes(line.rstrip())
-    found = _FLOWERS.fullmatch(text)
-    level, message = found.groups() if found else ("INFO", text)
+    match = _FLOWERS.fullmatch(text)
+    level, message = match.groups() if match else ("INFO", text)
     if not message.strip():
         return None
     number = logging.getLevelNamesMapping()[level]
     record = logging.LogRecord("flwr", number, "", 0, message, None, None)
-    return formatter(form).format(record) if form == "json" or found else text
+    return formatter(form).format(record) if form == "json" or match else text

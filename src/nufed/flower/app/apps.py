@@ -85,9 +85,9 @@ class App:
         """The configuration, validated for a federation."""
         config = load_config(self.config)
         _check(config)
-        own = {"loss": self.loss, "metric": self.metric}
+        functions = {"loss": self.loss, "metric": self.metric}
         data = config.data.model_copy(update={"source": AT_SITES, "args": {}, "partition": "given"})
-        update = {key: OWN for key, value in own.items() if value is not None}
+        update = {key: OWN for key, value in functions.items() if value is not None}
         model = {"name": OWN, "args": {}} if self.model else {}
         return config.model_copy(
             update={
@@ -195,11 +195,11 @@ def _check(config: Config) -> None:
 def _check_bounds(config: Config) -> None:
     """Refuse settings outside of ``[approval]``, and bounds of what is no setting."""
     tables = {"method": config.method, **{f"methods.{n}": t for n, t in config.methods.items()}}
-    found: list[tuple[str, str, Any]] = [("rounds", "rounds", config.rounds)]
+    settings: list[tuple[str, str, Any]] = [("rounds", "rounds", config.rounds)]
     for place, table in tables.items():
-        found += [(f"{place}.{name}", name, value) for name, value in table.settings.items()]
+        settings += [(f"{place}.{name}", name, value) for name, value in table.settings.items()]
     for bounded, bounds in config.approval.items():
-        values = {key: value for key, name, value in found if name == bounded}
+        values = {key: value for key, name, value in settings if name == bounded}
         if not values or not bounds[0] <= bounds[1]:
             raise InputError(
                 f"approval.{bounded} = {bounds}: must be [least, most] of rounds or of a setting "

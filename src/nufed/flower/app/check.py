@@ -47,14 +47,14 @@ def load_app(folder: Path) -> App:
         raise InputError(f"{folder} is not an app directory: it has no app.py")
     sys.path.insert(0, str(folder.resolve()))
     try:
-        found = importlib.import_module("app").federation
+        app = importlib.import_module("app").federation
     except Exception as error:  # any error in the user's files
         raise InputError(
             f"{folder / 'app.py'} can't be imported ({type(error).__name__}: {error})"
         ) from error
-    if not isinstance(found, App):
+    if not isinstance(app, App):
         raise InputError(f"{folder / 'app.py'}: `federation` must be a nufed.flower.App")
-    return found
+    return app
 
 
 MIB = 2**20

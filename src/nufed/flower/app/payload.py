@@ -52,7 +52,7 @@ def works_with(one: str, other: str) -> bool:
     >>> works_with("0.1.0", "0.1.3"), works_with("0.1.3", "0.2.0"), works_with("0.1.0", "0.1.0rc1")
     (True, False, False)
     """
-    series = [found.groups() for found in map(NUMBERS.fullmatch, (one, other)) if found]
+    series = [match.groups() for match in map(NUMBERS.fullmatch, (one, other)) if match]
     return one == other or (len(series) == 2 and series[0] == series[1])
 
 

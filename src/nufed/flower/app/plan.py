@@ -205,8 +205,8 @@ class Plan:
     def initial_state(self, received: State) -> State:
         """A site's state before its first round; with error feedback also its residuals."""
         sent = {name: received[name] for name in self.algorithm.sends if name in received}
-        own = self.algorithm.agent_init(self.objective, received)
-        return {**own, **initial_residuals(self.rules.codec, sent)}
+        state = self.algorithm.agent_init(self.objective, received)
+        return {**state, **initial_residuals(self.rules.codec, sent)}
 
     def received_like(self) -> State:
         """Vectors with the names and shapes of those that a site receives."""

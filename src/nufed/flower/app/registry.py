@@ -105,9 +105,7 @@ class SiteRegistry(Record):
 
     def find(self, key: str) -> tuple[str, RegisteredSite] | None:
         """The public key with this fingerprint and its site; None if it is not admitted."""
-        return next(
-            ((public, site) for found, public, site in self.entries() if found == key), None
-        )
+        return next(((public, site) for each, public, site in self.entries() if each == key), None)
 
     def named(self, number_or_name: str) -> RegisteredSite:
         """The site with this number or name."""
@@ -243,23 +241,23 @@ class Authentication:
         if not isinstance(key, str) or not isinstance(signature, bytes):
             raise PayloadError("its signature is not a key's fingerprint and bytes")
         assert self.registry is not None
-        found = self.registry.find(key)
-        if found is None:
+        admitted = self.registry.find(key)
+        if admitted is None:
             how = "revoked" if key in self.registry.revoked else "not registered"
             raise PayloadError(f"its key {shown(key)[1:-1]} is {how}")
-        if not verify(found[0], REPLY, _statement(message_id, records), signature):
+        if not verify(admitted[0], REPLY, _statement(message_id, records), signature):
             raise PayloadError(f"its signature is not one of the key {key} for this reply")
         return key
 
     def site_of(self, node: int) -> RegisteredSite | None:
         """The site whose registered key signs for this node."""
-        found = self.registry.find(self._keys.get(node, "")) if self.registry else None
-        return found[1] if found else None
+        admitted = self.registry.find(self._keys.get(node, "")) if self.registry else None
+        return admitted[1] if admitted else None
 
     def number_of(self, node: int, agents: int) -> int | None:
         """The number of the site with this node's key, signed or admitted, if it is below."""
-        found = self.registry.find(self.key_of(node)) if self.registry else None
-        return found[1].number if found and found[1].number < agents else None
+        admitted = self.registry.find(self.key_of(node)) if self.registry else None
+        return admitted[1].number if admitted and admitted[1].number < agents else None
 
     def names(self, agents: int) -> dict[int, str]:
         """The names of the sites registered with numbers below."""
@@ -274,9 +272,9 @@ class Authentication:
     def label(self, node: int) -> str:
         """How logs name a node: by its site, its key, or only Flower's id if none is known."""
         key = self.key_of(node)
-        found = self.registry.find(key) if self.registry and key else None
-        if found:
-            return found[1].label(key)
+        admitted = self.registry.find(key) if self.registry and key else None
+        if admitted:
+            return admitted[1].label(key)
         return f"the site with key {key}" if key else f"node {node}"
 
     def key_of(self, node: int) -> str:

@@ -95,12 +95,12 @@ def load_record(path: Path, like: State) -> SiteRecord:
     A missing or damaged file, or one of another model, gives an empty record.
     """
     try:
-        found = read_sealed(path)
+        file = read_sealed(path)
     except RunError:
         return SiteRecord()
-    about = found.about
+    about = file.about
     parts: dict[str, State] = {"before": {}, "after": {}, "release": {}}
-    for key, tensor in found.tensors.items():
+    for key, tensor in file.tensors.items():
         part, _, name = key.partition("/")
         parts[part] = {**parts[part], name: tensor}
     vectors, fields = parts.pop("release"), about["release"]

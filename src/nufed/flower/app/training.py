@@ -325,11 +325,11 @@ def _log_round(
         parts.append(f"{accepted} of {size} sites")
     if outcome and outcome.scores:
         final = outcome.evaluation.chosen or outcome.scores
-        found = summarise(final, steps, plan.measure)
-        fields |= {"measure": plan.measure.name, "score": found.mean, "scored": found.agents}
-        shared = "" if final[0].global_score is None else f"global {found.global_mean:.3f}, "
-        parts.append(f"{plan.measure.name} {shared}personal {found.mean:.3f} after {steps} steps")
-        parts.append(f"mean over {found.agents} of {plan.agents} sites")
+        summary = summarise(final, steps, plan.measure)
+        fields |= {"measure": plan.measure.name, "score": summary.mean, "scored": summary.agents}
+        shared = "" if final[0].global_score is None else f"global {summary.global_mean:.3f}, "
+        parts.append(f"{plan.measure.name} {shared}personal {summary.mean:.3f} after {steps} steps")
+        parts.append(f"mean over {summary.agents} of {plan.agents} sites")
     if epsilon:
         parts.append(
             f"epsilon {epsilon['released']:.4g} of the released model and "
@@ -353,10 +353,10 @@ def _finish(
         raise TrainingError(f"no site sent usable scores: {reasons}")
     server.scoring.keep_personal_models(progress, outcome.evaluation.scale(plan.personal_steps))
     directory.write_sites(plan.agents, plan.seen, outcome.scores, plan.seed, server.names)
-    found = server.scoring.baselines(progress, [scores.agent for scores in outcome.scores])
+    baselines = server.scoring.baselines(progress, [scores.agent for scores in outcome.scores])
     if "majority" in plan.baselines and len(outcome.majority) == len(outcome.scores):
-        found["majority"] = Evaluation(list(outcome.majority))
-    for name, evaluation in found.items():
+        baselines["majority"] = Evaluation(list(outcome.majority))
+    for name, evaluation in baselines.items():
         folder = directory.part("baselines", name, plan.seed)
         files = PartFiles(folder, recorder.files.belongs_to)
         files.finish_baseline(plan.rounds, evaluation)

@@ -173,10 +173,10 @@ class Approvals:
         if self.has(digest):
             return ""
         counted = [path.read_bytes() for path in reversed(self._files()) if _counts(path)]
-        found = [_beyond(approved, bundle) for approved in counted]
-        if "" in found:
+        differences = [_beyond(approved, bundle) for approved in counted]
+        if "" in differences:
             return ""
-        why = next((f"; {reason}" for reason in found if reason), "")
+        why = next((f"; {reason}" for reason in differences if reason), "")
         return NOT_APPROVED.format(digest, why) + self.outdated()
 
     def _files(self) -> list[Path]:

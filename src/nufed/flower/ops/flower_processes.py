@@ -97,19 +97,19 @@ class Flower:
 
     def alive(self) -> list[int]:
         """PIDs of the processes with this home; some of Flower's detach from their parents."""
-        entry, found = f"FLWR_HOME={self.home}".encode(), []
+        entry, pids = f"FLWR_HOME={self.home}".encode(), []
         for file in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # it has ended, or is not ours
                 if entry in file.read_bytes().split(b"\0"):
-                    found.append(int(file.parent.name))
-        return found
+                    pids.append(int(file.parent.name))
+        return pids
 
     def _kill(self) -> list[int]:
-        found = self.alive()
-        for pid in found:
+        pids = self.alive()
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return found
+        return pids
 
 
 @contextmanager

@@ -92,41 +92,41 @@ def add_key(folder: Path, site: str, key: Path) -> str:
     """Add a site's new public key; its old one stays valid until :func:`revoke_old_key`."""
     public = read_public(key)
     with _registry_of(folder) as old:
-        found = old.named(site)
-        if len(found.keys) > 1:
+        member = old.named(site)
+        if len(member.keys) > 1:
             raise InputError(
-                f"site {found.number} ({found.name!r}) has two keys already: revoke the old one "
-                f"with `nufed federate rotate {found.number} --finish`"
+                f"site {member.number} ({member.name!r}) has two keys already: revoke the old one "
+                f"with `nufed federate rotate {member.number} --finish`"
             )
-        sites = _replaced(old, found, [*found.keys, public])
-        _write(folder, _changed(folder, sites, old.revoked), "added key", found, [public])
+        sites = _replaced(old, member, [*member.keys, public])
+        _write(folder, _changed(folder, sites, old.revoked), "added key", member, [public])
     return fingerprint(public)
 
 
 def revoke_old_key(folder: Path, site: str) -> str:
     """Revoke a site's old key after its new one was added; returns the old one's fingerprint."""
     with _registry_of(folder) as old:
-        found = old.named(site)
-        if len(found.keys) < 2:
+        member = old.named(site)
+        if len(member.keys) < 2:
             raise InputError(
-                f"site {found.number} ({found.name!r}) has one key only: add the new one with "
-                f"`nufed federate rotate {found.number} NEW.pub`"
+                f"site {member.number} ({member.name!r}) has one key only: add the new one with "
+                f"`nufed federate rotate {member.number} NEW.pub`"
             )
-        key = fingerprint(found.keys[0])
-        sites = _replaced(old, found, found.keys[1:])
+        key = fingerprint(member.keys[0])
+        sites = _replaced(old, member, member.keys[1:])
         new = _changed(folder, sites, [*old.revoked, key])
-        _write(folder, new, "revoked key", found, found.keys[:1])
+        _write(folder, new, "revoked key", member, member.keys[:1])
     return key
 
 
 def revoke_site(folder: Path, site: str) -> RegisteredSite:
     """Remove a site and revoke its keys; its number may be registered again with another key."""
     with _registry_of(folder) as old:
-        found = old.named(site)
-        rest = [each for each in old.site if each != found]
-        new = _changed(folder, rest, [*old.revoked, *map(fingerprint, found.keys)])
-        _write(folder, new, "revoked site", found, found.keys)
-    return found
+        member = old.named(site)
+        rest = [each for each in old.site if each != member]
+        new = _changed(folder, rest, [*old.revoked, *map(fingerprint, member.keys)])
+        _write(folder, new, "revoked site", member, member.keys)
+    return member
 
 
 @contextmanager

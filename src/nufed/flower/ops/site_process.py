@@ -250,7 +250,7 @@ def _fork_for_each(control: socket.socket) -> None:
                 control.close()
                 _end_with_parent()
                 np.random.seed()  # noqa: NPY002  (else every message has the same global state)
-                with socket.socket(fileno=fds[0]) as own, own.makefile("rwb") as stream:
+                with socket.socket(fileno=fds[0]) as link, link.makefile("rwb") as stream:
                     write_parts(stream, _respond(read_parts(stream)))
                 code = 0
             finally:

@@ -63,13 +63,13 @@ SERVER_HEADINGS = ("number", "name", "connected", "last seen", "key")
 
 def newest_run(folder: Path = Path("runs")) -> Path:
     """The run directory whose status was written last."""
-    found = sorted(folder.glob(f"*/{STATUS}"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    files = sorted(folder.glob(f"*/{STATUS}"), key=lambda path: path.stat().st_mtime)
+    if not files:
         raise InputError(
             f"no run of a federation has started in {folder.absolute()}: give the run directory, "
             "on the server's machine, or --keys FOLDER to see the sites of a server without a run"
         )
-    return found[-1].parent
+    return files[-1].parent
 
 
 def is_gone(status: StatusRecord, now: float | None = None) -> bool:

@@ -160,10 +160,10 @@ def _how_to_resume(out: Path, resume_command: str, words: str = "Resume with") -
 def status_of(commands: Flower, run: str) -> tuple[str, str]:
     """A run's status, and Flower's details of it."""
     try:
-        (found,) = flwr_json(commands, "list", NAME, "--run-id", run)["runs"]
+        (listed,) = flwr_json(commands, "list", NAME, "--run-id", run)["runs"]
     except RunError as error:
         return "finished:lost", f"the server lost the run, or is unreachable: {error}"
-    return found["status"], found["status-details"]
+    return listed["status"], listed["status-details"]
 
 
 def failures(out: Path) -> list[tuple[Path, int, str]]:

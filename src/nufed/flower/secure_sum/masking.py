@@ -127,8 +127,8 @@ def advertise(terms: SumTerms, site: int, sign: Sign) -> tuple[Secrets, Advert]:
     """Phase 1: fresh keys, signed by the site's key."""
     if site not in terms.sites:
         raise SecureSumError(f"site {site} is not in the cohort of this sum")
-    own = secrets.token_bytes(KEY_BYTES)
-    made = Secrets(terms, site, 1, new_private(), new_private(), own)
+    mask_key = secrets.token_bytes(KEY_BYTES)
+    made = Secrets(terms, site, 1, new_private(), new_private(), mask_key)
     advert = _unsigned(made)
     return made, replace(advert, signature=sign(signed_message(terms, site, advert)))
 
@@ -138,61 +138,63 @@ def signed_message(terms: SumTerms, site: int, advert: Advert) -> bytes:
     return canonical("keys", terms.digest.hex(), site, advert.signed)
 
 
-def _unsigned(own: Secrets) -> Advert:
-    commitment = hashlib.sha256(own.own).digest()
-    return Advert(public_of(own.encryption), public_of(own.masking), commitment, b"")
+def _unsigned(held: Secrets) -> Advert:
+    commitment = hashlib.sha256(held.own).digest()
+    return Advert(public_of(held.encryption), public_of(held.masking), commitment, b"")
 
 
 def share(
-    own: Secrets, adverts: Mapping[int, Advert], verify: Verify
+    held: Secrets, adverts: Mapping[int, Advert], verify: Verify
 ) -> tuple[Secrets, dict[int, bytes]]:
     """Phase 2: shares of both secrets, encrypted for every other site."""
-    own.expect(1)
-    terms = own.terms
+    held.expect(1)
+    terms = held.terms
     terms.check_enough(len(adverts), "sent their keys")
     for site, advert in adverts.items():
         known = site in terms.sites
         if not known or not verify(site, signed_message(terms, site, advert), advert.signature):
             raise SecureSumError(f"the keys of site {site} are not signed by its registered key")
-    mine = adverts.get(own.site)
-    if mine is None or mine.signed != _unsigned(own).signed:
+    mine = adverts.get(held.site)
+    if mine is None or mine.signed != _unsigned(held).signed:
         raise SecureSumError("the server sent other keys of this site than its own")
     sites = sorted(adverts)
     of_own, of_masking = (
         dict(zip(sites, create_shares(secret, terms.threshold, len(sites)), strict=True))
-        for secret in (own.own, own.masking)
+        for secret in (held.own, held.masking)
     )
     sealed = {
         site: encrypt(
-            _pair_key(own, advert.encryption, site),
+            _pair_key(held, advert.encryption, site),
             len(of_own[site]).to_bytes(2, "little") + of_own[site] + of_masking[site],
-            pair_context(terms.digest, SHARE, own.site, site),
+            pair_context(terms.digest, SHARE, held.site, site),
         )
         for site, advert in adverts.items()
-        if site != own.site
+        if site != held.site
     }
-    kept = {own.site: (of_own[own.site], of_masking[own.site])}
-    return replace(own, phase=2, adverts=dict(adverts), shares=kept), sealed
+    kept = {held.site: (of_own[held.site], of_masking[held.site])}
+    return replace(held, phase=2, adverts=dict(adverts), shares=kept), sealed
 
 
-def masked(own: Secrets, sealed: Mapping[int, bytes], words: Words) -> tuple[Secrets, Words]:
+def masked(held: Secrets, sealed: Mapping[int, bytes], words: Words) -> tuple[Secrets, Words]:
     """Phase 3: the words plus the own mask, plus or minus one mask per site that sent shares."""
-    own.expect(2)
-    terms = own.terms
-    if own.site in sealed or not sealed.keys() <= own.adverts.keys():
+    held.expect(2)
+    terms = held.terms
+    if held.site in sealed or not sealed.keys() <= held.adverts.keys():
         raise SecureSumError("the server sent shares of sites without keys")
     terms.check_enough(len(sealed) + 1, "sent their shares")
-    shares = dict(own.shares)
+    shares = dict(held.shares)
     for site, text in sealed.items():
-        key = _pair_key(own, own.adverts[site].encryption, site)
-        plain = decrypt(key, text, pair_context(terms.digest, SHARE, site, own.site), site)
+        key = _pair_key(held, held.adverts[site].encryption, site)
+        plain = decrypt(key, text, pair_context(terms.digest, SHARE, site, held.site), site)
         end = 2 + int.from_bytes(plain[:2], "little")
         shares[site] = plain[2:end], plain[end:]
-    total = add(words, mask(own.own, words.shape))
+    total = add(words, mask(held.own, words.shape))
     for site in sealed:
-        pair = pairwise_mask(terms, own.site, own.masking, site, own.adverts[site].masking, words)
-        total = add(total, pair) if own.site < site else subtract(total, pair)
-    return replace(own, phase=3, shares=shares), total
+        pair = pairwise_mask(
+            terms, held.site, held.masking, site, held.adverts[site].masking, words
+        )
+        total = add(total, pair) if held.site < site else subtract(total, pair)
+    return replace(held, phase=3, shares=shares), total
 
 
 def pairwise_mask(
@@ -204,51 +206,51 @@ def pairwise_mask(
     return mask(key, like.shape)
 
 
-def confirm(own: Secrets, survivors: frozenset[int], sign: Sign) -> tuple[Secrets, bytes]:
+def confirm(held: Secrets, survivors: frozenset[int], sign: Sign) -> tuple[Secrets, bytes]:
     """Phase 4: a signature of the one set of survivors that this site will help to unmask."""
-    own.expect(3)
-    if own.site not in survivors or not survivors <= own.shares.keys():
+    held.expect(3)
+    if held.site not in survivors or not survivors <= held.shares.keys():
         raise SecureSumError("the server named sites of the sum that sent no shares")
-    own.terms.check_enough(len(survivors), "sent their update")
-    confirmed = replace(own, phase=4, survivors=tuple(sorted(survivors)))
+    held.terms.check_enough(len(survivors), "sent their update")
+    confirmed = replace(held, phase=4, survivors=tuple(sorted(survivors)))
     return confirmed, sign(confirmed_message(confirmed))
 
 
-def confirmed_message(own: Secrets) -> bytes:
+def confirmed_message(held: Secrets) -> bytes:
     """What sites sign before they release shares: the survivors, and the keys of all sites.
 
     Keys are fresh in every attempt, so a signature counts only among sites that were sent the same
     keys, and a site has one signature for these.
     """
-    adverts = canonical([[site, own.adverts[site].signed] for site in sorted(own.adverts)])
+    adverts = canonical([[site, held.adverts[site].signed] for site in sorted(held.adverts)])
     keys = hashlib.sha256(adverts).hexdigest()
-    return canonical("survivors", own.terms.digest.hex(), keys, own.survivors)
+    return canonical("survivors", held.terms.digest.hex(), keys, held.survivors)
 
 
 def unmask(
-    own: Secrets, confirmations: Mapping[int, bytes], verify: Verify
+    held: Secrets, confirmations: Mapping[int, bytes], verify: Verify
 ) -> tuple[Secrets, Unmasking]:
     """Phase 5: shares of the own masks of survivors, and of the masking keys of the others.
 
     Only once enough sites confirmed the same survivors: else a server that names different ones to
     different sites could collect what unmasks a single update.
     """
-    own.expect(4)
-    message = confirmed_message(own)
+    held.expect(4)
+    message = confirmed_message(held)
     valid = [
         site
         for site, signature in confirmations.items()
-        if site in own.survivors and verify(site, message, signature)
+        if site in held.survivors and verify(site, message, signature)
     ]
-    own.terms.check_enough(len(valid), "confirmed the same sum")
+    held.terms.check_enough(len(valid), "confirmed the same sum")
     released = Unmasking(
-        {site: shares[0] for site, shares in own.shares.items() if site in own.survivors},
-        {site: shares[1] for site, shares in own.shares.items() if site not in own.survivors},
+        {site: shares[0] for site, shares in held.shares.items() if site in held.survivors},
+        {site: shares[1] for site, shares in held.shares.items() if site not in held.survivors},
     )
-    return replace(own, phase=5, shares={}, own=b"", masking=b"", encryption=b""), released
+    return replace(held, phase=5, shares={}, own=b"", masking=b"", encryption=b""), released
 
 
-def _pair_key(own: Secrets, public: bytes, site: int) -> bytes:
-    pair = sorted((own.site, site))
-    context = pair_context(own.terms.digest, ENCRYPTION, pair[0], pair[1])
-    return agreed_key(own.encryption, public, context)
+def _pair_key(held: Secrets, public: bytes, site: int) -> bytes:
+    pair = sorted((held.site, site))
+    context = pair_context(held.terms.digest, ENCRYPTION, pair[0], pair[1])
+    return agreed_key(held.encryption, public, context)

@@ -99,11 +99,11 @@ def unmasked_sum(
 
 
 def _recovered(terms: SumTerms, shares: list[bytes | None], site: int) -> bytes:
-    found = [share for share in shares if share is not None]
+    given = [share for share in shares if share is not None]
     try:
-        if len(found) < terms.threshold:
+        if len(given) < terms.threshold:
             raise ValueError
-        return combine_shares(found[: terms.threshold])
+        return combine_shares(given[: terms.threshold])
     except (ValueError, IndexError) as error:
         raise SecureSumError(f"the shares of site {site}'s secrets can't be combined") from error
 
@@ -184,14 +184,14 @@ class SecureRound:
             self.dropped = offline
         else:
             replies = {**replies, **dict.fromkeys(offline, OFFLINE)}
-        found = {}
+        answers = {}
         for site, reply in replies.items():
             try:
-                found[site] = read(site, usable(reply))
+                answers[site] = read(site, usable(reply))
             except PayloadError as error:
                 round, who = self.terms.round, self.who(site)
                 self.failed.append(UpdateError(site, round, str(error), error.fault, who))
-        return found
+        return answers
 
     def _read_shares(self, sites: set[int]) -> Callable[[int, RecordDict], Mapping[int, bytes]]:
         def read(site: int, reply: RecordDict) -> Mapping[int, bytes]:

@@ -112,68 +112,70 @@ def advertise_keys(site: Site, request: RecordDict) -> RecordDict:
                 f"this site has taken part in {most} attempts of this run, which is the most that "
                 "it lists: start a new run"
             )
-        own, advert = advertise(terms, agent, lambda message: sign(key, SECURE_SUM, message))
+        held, advert = advertise(terms, agent, lambda message: sign(key, SECURE_SUM, message))
         if not keys.verify(agent, signed_message(terms, agent, advert), advert.signature):
             raise InputError(
                 f"this site's key is not federation.site_keys[{agent}]: start the site with that "
                 "key; or, if its key was rotated, put the line of the new .pub file there, have "
                 "every site approve the app again, and start a new run with another seed"
             )
-        _save(path, SecureRecord(own, (*attempts, terms.attempt)))
+        _save(path, SecureRecord(held, (*attempts, terms.attempt)))
     return RecordDict({SECURE: secure_record(advert)})
 
 
 def share_secrets(site: Site, request: RecordDict) -> RecordDict:
     """Phase 2."""
-    found = read_secure(request, Adverts)
+    message = read_secure(request, Adverts)
     with _only_one(site):
-        path, record, own = _current(site, found.run, found.attempt)
-        own, sealed = share(own, found.adverts, _site_keys(site).verify)
-        _save(path, replace(record, secrets=own))
-    return RecordDict({SECURE: secure_record(SealedShares(found.run, found.attempt, sealed))})
+        path, record, held = _current(site, message.run, message.attempt)
+        held, sealed = share(held, message.adverts, _site_keys(site).verify)
+        _save(path, replace(record, secrets=held))
+    return RecordDict({SECURE: secure_record(SealedShares(message.run, message.attempt, sealed))})
 
 
 def mask_update(
     site: Site, request: RecordDict, round: int, vectors: State, received: State
 ) -> ArrayRecord:
     """Phase 3: the masked update of a round."""
-    found = read_secure(request, SealedShares)
+    message = read_secure(request, SealedShares)
     with _only_one(site):
-        path, record, own = _current(site, found.run, found.attempt)
-        if own.terms.round != round:
-            raise SecureSumError(f"the keys are of round {own.terms.round}, the request of {round}")
+        path, record, held = _current(site, message.run, message.attempt)
+        if held.terms.round != round:
+            raise SecureSumError(
+                f"the keys are of round {held.terms.round}, the request of {round}"
+            )
         before = {name: received[name] for name in site.plan.algorithm.sent_in(round)}
-        words = encode(vectors, before, len(own.terms.sites))
-        own, total = masked(own, found.sealed, words)
-        _save(path, replace(record, secrets=own))
+        words = encode(vectors, before, len(held.terms.sites))
+        held, total = masked(held, message.sealed, words)
+        _save(path, replace(record, secrets=held))
     return words_record(total)
 
 
 def confirm_sum(site: Site, request: RecordDict) -> RecordDict:
     """Phase 4."""
-    found = read_secure(request, Survivors)
+    survivors = read_secure(request, Survivors)
     key = _private_key(site)
     with _only_one(site):
-        path, record, own = _current(site, found.run, found.attempt)
-        own, signature = confirm(
-            own, frozenset(found.sites), lambda message: sign(key, SECURE_SUM, message)
+        path, record, held = _current(site, survivors.run, survivors.attempt)
+        held, signature = confirm(
+            held, frozenset(survivors.sites), lambda message: sign(key, SECURE_SUM, message)
         )
-        _save(path, replace(record, secrets=own))
+        _save(path, replace(record, secrets=held))
     return RecordDict({SECURE: secure_record(Confirmation(signature))})
 
 
 def unmask_sum(site: Site, request: RecordDict) -> RecordDict:
     """Phase 5."""
-    found = read_secure(request, Confirmations)
+    message = read_secure(request, Confirmations)
     with _only_one(site):
-        path, record, own = _current(site, found.run, found.attempt)
-        sum_of = SummedSites(own.survivors, _keys_of(site, own.survivors))
-        seed, round = site.plan.seed, own.terms.round
+        path, record, held = _current(site, message.run, message.attempt)
+        sum_of = SummedSites(held.survivors, _keys_of(site, held.survivors))
+        seed, round = site.plan.seed, held.terms.round
         for summed in _sums_of(site, round):
             if summed != sum_of:
-                raise _other_sites(site, round, summed, own.survivors)
-        own, released = unmask(own, found.signatures, _site_keys(site).verify)
-        _save(path, replace(record, secrets=own))
+                raise _other_sites(site, round, summed, held.survivors)
+        held, released = unmask(held, message.signatures, _site_keys(site).verify)
+        _save(path, replace(record, secrets=held))
         file = site.folder / f"{SUMS}{site.agent}"
         seeds = _load(file, UnmaskedSums()).seeds
         rounds = {**seeds.get(seed, {}), round: sum_of}
@@ -243,10 +245,10 @@ def _current(site: Site, run: str, attempt: str) -> tuple[Path, SecureRecord, Se
     _site_keys(site)
     path = _path(site, run)
     record = _load(path, SecureRecord())
-    own = record.secrets
-    if own is None or (own.terms.run, own.terms.attempt) != (run, attempt):
+    held = record.secrets
+    if held is None or (held.terms.run, held.terms.attempt) != (run, attempt):
         raise SecureSumError("the request is of another attempt than this site's keys")
-    return path, record, own
+    return path, record, held
 
 
 def _path(site: Site, run: str) -> Path:
