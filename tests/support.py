@@ -14,6 +14,7 @@ from nufed import Batch, Federation, Objective
 from nufed.algorithms.protocol import AgentContext, AgentUpdate, Context
 from nufed.data import as_samples, make_split
 from nufed.lab.report.run_page import build_report
+from nufed.server import Progress, Rules, close_round, open_round
 
 FSYNC = os.fsync  # tests run without it
 
@@ -214,3 +215,11 @@ def without_report():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nufed.lab.report.run_page.build_report", lambda runs, out, **_: out)
         yield
+
+
+def round_of(algorithm, server, updates, context, cohort=None, rules=Rules()):
+    """The server's next state from these updates, and the rejected ones."""
+    incoming = open_round(algorithm, Progress(0, server), context, cohort, rules)
+    for each in updates:
+        incoming.add(each)
+    return close_round(algorithm, server, incoming, context, rules=rules)

@@ -221,10 +221,10 @@ def unseal(content: bytes) -> Sealed:
     )
 
 
-def _mapping(found: Any) -> dict[str, Any]:
-    if not isinstance(found, dict):
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
         raise TypeError("not a mapping")
-    return found
+    return value
 
 
 def read_sealed(path: Path) -> Sealed:

@@ -50,13 +50,13 @@ class Registry(Mapping[str, T]):
             return self._built_in[name]
         entry = installed()[self.group][name]
         try:
-            found = entry.load()
+            loaded = entry.load()
         except Exception as error:  # importing the package may raise anything
             raise InputError(
                 f"{name} is an entry point of {self.group} ({entry.value}) that can't be "
                 f"imported: {in_short(error)}; repair or uninstall its package"
             ) from error
-        return self._checked(found, f"{name}, an entry point of {self.group} ({entry.value}),")
+        return self._checked(loaded, f"{name}, an entry point of {self.group} ({entry.value}),")
 
     def __iter__(self) -> Iterator[str]:
         yield from self._built_in
@@ -67,11 +67,11 @@ class Registry(Mapping[str, T]):
 
     def working(self) -> dict[str, T]:
         """All objects by name, without entry points that can't be imported."""
-        found = {}
+        objects = {}
         for name in self:
             with contextlib.suppress(InputError):
-                found[name] = self[name]
-        return found
+                objects[name] = self[name]
+        return objects
 
     def find(self, key: str, name: str) -> T:
         """The object of a name; the module of a ``package.module:Name`` must be imported already.
@@ -91,16 +91,16 @@ class Registry(Mapping[str, T]):
                 "first if you trust it",
                 key,
             )
-        found = vars(sys.modules[module]).get(attribute)
-        if found is None:
+        named = vars(sys.modules[module]).get(attribute)
+        if named is None:
             raise InputError(f"= {shown(name)}: {module} has no {attribute}", key)
-        return self._checked(found, f"= {shown(name)}", key)
+        return self._checked(named, f"= {shown(name)}", key)
 
-    def _checked(self, found: Any, what: str, key: str = "") -> T:
-        reason = self._refuse(found)
+    def _checked(self, candidate: Any, what: str, key: str = "") -> T:
+        reason = self._refuse(candidate)
         if reason:
             raise InputError(f"{what} {reason}", key)
-        typed: T = found
+        typed: T = candidate
         return typed
 
     def listed(self) -> str:
@@ -160,10 +160,10 @@ def closest(given: str, known: Iterable[str]) -> str | None:
     """
     wanted, names = _folded(given), {_folded(name): name for name in known}
     related = [
-        own
-        for own in names
-        if (len(wanted) > 3 and own.startswith(wanted))
-        or (len(own) > 3 and wanted.startswith(f"{own}_"))
+        name
+        for name in names
+        if (len(wanted) > 3 and name.startswith(wanted))
+        or (len(name) > 3 and wanted.startswith(f"{name}_"))
     ]
     near = (
         get_close_matches(wanted, names, n=1, cutoff=SIMILAR) if len(wanted) < MAX_MISSPELT else []

@@ -106,8 +106,8 @@ def setting(
     search: Search | None = None,
 ) -> Any:
     """A dataclass field that is a setting; arguments are those of :class:`Setting`."""
-    found = Setting(about, least, above, most, below, choices, search)
-    return dataclasses.field(default=default, metadata={KEY: found})
+    limits = Setting(about, least, above, most, below, choices, search)
+    return dataclasses.field(default=default, metadata={KEY: limits})
 
 
 @dataclass(frozen=True)
@@ -208,13 +208,13 @@ def settings_of(cls: type) -> tuple[Field, ...]:
 @lru_cache(maxsize=256)  # resolving type hints is slow, and every new algorithm is checked
 def _settings_of(cls: Any) -> tuple[Field, ...]:
     hints = get_type_hints(cls)
-    found = {
+    values = {
         field.name: Field(field.name, hints[field.name], field.default, field.metadata[KEY])
         for field in dataclasses.fields(cls)
         if field.init and KEY in field.metadata
     }
     written = [name for base in cls.__mro__ for name in get_annotations(base)]
-    return tuple(found[name] for name in dict.fromkeys(written) if name in found)
+    return tuple(values[name] for name in dict.fromkeys(written) if name in values)
 
 
 def check_settings(algorithm: Any) -> None:

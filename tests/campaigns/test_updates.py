@@ -10,8 +10,8 @@ import torch
 from nufed.algorithms import GMeta
 from nufed.algorithms.aggregation import ClippedMean, Mean, Median, TrimmedMean
 from nufed.algorithms.protocol import AgentUpdate
-from nufed.server import Rules, close_round
-from support import context
+from nufed.server import Rules
+from support import context, round_of
 
 RULES = [Mean(), Mean("samples"), Median(), TrimmedMean(), ClippedMean()]
 SIZE, ROUND, COHORT = 40, 5, range(8)
@@ -83,12 +83,10 @@ def test_invalid_updates_are_left_out_and_the_others_give_the_same_bits(tell, ti
         mixed = [*rng.sample([*left, *wrong], len(updates)), *second]
         algorithm = GMeta(aggregation=rng.choice(RULES))
         rules = Rules(max_update_norm=rng.choice([None, 1e6]))
-        got, rejected = close_round(
+        got, rejected = round_of(
             algorithm, SERVER, mixed, context(ROUND), cohort=COHORT, rules=rules
         )
-        right, none = close_round(
-            algorithm, SERVER, left, context(ROUND), cohort=COHORT, rules=rules
-        )
+        right, none = round_of(algorithm, SERVER, left, context(ROUND), cohort=COHORT, rules=rules)
         assert len(rejected) == len(wrong) + len(second) and not none
         assert all(len(str(error)) < 500 and "\n" not in str(error) for error in rejected)
         assert torch.equal(got["model"], right["model"])
@@ -107,11 +105,11 @@ def test_the_order_of_replies_does_not_matter(tell, times):
     updates = [good(agent, rng) for agent in COHORT]
     for rule in RULES:
         algorithm = GMeta(aggregation=rule)
-        right, _ = close_round(algorithm, SERVER, updates, context(ROUND))
+        right, _ = round_of(algorithm, SERVER, updates, context(ROUND))
         assert right["model"].dtype == torch.float32
         for _ in range(times):
             shuffled = rng.sample(updates, len(updates))
             assert torch.equal(
-                close_round(algorithm, SERVER, shuffled, context(ROUND))[0]["model"], right["model"]
+                round_of(algorithm, SERVER, shuffled, context(ROUND))[0]["model"], right["model"]
             )
     tell(f"order: replies shuffled {times:,} times for each of {len(RULES)} rules: identical bits")

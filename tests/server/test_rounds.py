@@ -4,9 +4,9 @@ import torch
 from nufed.algorithms import GMeta
 from nufed.algorithms.protocol import AgentUpdate
 from nufed.errors import TrainingError
-from nufed.server import choose_cohort, close_round
+from nufed.server import choose_cohort
 from nufed.server.incoming import screen
-from support import context, update
+from support import context, round_of, update
 
 EXPECTED = {"model": torch.zeros(3)}
 
@@ -15,8 +15,8 @@ def test_a_round_equals_the_round_without_the_bad_agent():
     algorithm, server = GMeta(), {"model": torch.zeros(3)}
     good = [update(1), update(3)]
     bad = update(2, torch.full((3,), float("nan")))
-    with_bad, rejected = close_round(algorithm, server, [bad, *good], context(5))
-    without, none = close_round(algorithm, server, good, context(5))
+    with_bad, rejected = round_of(algorithm, server, [bad, *good], context(5))
+    without, none = round_of(algorithm, server, good, context(5))
     assert torch.equal(with_bad["model"], without["model"])
     assert [r.agent for r in rejected] == [2] and not none
 
@@ -24,7 +24,7 @@ def test_a_round_equals_the_round_without_the_bad_agent():
 def test_a_round_without_any_usable_update_stops_training():
     bad = update(2, torch.full((3,), float("nan")))
     with pytest.raises(TrainingError, match=r"round 5 .*agent 2.*not finite.*lower meta_lr"):
-        close_round(GMeta(), {"model": torch.zeros(3)}, [bad], context(5))
+        round_of(GMeta(), {"model": torch.zeros(3)}, [bad], context(5))
 
 
 def test_the_cohort_is_uniform_without_replacement_and_of_the_right_size():

@@ -14,10 +14,10 @@ from nufed.errors import TrainingError
 from nufed.lab.cli.listing import listing
 from nufed.lab.config import load_config
 from nufed.lab.runs import load_run
-from nufed.server import Rules, choose_cohort, close_round
+from nufed.server import Rules, choose_cohort
 from nufed.simulation import DirectEngine, Faults, train
 from nufed.simulation.faults import ATTACKS
-from support import context, federation, mlp
+from support import context, federation, mlp, round_of
 
 ALGORITHM = GMeta(adapt_steps=1, adapt_lr=0.3, meta_lr=0.2, local_steps=2, batch_size=6)
 
@@ -48,7 +48,7 @@ def test_a_round_with_dropouts_is_the_round_of_the_others():
     there = [a for a in cohort if a not in (*fates.dropped, *fates.late)]
     results = engine.agent_updates(ALGORITHM, first.server, {a: {} for a in there}, context(1))
     updates = [AgentUpdate(a, 1, 18, r.vectors) for a, r in results.items()]
-    right, _ = close_round(ALGORITHM, first.server, updates, context(1))
+    right, _ = round_of(ALGORITHM, first.server, updates, context(1))
     assert torch.equal(second.server["model"], right["model"])
     assert list(second.dropped) == fates.dropped
     assert [r.agent for r in second.rejected] == fates.late

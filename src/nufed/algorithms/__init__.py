@@ -37,8 +37,8 @@ from nufed.algorithms.scalefl import ScaleFL
 from nufed.registry import Registry
 
 
-def _refuse(found: object) -> str | None:
-    if isinstance(found, type) and issubclass(found, Algorithm):
+def _refuse(candidate: object) -> str | None:
+    if isinstance(candidate, type) and issubclass(candidate, Algorithm):
         return None
     return "is no algorithm: it must be a subclass of nufed.algorithms.Algorithm"
 

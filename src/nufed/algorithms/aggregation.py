@@ -114,9 +114,9 @@ class TrimmedMean:
         )
 
 
-def _refuse(found: Any) -> str | None:
-    is_rule = isinstance(found, type) and callable(getattr(found, "combine", None))
-    if is_rule and dataclasses.is_dataclass(found):
+def _refuse(candidate: Any) -> str | None:
+    is_rule = isinstance(candidate, type) and callable(getattr(candidate, "combine", None))
+    if is_rule and dataclasses.is_dataclass(candidate):
         return None
     return "is no aggregation rule: it must be a frozen dataclass with a method combine"
 
@@ -146,13 +146,13 @@ def _by_coordinate(
     before: Tensor,
 ) -> Tensor:
     """``reduce`` of each coordinate's sorted values (as rows, in float64), in small pieces."""
-    found = torch.empty_like(before)
+    combined = torch.empty_like(before)
     width = max(2**10, SORTED // len(updates))
     rows = [torch.split(update.vectors[name].flatten(), width) for update in updates]
-    for piece, part in enumerate(torch.split(found.view(-1), width)):
-        values = torch.stack([own[piece].double() for own in rows])
+    for piece, part in enumerate(torch.split(combined.view(-1), width)):
+        values = torch.stack([row[piece].double() for row in rows])
         part.copy_(reduce(values.sort(dim=0).values))
-    return found
+    return combined
 
 
 def _weighted_mean(updates: Sequence[AgentUpdate], name: str) -> Tensor:

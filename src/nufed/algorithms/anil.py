@@ -52,10 +52,12 @@ class ANIL(GMeta):
     def rate(self, objective: AnyObjective, received: State) -> Rate:
         """The step size per coordinate: 0 outside the part that is fine-tuned."""
         w, rate = received["model"], super().rate(objective, received)
-        part, found = objective.base.part(self.adapted), torch.zeros_like(w)
-        own = part.take(found)
-        part.fill(found, own + (part.take(rate.expand_as(w)) if isinstance(rate, Tensor) else rate))
-        return found
+        part, rates = objective.base.part(self.adapted), torch.zeros_like(w)
+        zeros = part.take(rates)
+        part.fill(
+            rates, zeros + (part.take(rate.expand_as(w)) if isinstance(rate, Tensor) else rate)
+        )
+        return rates
 
     def tuned_part(self, objective: AnyObjective) -> Part | None:
         """The part that is fine-tuned, if it has one step size and is not all of the model."""

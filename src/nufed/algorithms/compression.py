@@ -139,10 +139,10 @@ def compress(
         if residual is not None:
             change = change + residual
         first = counted.get(name, len(change))
-        own = _encode(codec, torch.cat([change[:first], _wide(vector)[first:]]), counted.get(name))
-        codes |= {f"{name}/{part}": tensor for part, tensor in own.items()}
+        code = _encode(codec, torch.cat([change[:first], _wide(vector)[first:]]), counted.get(name))
+        codes |= {f"{name}/{part}": tensor for part, tensor in code.items()}
         if codec.feedback:
-            lost = change[:first] - codec.decode(own, change[:first])
+            lost = change[:first] - codec.decode(code, change[:first])
             residuals[RESIDUAL + name] = F.pad(lost, (0, len(change) - first))
     sent = {name: before[name] for name in vectors}
     kept = {name: r for name, r in state.items() if name.startswith(RESIDUAL)}
@@ -153,15 +153,17 @@ def decompress(
     codec: Codec, codes: State, before: State, counted: Counted = NO_STATISTICS
 ) -> dict[str, Tensor]:
     """The vectors that replace the server's ``before``; raises :class:`CodeError`."""
-    found = {}
+    vectors = {}
     for name, vector in before.items():
         start, wide = f"{name}/", _wide(vector)
-        own = {key.removeprefix(start): code for key, code in codes.items() if _is_of(key, name)}
+        of_vector = {
+            key.removeprefix(start): code for key, code in codes.items() if _is_of(key, name)
+        }
         first = wide[: counted.get(name)]
-        after = first + codec.decode(own, first)
-        after = torch.cat([after, own[STATISTICS]]) if name in counted else after
-        found[name] = after.to(vector.dtype)
-    return found
+        after = first + codec.decode(of_vector, first)
+        after = torch.cat([after, of_vector[STATISTICS]]) if name in counted else after
+        vectors[name] = after.to(vector.dtype)
+    return vectors
 
 
 def codes_like(codec: Codec, before: State, counted: Counted = NO_STATISTICS) -> State:
@@ -188,8 +190,8 @@ def initial_residuals(codec: Codec | None, before: State) -> State:
 
 def without_residuals(state: State | None) -> State | None:
     """The part of an agent's state that its algorithm knows; None if there is none."""
-    own = {n: t for n, t in (state or {}).items() if not n.startswith(RESIDUAL)}
-    return own or None
+    kept = {n: t for n, t in (state or {}).items() if not n.startswith(RESIDUAL)}
+    return kept or None
 
 
 def _encode(codec: Codec, change: Tensor, counted: int | None) -> dict[str, Tensor]:

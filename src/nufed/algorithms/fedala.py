@@ -81,19 +81,19 @@ class FedALA(LocalTraining):
     ) -> tuple[Tensor, Tensor, Cost]:
         """θ̂, the weights W that lead to it, and the cost of training them."""
         upper, theta, weights = self.upper(context.objective), state["local"], state["weights"]
-        own, difference = upper.take(theta), upper.take(w) - upper.take(theta)
+        local, difference = upper.take(theta), upper.take(w) - upper.take(theta)
         passes = min(int(state["rounds"]), 2)
         passes = (0, self.first_passes, 1)[passes] if upper.size else 0
         draw, size = context.batches.epoch, self.batch_size
         batches = draw("weights", size, share=self.share) if passes else []
         start, cost = w.clone(), Cost()
-        upper.fill(start, own + difference * weights)
+        upper.fill(start, local + difference * weights)
         for _ in range(passes):
             before = weights
             for batch in batches:
                 g = context.objective.base.grad(start, batch, upper)
                 weights = (weights - self.weights_lr * g * difference).clamp(0, 1)
-                upper.fill(start, own + difference * weights)
+                upper.fill(start, local + difference * weights)
                 cost += Cost(1)
             if float((weights - before).abs().max()) <= self.tolerance:
                 break

@@ -180,8 +180,8 @@ class FedL2P(LocalTraining):
         self, context: AgentContext, places: Places, rng: np.random.Generator, training: bool
     ) -> Batch:
         """A batch of these samples, in training mode or in evaluation mode."""
-        own = places[rng.choice(len(places), min(self.batch_size, len(places)), replace=False)]
-        return context.batches.take(own, torch_seed(rng) if training else None)
+        picked = places[rng.choice(len(places), min(self.batch_size, len(places)), replace=False)]
+        return context.batches.take(picked, torch_seed(rng) if training else None)
 
     def hypergradient(
         self,
@@ -301,13 +301,15 @@ class MetaNets:
 
     @cached_property
     def norms(self) -> list[Norm]:
-        names, found = set(self.objective.names), []
+        names, collected = set(self.objective.names), []
         for layer in self.layers:
             module, prefix = self.objective.layers.get(layer), f"{layer}." if layer else ""
             tensors = [prefix + n for n in ("weight", "bias", "running_mean", "running_var")]
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and names.issuperset(tensors):
-                found.append(Norm(layer, module.eps, *(self.objective.part(n) for n in tensors)))
-        return found
+                collected.append(
+                    Norm(layer, module.eps, *(self.objective.part(n) for n in tensors))
+                )
+        return collected
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -349,9 +351,9 @@ class MetaNets:
         for norm in self.norms:
             by_channel = [x.transpose(0, 1).flatten(1) for x in seen[norm.name]]
             values = torch.cat(by_channel, dim=1)
-            own = values.mean(dim=1), values.var(dim=1, correction=min(1, values.shape[1] - 1))
-            statistics.append(own)
-            divergences.append(_divergence(own, (norm.mu.take(w), norm.variance.take(w))))
+            moments = values.mean(dim=1), values.var(dim=1, correction=min(1, values.shape[1] - 1))
+            statistics.append(moments)
+            divergences.append(_divergence(moments, (norm.mu.take(w), norm.variance.take(w))))
         empty = w.new_empty(0)
         return Profile(
             torch.cat(features), torch.stack(divergences) if divergences else empty, statistics
@@ -381,8 +383,8 @@ class MetaNets:
 
     def mixed(self, w: Tensor, profile: Profile, mixing: Tensor) -> Tensor:
         """w with the statistics (1 − β)s + β·s_i."""
-        for norm, own, beta in zip(self.norms, profile.statistics, mixing, strict=True):
-            for part, statistic in zip((norm.mu, norm.variance), own, strict=True):
+        for norm, moments, beta in zip(self.norms, profile.statistics, mixing, strict=True):
+            for part, statistic in zip((norm.mu, norm.variance), moments, strict=True):
                 w = part.put(w, (1 - beta) * part.take(w) + beta * statistic)
         return w
 
@@ -402,7 +404,7 @@ class MetaNets:
             rest: ∇L_V(w) − ∇²L_T(w)·z.
             z: the approximation of (∇²L_T)⁻¹∇L_V.
         """
-        found = []
+        blocks = []
         for norm, (mean, variance) in zip(self.norms, profile.statistics, strict=True):
             gamma, z_gamma = norm.gamma.take(w), norm.gamma.take(z)
             r = (norm.variance.take(w) + norm.epsilon).sqrt()
@@ -410,8 +412,8 @@ class MetaNets:
             by_variance = gamma * norm.gamma.take(rest) - z_gamma * norm.gamma.take(g)
             by_variance = -by_variance / (2 * r**2)
             shift = by_mu @ (mean - norm.mu.take(start))
-            found.append(shift + by_variance @ (variance - norm.variance.take(start)))
-        return torch.stack(found) if found else w.new_empty(0)
+            blocks.append(shift + by_variance @ (variance - norm.variance.take(start)))
+        return torch.stack(blocks) if blocks else w.new_empty(0)
 
 
 def _perceptron(name: str, inputs: int, width: int, outputs: int) -> dict[str, tuple[int, ...]]:

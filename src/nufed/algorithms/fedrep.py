@@ -69,5 +69,5 @@ class FedRep(PrivatePart):
         return [] if self.local_epochs else self.step_draws(steps=steps)
 
     def personal_draws(self, steps: int) -> list[Draw]:
-        own = self.step_draws("personal", self.head_steps)
-        return [Draw("adapt", self.batch_size, steps), *own]
+        head_draws = self.step_draws("personal", self.head_steps)
+        return [Draw("adapt", self.batch_size, steps), *head_draws]

@@ -191,8 +191,8 @@ def check_logits(objective: Objective, w: Tensor, context: AgentContext) -> None
 
 def _by_outputs(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
     leaf = outputs.detach().requires_grad_()
-    (found,) = torch.autograd.grad(objective.loss(leaf, targets), leaf)
-    return found
+    (gradient,) = torch.autograd.grad(objective.loss(leaf, targets), leaf)
+    return gradient
 
 
 def _joined(objective: Objective, w: Tensor, phi: Tensor) -> Tensor:

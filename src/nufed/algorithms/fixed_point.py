@@ -162,8 +162,8 @@ class FixedPointSum:
 def add_integers(total: Tensor, integers: Tensor) -> None:
     """Add 64-bit integers modulo 2⁶⁴, in place; on a CPU numpy is three times as fast as torch."""
     if total.device.type == "cpu":
-        own = total.numpy()
-        np.add(own, integers.numpy(), out=own)
+        numbers = total.numpy()
+        np.add(numbers, integers.numpy(), out=numbers)
     else:
         total.add_(integers)
 

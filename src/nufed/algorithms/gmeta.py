@@ -153,11 +153,11 @@ class GMeta(LocalTraining):
         return super().combines if vector else self.combines_linearly
 
     def update_draws(self) -> list[Draw]:
-        found: list[Draw] = []
+        draws: list[Draw] = []
         for outer in super().update_draws():
             adapt, curvature = self._inner_draws(outer.step)
-            found += [adapt, outer, curvature]
-        return found
+            draws += [adapt, outer, curvature]
+        return draws
 
     def _inner_draws(self, t: int) -> tuple[Draw, Draw]:
         nu, size = self.adapt_steps, self.batch_size

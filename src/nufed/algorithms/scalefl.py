@@ -134,7 +134,7 @@ class ScaleFL(LocalTraining):
         for smaller, level in pairwise([-1, *sorted(set(levels))]):
             part = _between(server["levels"], smaller, level)
             pairs = zip(updates, levels, strict=True)
-            holders = [update for update, own in pairs if own >= level]
+            holders = [update for update, held in pairs if held >= level]
             if part.size:
                 self.combine(context, holders, part, before, w)
         return {**server, "model": w}
@@ -153,13 +153,13 @@ class ScaleFL(LocalTraining):
                 sent = [piece.take(update.vectors["model"]) for update in holders]
                 piece.fill(w, fixed_point_mean(sent, piece.take(before)))
             return
-        own = [
+        levels = [
             replace(update, vectors={"model": part.take(update.vectors["model"])})
             for update in holders
         ]
         counted = part.below(context.counted.get("model", len(before)))
         inside = replace(context, counted={"model": counted})
-        part.fill(w, self.aggregate(inside, own, "model", part.take(before)))
+        part.fill(w, self.aggregate(inside, levels, "model", part.take(before)))
 
     def personal_model(
         self, context: AgentContext, received: State, state: State | None
@@ -177,11 +177,11 @@ class ScaleFL(LocalTraining):
         scale: float = 1.0,
     ) -> Iterator[State]:
         depth, held = self.subnetwork(context)
-        own, w = self.objective(context.objective, depth), personal["model"]
+        exits, w = self.objective(context.objective, depth), personal["model"]
         rate = scale * self.rate(context.objective, received)
         yield personal
         for batch in context.batches.draw("adapt", self.batch_size, steps):
-            after = own.track(descend(w, rate, own.grad(w, batch)), batch, at=w)
+            after = exits.track(descend(w, rate, exits.grad(w, batch)), batch, at=w)
             w = torch.where(held, after, 0)
             yield {**personal, "model": w}
 
@@ -286,12 +286,12 @@ class CapacityLevels:
         texts = {"widths": widths, "depths": depths, "shares": shares}
         if depths == AUTO:
             texts["depths"] = ", ".join("1" for _ in widths.split(","))
-        found = {name: _numbers(name, text) for name, text in texts.items()}
-        levels = len(found["widths"])
-        for name, numbers in found.items():
+        by_name = {name: _numbers(name, text) for name, text in texts.items()}
+        levels = len(by_name["widths"])
+        for name, numbers in by_name.items():
             allowed = f"must have one number for each of the {levels} levels in widths"
             require(len(numbers) == levels, name, texts[name], allowed)
-        s, e, n = found.values()
+        s, e, n = by_name.values()
         ok = s[0] > 0 and list(s) == sorted(s) and s[-1] == 1
         require(ok, "widths", widths, "must be above 0, in ascending order, and end with 1")
         ok = all(depth >= 1 and depth.denominator == 1 for depth in e) and list(e) == sorted(e)
@@ -367,11 +367,11 @@ class FirstExits(nn.Module):
         lists = exit_lists(self.module)
         if lists is None:
             return torch.stack([self.module(inputs)])
-        features, found = inputs, []
+        features, outputs = inputs, []
         for stage, leave in islice(zip(*lists, strict=True), self.depth):
             features = stage(features)
-            found.append(leave(features))
-        return torch.stack(found)
+            outputs.append(leave(features))
+        return torch.stack(outputs)
 
 
 def exit_lists(module: nn.Module) -> tuple[nn.ModuleList, nn.ModuleList] | None:
@@ -471,14 +471,14 @@ def narrow_module(module: nn.Module, width: Fraction, depth: int) -> nn.Module:
     names = dict.fromkeys(name.rpartition(".")[0] for name, _ in tensors)
     layers = {} if width == 1 else _layers(module, names)
     module = copy.deepcopy(module)
-    for name, own in layers.items():
+    for name, stage_layer in layers.items():
         layer = module.get_submodule(name)
         for key, p in layer.named_parameters(recurse=False):
-            value = p.detach()[own.held(p.shape, width)].clone()
+            value = p.detach()[stage_layer.held(p.shape, width)].clone()
             layer.register_parameter(key, nn.Parameter(value, p.requires_grad))
         for key, b in layer.named_buffers(recurse=False):
             if b.ndim:
-                layer.register_buffer(key, b[own.held(b.shape, width)].clone())
+                layer.register_buffer(key, b[stage_layer.held(b.shape, width)].clone())
     for each in exit_lists(module) or ():
         del each[depth:]
     return FirstExits(module, depth)
@@ -521,7 +521,7 @@ def _layers(module: nn.Module, names: Collection[str]) -> dict[str, _StageLayer]
                 "stages and exits, so that it is unknown which exits need them"
             )
         chains.setdefault((kind, int(number)), []).append(name)
-    found: dict[str, _StageLayer] = {}
+    stages: dict[str, _StageLayer] = {}
     units = {-1: 0}  # after each stage; before the first one there are inputs
     for kind, stage in sorted(chains, key=lambda key: (key[0] == "exits", key[1])):
         chain = chains[kind, stage]
@@ -529,14 +529,16 @@ def _layers(module: nn.Module, names: Collection[str]) -> dict[str, _StageLayer]
         for name in chain:
             layer = module.get_submodule(name)
             _check(name, layer)
-            found[name] = _StageLayer(stage, name == chain[-1] and (one or kind == "exits"), before)
+            stages[name] = _StageLayer(
+                stage, name == chain[-1] and (one or kind == "exits"), before
+            )
             if isinstance(layer, nn.Linear):
                 before = layer.out_features
             elif isinstance(layer, CONVOLUTIONS):
                 before = layer.out_channels
         if kind == "stages":
             units[stage] = before
-    return found
+    return stages
 
 
 def _check(name: str, layer: nn.Module) -> None:

@@ -182,8 +182,8 @@ class AgentBatches:
         """The batches of :meth:`draw` as indices."""
         if number == 0:
             return []
-        if (found := self.ready.get((purpose, size, number, step))) is not None:
-            return found
+        if (batches := self.ready.get((purpose, size, number, step))) is not None:
+            return batches
         rows, size = self.federation.batch_rows(self.agent, size)
         rng = stream(self.seed, f"{self.use}/{purpose}", self.round, self.agent, step)
         picked = []

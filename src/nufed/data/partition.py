@@ -280,9 +280,9 @@ def dirichlet_by_class(
         isinstance(self_balancing, bool), "self_balancing", self_balancing, "must be true or false"
     )
     subset = _subset(len(labels), agents, samples_per_agent, min_size, rng)
-    own = labels[subset]
-    pools = shuffled_classes(own, np.unique(own), rng)
-    cap = len(own) / agents if self_balancing else np.inf
+    labels_of_subset = labels[subset]
+    pools = shuffled_classes(labels_of_subset, np.unique(labels_of_subset), rng)
+    cap = len(labels_of_subset) / agents if self_balancing else np.inf
 
     def draw() -> Counts:
         counts = np.zeros((agents, len(pools)), dtype=np.int64)
@@ -442,8 +442,8 @@ def _by_owner(
     return dict(zip(names, rows, strict=True))
 
 
-def _refuse(found: object) -> str | None:
-    return None if callable(found) else "is not a function"
+def _refuse(candidate: object) -> str | None:
+    return None if callable(candidate) else "is not a function"
 
 
 PARTITIONS: Registry[Partition] = Registry(
@@ -469,13 +469,18 @@ def settings_taken(partition: Partition, settings: Mapping[str, Any]) -> dict[st
 
 def check_arguments(name: str, partition: Partition, arguments: Mapping[str, Any]) -> None:
     """Refuse ``data.partition_args`` that a partition has no argument for."""
-    found = inspect.signature(partition).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in found.values()) or arguments.keys() <= found.keys():
+    parameters = inspect.signature(partition).parameters
+    if (
+        any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        or arguments.keys() <= parameters.keys()
+    ):
         return
-    own = [n for n, p in found.items() if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
+    settable = [
+        n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY or p.default is not p.empty
+    ]
     raise InputError(
         f"= {shown(dict(arguments))}: the partition {name!r} takes "
-        f"{', '.join(own) or 'none'}; remove or rename what it does not take",
+        f"{', '.join(settable) or 'none'}; remove or rename what it does not take",
         "data.partition_args",
     )
 
@@ -490,7 +495,7 @@ def check_dealt(dealt: Any, samples: int, agents: int) -> tuple[list[Rows], tupl
         names, dealt = tuple(map(str, dealt)), list(dealt.values())
         agents = len(names)
     try:
-        rows = [np.asarray(own) for own in dealt]
+        rows = [np.asarray(agent_rows) for agent_rows in dealt]
     except (TypeError, ValueError):
         rows = []
     if len(rows) != agents:
@@ -498,12 +503,12 @@ def check_dealt(dealt: Any, samples: int, agents: int) -> tuple[list[Rows], tupl
             f"the partition returned {len(rows)} arrays of row numbers: it must return one for "
             f"each of {agents} agents"
         )
-    for agent, own in enumerate(rows):
-        whole = own.ndim == 1 and np.issubdtype(own.dtype, np.integer)
-        inside = whole and bool(((own >= 0) & (own < samples)).all())
-        if not inside or len(np.unique(own)) < len(own):
+    for agent, agent_rows in enumerate(rows):
+        whole = agent_rows.ndim == 1 and np.issubdtype(agent_rows.dtype, np.integer)
+        inside = whole and bool(((agent_rows >= 0) & (agent_rows < samples)).all())
+        if not inside or len(np.unique(agent_rows)) < len(agent_rows):
             raise InputError(
                 f"the partition gave agent {agent} rows that are not distinct numbers in "
                 f"0 … {samples - 1}"
             )
-    return [own.astype(np.int64) for own in rows], names
+    return [agent_rows.astype(np.int64) for agent_rows in rows], names

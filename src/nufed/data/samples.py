@@ -417,15 +417,15 @@ def input_ranges(samples: Samples) -> Mapping[str, InputRange]:
 
 def scale_warnings(samples: Samples, ranges: Mapping[str, InputRange]) -> list[str]:
     """A sentence for every input whose scale is far from 1, with the likely remedy."""
-    found = []
+    sentences = []
     for name, x in named_inputs(samples.inputs).items():
         if name not in ranges:
             continue
         raw, is_byte = ranges[name], x.dtype == torch.uint8
         seen = raw.scaled(samples.scale, samples.shift) if is_byte else raw
         if seen.far_from_one:
-            found.append(_sentence(name, seen, is_byte))
-    return found
+            sentences.append(_sentence(name, seen, is_byte))
+    return sentences
 
 
 def _sentence(name: str, seen: InputRange, is_byte: bool) -> str:

@@ -102,7 +102,7 @@ def rows_by_agent(split: Split) -> list[Rows]:
     """All rows of every agent; refused if two agents share one, which can't have two shifts."""
     if split.recipe is None:
         parts = [getattr(split, part) for part in PARTS]
-        rows = [np.concatenate(own) for own in zip(*parts, strict=True)]
+        rows = [np.concatenate(pieces) for pieces in zip(*parts, strict=True)]
         together = np.concatenate(rows)
         if len(np.unique(together)) == len(together):
             return rows
@@ -113,8 +113,8 @@ def rows_by_agent(split: Split) -> list[Rows]:
 
 
 def _rows_of(agents: Sequence[Rows], group: int, groups: int) -> Tensor:
-    own = agents[group::groups]
-    return torch.from_numpy(np.concatenate(own) if own else np.zeros(0, np.int64))
+    members = agents[group::groups]
+    return torch.from_numpy(np.concatenate(members) if members else np.zeros(0, np.int64))
 
 
 def _rotated(images: Tensor, angle: float) -> Tensor:

@@ -96,9 +96,9 @@ class Split:
             self._check_rows(samples)
 
     def _check_rows(self, samples: int | None) -> None:
-        parts = [(kind, *own) for kind in PARTS for own in enumerate(getattr(self, kind))]
-        rows = np.concatenate([own for _, _, own in parts])
-        part = np.repeat(np.arange(len(parts)), [len(own) for _, _, own in parts])
+        parts = [(kind, *entry) for kind in PARTS for entry in enumerate(getattr(self, kind))]
+        rows = np.concatenate([part_rows for _, _, part_rows in parts])
+        part = np.repeat(np.arange(len(parts)), [len(part_rows) for _, _, part_rows in parts])
 
         def where(place: int) -> str:
             kind, agent, _ = parts[part[place]]
@@ -119,9 +119,9 @@ class Split:
             (kind[first] != kind[second], "training and scored parts must be disjoint"),
             (agent[first] == agent[second], "an agent must not have a row twice"),
         ):
-            found = np.flatnonzero(same & twice)
-            if len(found):
-                one, other = first[found[0]], second[found[0]]
+            shared = np.flatnonzero(same & twice)
+            if len(shared):
+                one, other = first[shared[0]], second[shared[0]]
                 raise InputError(
                     f"row {rows[one]} is in {where(one)} and in {where(other)}, and {why}; make "
                     "the split again"
@@ -156,11 +156,11 @@ def make_split(
     """Cut every agent's rows into disjoint parts, and pick the agents held out from training."""
     names = names or tuple(str(agent) for agent in range(len(rows)))
     parts = [
-        _cut(own, agent, seed, part_sizes(len(own), validation, test, names[agent]))
-        for agent, own in enumerate(rows)
+        _cut(agent_rows, agent, seed, part_sizes(len(agent_rows), validation, test, names[agent]))
+        for agent, agent_rows in enumerate(rows)
     ]
     unseen = choose_unseen(len(rows), unseen_agents, seed)
-    rows_of = [[own[part] for own in parts] for part in range(len(PARTS))]
+    rows_of = [[cut[part] for cut in parts] for part in range(len(PARTS))]
     return Split(rows_of[0], rows_of[1], rows_of[2], names, unseen)
 
 
@@ -174,20 +174,20 @@ def site_split(
     rows = np.arange(samples)
     parts = _cut(rows, agent, seed, part_sizes(samples, validation, test, name))
 
-    def only(own: T) -> Sequence[T]:
+    def only(values: T) -> Sequence[T]:
         def item(asked: int) -> T:
             if asked != agent:
                 raise InputError(f"agent {asked} is not at this site, which is agent {agent}")
-            return own
+            return values
 
         return _Lazy(agent + 1, item)
 
     return Split(only(parts[0]), only(parts[1]), only(parts[2]), only(name))
 
 
-def _cut(own: Rows, agent: int, seed: int, sizes: list[int]) -> list[Rows]:
+def _cut(rows: Rows, agent: int, seed: int, sizes: list[int]) -> list[Rows]:
     """An agent's rows, shuffled, in parts of these sizes."""
-    shuffled = stream(seed, "parts", agent=agent).permutation(own)
+    shuffled = stream(seed, "parts", agent=agent).permutation(rows)
     return np.split(shuffled, np.cumsum(sizes)[:-1])
 
 

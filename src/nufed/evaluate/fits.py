@@ -82,8 +82,8 @@ def fits(
         curves = [outputs.personal[scales.index(scale(s))][s] for s in range(steps + 1)]
         rows = {"train": split.train[agent], "test": split.test[agent]}
         samples = {
-            f"{part}_{kind}": _numbers(tensor[own])
-            for part, own in rows.items()
+            f"{part}_{kind}": _numbers(tensor[part_rows])
+            for part, part_rows in rows.items()
             for kind, tensor in (("inputs", inputs), ("targets", federation.samples.targets))
         }
         predicted = tuple(_numbers(curve) for curve in curves)

@@ -43,8 +43,8 @@ def balanced_accuracy(outputs: Tensor, targets: Tensor) -> float:
     _check(outputs, targets, "balanced_accuracy")
     if not torch.isfinite(outputs).all():
         return float("nan")
-    right, _, own = _confusion(outputs, targets)
-    return float((right[own > 0] / own[own > 0]).mean())
+    right, _, actual = _confusion(outputs, targets)
+    return float((right[actual > 0] / actual[actual > 0]).mean())
 
 
 def f1(outputs: Tensor, targets: Tensor) -> float:
@@ -57,9 +57,9 @@ def f1(outputs: Tensor, targets: Tensor) -> float:
     _check(outputs, targets, "f1")
     if not torch.isfinite(outputs).all():
         return float("nan")
-    right, answered, own = _confusion(outputs, targets)
-    held = answered + own > 0
-    return float((2 * right / (answered + own))[held].mean())
+    right, answered, actual = _confusion(outputs, targets)
+    held = answered + actual > 0
+    return float((2 * right / (answered + actual))[held].mean())
 
 
 def auc(outputs: Tensor, targets: Tensor) -> float:
@@ -78,13 +78,13 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
         return float("nan")
     outputs, areas = outputs.double(), []
     for number in sorted(set(targets.tolist())):
-        own = targets == number
-        if own.all():
+        members = targets == number
+        if members.all():
             return 0.5
         # log-odds rank as probabilities do, and do not all round to 1
         rest = outputs.index_fill(1, torch.tensor(number, device=outputs.device), -torch.inf)
         odds = outputs[:, number] - rest.logsumexp(dim=1)
-        among, others = odds[own], odds[~own].sort().values
+        among, others = odds[members], odds[~members].sort().values
         below = torch.searchsorted(others, among)
         not_above = torch.searchsorted(others, among, right=True)
         areas.append(float((below + not_above).double().mean()) / (2 * len(others)))
@@ -113,5 +113,5 @@ def _check(outputs: Tensor, targets: Tensor, name: str) -> None:
 def _confusion(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """By class: how many answers are right, how many give it, and how many samples have it."""
     classes = outputs.shape[1]
-    answers, own = (F.one_hot(x, classes).double() for x in (outputs.argmax(dim=1), targets))
-    return (answers * own).sum(dim=0), answers.sum(dim=0), own.sum(dim=0)
+    answers, actual = (F.one_hot(x, classes).double() for x in (outputs.argmax(dim=1), targets))
+    return (answers * actual).sum(dim=0), answers.sum(dim=0), actual.sum(dim=0)

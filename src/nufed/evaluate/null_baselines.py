@@ -40,7 +40,7 @@ def local_training(like: Algorithm, rounds: int) -> GMeta:
     Its steps, or epochs, are those of all rounds, its local optimiser that of the method; a
     schedule stays at the step size of the first round, and momentum is not reset between rounds.
     """
-    own = local_sgd(like)
+    alone = local_sgd(like)
     return replace(
-        own, local_steps=own.local_steps * rounds, local_epochs=own.local_epochs * rounds
+        alone, local_steps=alone.local_steps * rounds, local_epochs=alone.local_epochs * rounds
     )

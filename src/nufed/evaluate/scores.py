@@ -240,9 +240,9 @@ def majority_class(
     correct = float((targets == guess).double().mean())
     scored = [(float("nan"), correct, *_by_class(guess, targets, most))]
     minority = int((targets != most).sum())
-    found = _record(federation, agent, scored * (steps + 1), None, minority)
+    record = _record(federation, agent, scored * (steps + 1), None, minority)
     right = _deviations(targets == guess, _resamples(agent, len(targets), resamples))
-    return replace(found, resampled=(right,) * (steps + 1) if resamples else ())
+    return replace(record, resampled=(right,) * (steps + 1) if resamples else ())
 
 
 def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Summary:
@@ -300,28 +300,31 @@ def score_agent(
     scored = [_scores(objective, each, targets, measure, most) for each in outputs]
     whole = None if shared is None else _scores(objective, shared, targets, measure, most)
     minority = 0 if most is None else int((targets != most).sum())
-    found = _record(federation, agent, scored, whole, minority, cost, newcomer)
+    record = _record(federation, agent, scored, whole, minority, cost, newcomer)
     if federation.scored_on == "validation" and len(federation.split.seen) < ENOUGH_AGENTS:
         groups = torch.arange(len(targets)).tensor_split(min(len(targets), GROUPS))
         losses = [
             tuple(float(objective.loss(each[group], targets[group])) for group in groups)
             for each in outputs
         ]
-        found = replace(found, group_loss=tuple(losses))
+        record = replace(record, group_loss=tuple(losses))
     if not measure.resamples:
-        return found
+        return record
     picks = _resamples(agent, len(targets), measure.resamples)
     if measure.metric is accuracy:
         answers = [each.to(targets.device).argmax(dim=1) for each in outputs]
-        return replace(found, resampled=tuple(_deviations(y == targets, picks) for y in answers))
+        return replace(record, resampled=tuple(_deviations(y == targets, picks) for y in answers))
     resampled = []
     for each, (_, score, *_) in zip(outputs, scored, strict=True):
         try:
-            on = [_scores(objective, each[own], targets[own], measure, None)[1] for own in picks]
+            on = [
+                _scores(objective, each[picked], targets[picked], measure, None)[1]
+                for picked in picks
+            ]
         except Exception:  # a metric of one's own may need, say, samples of every class
-            return found
+            return record
         resampled.append(_rounded(value - score for value in on))
-    return replace(found, resampled=tuple(resampled))
+    return replace(record, resampled=tuple(resampled))
 
 
 def score_stack(
@@ -463,8 +466,8 @@ def training_loss(
         tensors: State = {} if model is None else {"model": model}
         if model is None:
             batches = federation.batches(agent, seed, "evaluate")
-            own = evaluation_context(federation, objective, batches, batches.samples)
-            personal = algorithm.personal_model(own, received, states.get(agent))
+            context = evaluation_context(federation, objective, batches, batches.samples)
+            personal = algorithm.personal_model(context, received, states.get(agent))
             tensors, cost = personal.tensors, cost + personal.cost
         rows, total = federation.split.train[agent], 0.0
         for start in range(0, len(rows), PIECE):

@@ -146,9 +146,9 @@ def _backwards(
     scale, shape = _scale_and_shape(lr)
     for step in reversed(range(steps)):
         if batch.curvature:  # first-order needs none
-            w, own = iterates.pop(), batch.curvature[step]
+            w, samples = iterates.pop(), batch.curvature[step]
             v = d if shape is None else shape * d
-            d = descend(d, scale, curvature.product(objective, w, own, v, part))
+            d = descend(d, scale, curvature.product(objective, w, samples, v, part))
         yield d
 
 

@@ -83,11 +83,11 @@ def is_zero(tensor: Tensor) -> bool:
 
 def tensor_slots(module: nn.Module) -> Slots:
     """Where a module keeps its parameters and buffers."""
-    found: Slots = {}
+    slots: Slots = {}
     for prefix, layer in module.named_modules(remove_duplicate=False):
-        for own in (layer._parameters, layer._buffers):
-            found |= {f"{prefix}.{key}".lstrip("."): (own, key) for key in own}
-    return found
+        for tensors in (layer._parameters, layer._buffers):
+            slots |= {f"{prefix}.{key}".lstrip("."): (tensors, key) for key in tensors}
+    return slots
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def holding(slots: Slots, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     ``slots`` of the module (:func:`tensor_slots`) are known.
     """
     places = [slots[name] for name in tensors]
-    before = [own[key] for own, key in places]
+    before = [holder[key] for holder, key in places]
     try:
         for (own, key), tensor in zip(places, tensors.values(), strict=True):
             own[key] = tensor
@@ -175,7 +175,7 @@ def norm_layers(module: nn.Module) -> set[str]:
 
 def tracked_statistics(module: nn.Module) -> dict[str, Tensor]:
     """The running statistics of a module by name; its layers must be torch's own."""
-    found: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
     for name in layers_with_running_stats(module):
         layer = module.get_submodule(name)
         if not isinstance(layer, nn.modules.batchnorm._NormBase) or layer.momentum is None:
@@ -184,8 +184,8 @@ def tracked_statistics(module: nn.Module) -> dict[str, Tensor]:
                 "InstanceNorm layer of torch with a momentum; set it, or pass "
                 'running_stats="frozen"'
             )
-        found |= {f"{name}.{kind}".lstrip("."): getattr(layer, kind) for kind in STATISTICS}
-    return found
+        statistics |= {f"{name}.{kind}".lstrip("."): getattr(layer, kind) for kind in STATISTICS}
+    return statistics
 
 
 def batch_counters(module: nn.Module) -> dict[str, Tensor]:

@@ -420,9 +420,9 @@ class Objective:
         facts = self._facts()
         parameters = {name: views[place] for name, place in self._names.items()}
         if self._statistics:  # no gradient flows into them, and layers update them in place
-            own = {} if moving else {n: parameters[n].detach().clone() for n in self._statistics}
-            self._last_statistics = list(own.values())
-            parameters |= own | facts.counters
+            copies = {} if moving else {n: parameters[n].detach().clone() for n in self._statistics}
+            self._last_statistics = list(copies.values())
+            parameters |= copies | facts.counters
         arguments, keywords = call_arguments(inputs, self._like)
         if stacked:
             return stacked_outputs(self._module, parameters, arguments, keywords)
@@ -472,8 +472,8 @@ class Objective:
     ) -> tuple[Tensor, ...]:
         """The gradients by some leaves, in autograd's graph."""
         loss = differentiable(self._forward(leaves, batch, stacked=False))
-        own = [leaves[i] for i in wanted]
-        return torch.autograd.grad(loss, own, create_graph=True, materialize_grads=True)
+        inputs = [leaves[i] for i in wanted]
+        return torch.autograd.grad(loss, inputs, create_graph=True, materialize_grads=True)
 
     def _directions(self, v: Tensor, part: Part | None) -> dict[int, Tensor]:
         """The tensors of v that are not 0, by their place, with v taken as 0 outside a part."""
@@ -491,7 +491,7 @@ class Objective:
             inside = torch.zeros(self.size, dtype=torch.bool)
             inside[part.index] = True
             parts = torch.split(inside, self._sizes)
-            self._tensors[part.name] = [i for i, own in enumerate(parts) if own.any()]
+            self._tensors[part.name] = [i for i, inside in enumerate(parts) if inside.any()]
         return self._tensors[part.name]
 
     def _length(self, wanted: Sequence[int]) -> int:

@@ -64,14 +64,14 @@ class Part:
             return w[..., self.index]
         if self._bounds:
             return torch.cat(self._views(w), dim=-1)
-        own = w.new_empty(*w.shape[:-1], self.size)
-        torch._foreach_copy_(self._split(own), self._views(w))
-        return own
+        values = w.new_empty(*w.shape[:-1], self.size)
+        torch._foreach_copy_(self._split(values), self._views(w))
+        return values
 
     def keep(self, w: Tensor) -> Tensor:
         """The same to be kept when w is not: a copy, unless they are most of w."""
-        own = self.take(w)
-        return own.clone() if self.contiguous and 2 * self.size < w.shape[-1] else own
+        values = self.take(w)
+        return values.clone() if self.contiguous and 2 * self.size < w.shape[-1] else values
 
     def put(self, w: Tensor, values: Tensor) -> Tensor:
         """A copy of w with these values in this part."""
@@ -104,12 +104,12 @@ class Part:
             return [self]
         inside = torch.zeros(int(self.index[-1]) + 1, dtype=torch.bool)
         inside[self.index] = True
-        found = []
+        parts = []
         for block in long:
-            own = slice(block.start, block.start + block.length)
-            inside[own] = False
-            found.append(Part("", own, block.length))
-        return [*found, Part.where(inside)]
+            span = slice(block.start, block.start + block.length)
+            inside[span] = False
+            parts.append(Part("", span, block.length))
+        return [*parts, Part.where(inside)]
 
     @cached_property
     def _blocks(self) -> list[Block]:
@@ -160,9 +160,9 @@ class Part:
 
     def only(self, w: Tensor) -> Tensor:
         """A copy of w with zeros outside this part."""
-        found = torch.zeros_like(w)
-        self.fill(found, self.take(w))
-        return found
+        masked = torch.zeros_like(w)
+        self.fill(masked, self.take(w))
+        return masked
 
     def rest(self, size: int) -> Part:
         """All other coordinates of a vector of length ``size``.
@@ -229,13 +229,13 @@ def _names(
         return [n for n in places if layer_of[n] in norms]
     if name in (ALL, NONE):
         return list(places) if name == ALL else []
-    found = [n for n in places if fnmatchcase(n, name)]
-    if not found:
+    chosen = [n for n in places if fnmatchcase(n, name)]
+    if not chosen:
         raise InputError(
             f"part = {name!r}: no parameter of the model is in it; there are "
             f"{', '.join(places)}, and the parts {', '.join(PARTS)} and {LAST}2"
         )
-    return found
+    return chosen
 
 
 def _compact(places: Tensor) -> slice | Tensor:

@@ -27,8 +27,8 @@ def change_norm(vector: Tensor, before: Tensor, counted: int | None = None) -> f
 
     With ``counted`` only so many of the first numbers count (:meth:`nufed.Objective.counted`).
     """
-    own = (each.detach().flatten()[:counted] for each in (vector, before))
-    pieces = (torch.split(each, PIECE) for each in own)
+    both = (each.detach().flatten()[:counted] for each in (vector, before))
+    pieces = (torch.split(each, PIECE) for each in both)
     changes = (a.to(torch.float64, copy=True).sub_(b) for a, b in zip(*pieces, strict=True))
     return math.sqrt(math.fsum(float(torch.dot(change, change)) for change in changes))
 
@@ -186,9 +186,9 @@ def _fault_of_form(vector: object, right: Tensor) -> str | None:
     if vector.shape != right.shape:
         return f"has shape {reprlib.repr(tuple(vector.shape))} instead of {tuple(right.shape)}"
     for what in ("dtype", "layout", "device"):
-        found, wanted = getattr(vector, what), getattr(right, what)
-        if found != wanted:
-            return f"has {what} {found} instead of {wanted}"
+        given, wanted = getattr(vector, what), getattr(right, what)
+        if given != wanted:
+            return f"has {what} {given} instead of {wanted}"
     return None
 
 

@@ -296,10 +296,9 @@ def open_round(
 def close_round(
     algorithm: Algorithm,
     server: State,
-    updates: Iterable[AgentUpdate] | Incoming,
+    updates: Incoming | SummedUpdates,
     context: Context,
     *,
-    cohort: Collection[int] | None = None,
     failed: Iterable[UpdateError] = (),
     rules: Rules = Rules(),
     label: str = "",
@@ -312,9 +311,8 @@ def close_round(
     Args:
         algorithm: aggregates the updates.
         server: the server's state before the round.
-        updates: those of :func:`open_round`, or all of them as received.
+        updates: those of :func:`open_round`, or means of which single updates are unknown.
         context: the round, N and the size of a cohort.
-        cohort: the agents of the round, for updates as received; None: any agent.
         failed: agents without an update, and why.
         rules: when the server accepts a round.
         label: names the training in the log.
@@ -328,11 +326,6 @@ def close_round(
     if isinstance(updates, SummedUpdates):  # single ones can't be checked
         accepted = updates
     else:
-        if not isinstance(updates, Incoming):
-            incoming = open_round(algorithm, Progress(0, server), context, cohort, rules)
-            for update in updates:
-                incoming.add(update)
-            updates = incoming
         accepted, rejected = updates.close()
     rejected = [
         UpdateError(e.agent, e.round, e.reason, e.fault, who(e.agent)) for e in (*rejected, *failed)

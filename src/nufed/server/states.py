@@ -39,8 +39,8 @@ class StatesOf(Mapping[int, State | None]):
 
     def __getitem__(self, agent: int) -> State | None:
         self._agents[agent]  # raises KeyError for any other agent
-        found = self._store.get(agent)
-        return found if not found else without_residuals(found)
+        state = self._store.get(agent)
+        return state if not state else without_residuals(state)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._agents)

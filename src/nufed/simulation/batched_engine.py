@@ -91,7 +91,7 @@ class BatchedEngine(ChunkedEngine):
     def _apply(self, federation: Federation, agents: list[int]) -> Apply:
         """Applies a stacked prediction to the samples that each agent is scored on."""
         rows = [federation.scored_rows(agent) for agent in agents]
-        if len({len(own) for own in rows}) == 1:
+        if len({len(agent_rows) for agent_rows in rows}) == 1:
             inputs, _ = take_stacked(federation, rows)
             return lambda predict, tensors: predict(tensors, inputs)
         tests = [federation.scored(agent)[0] for agent in agents]
@@ -140,7 +140,7 @@ class StackedBatches(OfAStack):
         picked = [source.pick(purpose, size, number, step) for source in self.sources]
         batches = []
         for together in zip(*picked, strict=True):
-            inputs, targets = take_stacked(federation, [own.rows for own in together])
+            inputs, targets = take_stacked(federation, [source.rows for source in together])
             # the seed only selects training mode: the module draws nothing
             batches.append(Batch(inputs, targets, together[0].seed))
         return batches

@@ -177,7 +177,7 @@ class Engines:
                     f"and the limit is {GRAM_BYTES / 2**30:.0f} GiB"
                 )
         trial = algorithm if tried is None else tried
-        known = (r for engine, own, r in self._tried if engine == name and own is trial)
+        known = (r for engine, tried, r in self._tried if engine == name and tried is trial)
         reason = next(known, None)
         if reason is None:
             reason = self._trial(name, trial)
@@ -301,9 +301,9 @@ def agree(trial: Engine, direct: Engine, algorithm: Algorithm, agents: Sequence[
     loss = Measure("loss", None)
     return all(
         math.isclose(x, y, rel_tol=1e-6) or not (math.isfinite(x) or math.isfinite(y))
-        for own in (states, dict.fromkeys(agents))  # with a state, and as newcomers
+        for known in (states, dict.fromkeys(agents))  # with a state, and as newcomers
         for x, y in zip(
-            *(_losses(engine, algorithm, received, own, loss) for engine in (direct, trial)),
+            *(_losses(engine, algorithm, received, known, loss) for engine in (direct, trial)),
             strict=True,
         )
     )

@@ -59,10 +59,10 @@ class GramEngine(ChunkedEngine):
         sources = [self.federation.batches(a, self.seed, "train", context.round) for a in chunk]
         batches = IndexedBatches.make(sources, algorithm.update_draws())
         space = self._training_space(model, chunk, batches.used)
-        own = AgentContext.of(context, space.objective, batches, batches.samples)
-        result = algorithm.agent_update(own, space.start, {})
+        at_agent = AgentContext.of(context, space.objective, batches, batches.samples)
+        result = algorithm.agent_update(at_agent, space.start, {})
         inputs = space.inputs
-        del space, own  # frees the start of a large model
+        del space, at_agent  # frees the start of a large model
         w = cast(GramVector, result.vectors["model"])
         return {
             agent: AgentResult(
@@ -115,7 +115,7 @@ class GramEngine(ChunkedEngine):
         """The Gram space around a model; places are positions in the training part."""
         self._make_grams(chunk)
         train = self.federation.split.train
-        rows = [train[agent][own] for agent, own in zip(chunk, used, strict=True)]
+        rows = [train[agent][agent_rows] for agent, agent_rows in zip(chunk, used, strict=True)]
         outputs = model.new_empty(len(chunk), self._grams.shape[1], self._layer.outputs)
         inputs = []
         for row, x in enumerate(self._inputs(rows)):
@@ -135,8 +135,8 @@ class GramEngine(ChunkedEngine):
         """The same for evaluation; places number the used training, then the scored samples."""
         split = federation.split
         both = [
-            (split.train[agent][own], federation.scored_rows(agent))
-            for agent, own in zip(chunk, used, strict=True)
+            (split.train[agent][agent_rows], federation.scored_rows(agent))
+            for agent, agent_rows in zip(chunk, used, strict=True)
         ]
         inputs = self._inputs([np.concatenate(pair) for pair in both])
         trained, tested = (max(map(len, column)) for column in zip(*both, strict=True))
@@ -149,9 +149,9 @@ class GramEngine(ChunkedEngine):
             if key not in self._test_grams:  # cached: the same in every round
                 self._test_grams[key] = self._layer.gram(x, x[:n])
             products = self._test_grams[key]
-            for table, own in ((outputs[row], values), (gram[row, :, :n], products)):
-                table[:n] = own[:n]
-                table[trained : trained + m] = own[n:]
+            for table, block in ((outputs[row], values), (gram[row, :, :n], products)):
+                table[:n] = block[:n]
+                table[trained : trained + m] = block[n:]
         return self._space(model, gram, torch.arange(len(chunk)), outputs, [])
 
     def _space(
@@ -167,11 +167,13 @@ class GramEngine(ChunkedEngine):
 
         One after another, so that the first use of them hits the CPU cache.
         """
-        sizes = [len(own) for own in rows]
+        sizes = [len(agent_rows) for agent_rows in rows]
         if sum(sizes) > len(self._table):
             self._table = self._table.new_empty(sum(sizes), self._layer.inputs)
-        for table, own in zip(torch.split(self._table[: sum(sizes)], sizes), rows, strict=True):
-            self.federation.samples.fill(table, own)
+        for table, agent_rows in zip(
+            torch.split(self._table[: sum(sizes)], sizes), rows, strict=True
+        ):
+            self.federation.samples.fill(table, agent_rows)
             yield table
 
     def _make_grams(self, chunk: list[int]) -> None:
@@ -220,15 +222,15 @@ class IndexedBatches(OfAStack):
         tunes = np.repeat([d.purpose == "adapt" for d in draws], [d.number for d in draws])
         picked = [[p for draw in draws for p in source.pick(*draw)] for source in sources]
         used, places, targets = [], [], []
-        for source, own in zip(sources, picked, strict=True):
-            stacked = np.stack([p.places for p in own])
+        for source, taken in zip(sources, picked, strict=True):
+            stacked = np.stack([p.places for p in taken])
             if among_used or tunes.all():
                 used.append(np.unique(stacked))
             else:
                 first = np.unique(stacked[~tunes])
                 used.append(np.concatenate([first, np.setdiff1d(stacked[tunes], first)]))
             places.append(np.searchsorted(used[-1], stacked) if among_used else stacked)
-            rows = np.stack([p.rows for p in own])
+            rows = np.stack([p.rows for p in taken])
             targets.append(source.federation.samples.targets[rows])
         stacks = zip(
             torch.from_numpy(np.stack(places, axis=1)),

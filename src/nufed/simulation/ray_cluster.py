@@ -149,7 +149,7 @@ class RayCluster:
             return
         if software not in self._known:
             self._known.add(software)
-            here, there = (", ".join(found) for found in (_software(), software))
+            here, there = (", ".join(versions) for versions in (_software(), software))
             warnings.warn(
                 f"a node of the cluster has {there}, and this machine {here}: results may differ "
                 "in their last bits from those of one machine",
@@ -233,65 +233,73 @@ class RayWorkers:
         ``prepare(task)`` is what an actor gets, made when the task is sent, again after a loss;
         ``on_result(task, result)`` is called when a result arrives.
         """
-        ray, cluster = ray_package(), self._cluster
-        waiting = deque((number, 0) for number in range(len(tasks)))  # and the actors it has cost
-        busy: dict[Any, tuple[int, int, Any]] = {}
-        results: list[Any] = [None] * len(tasks)
-        live, last = on_notify is not None, dict[int, Any]()
+        todo, live = _Tasks(tasks, describe), on_notify is not None
         try:
-            while waiting or busy:
-                if stop and stop([tasks[number] for number, _, _ in busy.values()]):
+            while todo.waiting or todo.busy:
+                if stop and stop([tasks[number] for number, _, _ in todo.busy.values()]):
                     break
                 if self._stops():
-                    waiting.clear()
-                mailbox: Any = cluster.mailbox() if live else None
-                while waiting and cluster.idle:
-                    (number, losses), actor = waiting.popleft(), cluster.idle.pop()
-                    key, sent = (number, losses), prepare(tasks[number])
-                    reply = actor.run.remote(key, [self._work], sent, mailbox)
-                    busy[reply] = number, losses, actor
-                ready = self._ready(busy, polls=live or stop is not None)
-                if on_notify is not None:
-                    current = {(number, losses) for number, losses, _ in busy.values()}
-                    try:
-                        taken = ray.get(mailbox.take.remote(self._stops()))
-                    except _losses() as error:
-                        cluster.forget_mailbox()
-                        for reply in list(busy):
-                            number, losses, actor = busy.pop(reply)
-                            ray.kill(actor)
-                            self._lost(error, describe(tasks[number], last.get(number)), losses + 1)
-                            waiting.appendleft((number, losses + 1))
-                        continue
-                    for key, (kind, content) in taken:
-                        if kind != "notification":
-                            receive(kind, content)
-                        elif key in current:  # not of an actor that was lost since
-                            last[key[0]] = content
-                            on_notify(content)
+                    todo.waiting.clear()
+                mailbox: Any = self._cluster.mailbox() if live else None
+                self._send(todo, prepare, mailbox)
+                ready = self._ready(todo.busy, polls=live or stop is not None)
+                if on_notify is not None and not self._pass_on(todo, mailbox, on_notify):
+                    continue
                 for reply in ready:
-                    if reply in cluster.starting:
-                        cluster.actor_started(reply)
-                        continue
-                    number, losses, actor = busy.pop(reply)
-                    try:
-                        kind, content, messages = ray.get(reply)
-                    except _losses() as error:
-                        self._lost(error, describe(tasks[number], last.get(number)), losses + 1)
-                        waiting.appendleft((number, losses + 1))
-                        continue
-                    cluster.idle.append(actor)
-                    for message in messages:
-                        receive(*message)
-                    if kind == "error":
-                        raise content
-                    results[number] = content
-                    on_result(tasks[number], content)
+                    self._take(todo, reply, on_result)
         finally:
-            for _, _, actor in busy.values():  # after an error, or abandoned
-                ray.kill(actor)
-                cluster.start_actor()
-        return results
+            for _, _, actor in todo.busy.values():  # after an error, or abandoned
+                ray_package().kill(actor)
+                self._cluster.start_actor()
+        return todo.results
+
+    def _send(self, todo: _Tasks, prepare: Callable[[Any], Any], mailbox: Any) -> None:
+        """Give waiting tasks to idle actors."""
+        idle = self._cluster.idle
+        while todo.waiting and idle:
+            (number, losses), actor = todo.waiting.popleft(), idle.pop()
+            sent = prepare(todo.tasks[number])
+            reply = actor.run.remote((number, losses), [self._work], sent, mailbox)
+            todo.busy[reply] = number, losses, actor
+
+    def _pass_on(self, todo: _Tasks, mailbox: Any, on_notify: Notify) -> bool:
+        """Pass on what actors have sent; False if the mailbox is lost, and with it all tasks."""
+        ray = ray_package()
+        current = {(number, losses) for number, losses, _ in todo.busy.values()}
+        try:
+            taken = ray.get(mailbox.take.remote(self._stops()))
+        except _losses() as error:
+            self._cluster.forget_mailbox()
+            for reply in list(todo.busy):
+                ray.kill(todo.busy[reply][2])
+                self._lost(todo, reply, error)
+            return False
+        for key, (kind, content) in taken:
+            if kind != "notification":
+                receive(kind, content)
+            elif key in current:  # not of an actor that was lost since
+                todo.last[key[0]] = content
+                on_notify(content)
+        return True
+
+    def _take(self, todo: _Tasks, reply: Any, on_result: Callable[[Any, Any], None]) -> None:
+        """Take the reply of an actor that has started, ended its task or was lost."""
+        if reply in self._cluster.starting:
+            self._cluster.actor_started(reply)
+            return
+        try:
+            kind, content, messages = ray_package().get(reply)
+        except _losses() as error:
+            self._lost(todo, reply, error)
+            return
+        number, _, actor = todo.busy.pop(reply)
+        self._cluster.idle.append(actor)
+        for message in messages:
+            receive(*message)
+        if kind == "error":
+            raise content
+        todo.results[number] = content
+        on_result(todo.tasks[number], content)
 
     def _ready(self, busy: Iterable[Any], *, polls: bool) -> list[Any]:
         """Replies that have come: waits for one, or until there is something else to do."""
@@ -302,7 +310,10 @@ class RayWorkers:
             return []
         return list(ray_package().wait(replies, timeout=seconds)[0])
 
-    def _lost(self, error: Exception, what: str, losses: int) -> None:
+    def _lost(self, todo: _Tasks, reply: Any, error: Exception) -> None:
+        """Let the task of a lost actor wait again, unless it has cost too many."""
+        number, losses, _ = todo.busy.pop(reply)
+        what, losses = todo.describe(todo.tasks[number], todo.last.get(number)), losses + 1
         if losses >= MAX_LOSSES:
             raise TrainingError(
                 f"{losses} actors of Ray were lost while working on {what}: {in_short(error)}"
@@ -310,6 +321,18 @@ class RayWorkers:
         LOG.warning("a node or actor of Ray was lost while working on %s, which starts again", what)
         self._cluster.start_actor()
         self._cluster.check_idle()
+        todo.waiting.appendleft((number, losses))
+
+
+class _Tasks:
+    """Tasks by number: waiting, with the actors they have cost, or busy, by an actor's reply."""
+
+    def __init__(self, tasks: Sequence[Any], describe: Callable[[Any, Any], str]) -> None:
+        self.tasks, self.describe = tasks, describe
+        self.waiting = deque((number, 0) for number in range(len(tasks)))
+        self.busy: dict[Any, tuple[int, int, Any]] = {}
+        self.last: dict[int, Any] = {}  # what an actor last sent of a task
+        self.results: list[Any] = [None] * len(tasks)
 
 
 class _Mailbox:

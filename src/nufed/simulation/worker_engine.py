@@ -68,15 +68,16 @@ class WorkerEngine(ChunkedEngine):
         sent = aligned_bytes({n: received[n] for n in algorithm.sends if n in received})
         kept = [aligned_bytes(state) for state in states.values()]
         # the broadcast; then for every agent its state, the vectors it sends, its next state
-        sizes = [aligned_bytes(received), *chain(*((own, sent, own) for own in kept))]
+        sizes = [aligned_bytes(received), *chain(*((size, sent, size) for size in kept))]
         spans = self._prepare([algorithm], sizes)
         layout = self._buffer.write(received, next(spans))
-        own = {
+        layouts = {
             agent: (self._buffer.write(state, next(spans)), next(spans), next(spans))
             for agent, state in states.items()
         }
         chunks = [
-            {agent: own[agent] for agent in chunk} for chunk in self.chunks(algorithm, list(states))
+            {agent: layouts[agent] for agent in chunk}
+            for chunk in self.chunks(algorithm, list(states))
         ]
         results = self._map(
             [("update", self._index(algorithm), layout, chunk, context) for chunk in chunks],

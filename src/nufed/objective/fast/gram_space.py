@@ -109,9 +109,13 @@ def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer 
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
         if type(owner) is nn.Linear and owner.in_features == math.prod(input_shape):
-            own = [p for p in (owner.weight, owner.bias) if p is not None]
-            tied = sum(p is q for p in every for q in own) > len(own)
-            if tied or parameter is not owner.weight or not all(p.requires_grad for p in own):
+            parameters = [p for p in (owner.weight, owner.bias) if p is not None]
+            tied = sum(p is q for p in every for q in parameters) > len(parameters)
+            if (
+                tied
+                or parameter is not owner.weight
+                or not all(p.requires_grad for p in parameters)
+            ):
                 return None
             if not _only_user_of_inputs(owner, module, input_shape):
                 return None

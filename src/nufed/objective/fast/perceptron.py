@@ -147,9 +147,9 @@ def faster(module: nn.Module, loss: object) -> Perceptron | None:
     links = list(_links(module, ""))
     names = [n for link in links if isinstance(link, Linear) for n in (link.weight, link.bias) if n]
     every = dict(module.named_parameters(remove_duplicate=False))
-    own = {name: p for name, p in every.items() if p.numel()}
-    complete = set(names) == set(own) and len({id(p) for p in own.values()}) == len(names)
-    trainable = all(p.requires_grad for p in own.values())
+    used = {name: p for name, p in every.items() if p.numel()}
+    complete = set(names) == set(used) and len({id(p) for p in used.values()}) == len(names)
+    trainable = all(p.requires_grad for p in used.values())
     if None in links or not complete or not trainable:
         return None
     layers = [m for m in module.modules() if not isinstance(m, nn.Sequential | nn.Identity)]

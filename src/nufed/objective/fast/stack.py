@@ -65,8 +65,8 @@ def _layer(layer: nn.Module, prefix: str, parameters: Mapping[str, Tensor], x: T
             if bias is None:
                 return torch.bmm(x, columns)
             return torch.baddbmm(bias.unsqueeze(1), x, columns)
-    own = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
-    return _any_module(layer, own, (x,), {})
+    of_layer = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
+    return _any_module(layer, of_layer, (x,), {})
 
 
 def _any_module(
