@@ -16,8 +16,8 @@ from torch import nn
 import nufed as library
 from nufed import GMeta, InputError, load_run, make_bundle
 from nufed.lab import runs
-from nufed.lab.analysis.advise import advise
-from nufed.lab.analysis.bounds import bounds_of_run
+from nufed.lab.analysis.advise import advise, write_advice
+from nufed.lab.analysis.bounds import bounds_of_run, write_bounds
 from nufed.lab.bundle.from_run import make_personal
 from nufed.lab.cli.commands import app
 from nufed.lab.config import load_config
@@ -104,7 +104,9 @@ COMMANDS = {
 }
 REBUILDING = {
     "bounds_of_run": lambda run, **how: bounds_of_run(run, **how),
+    "write_bounds": lambda run, **how: write_bounds(run, **how),
     "advise": lambda run, **how: advise(run, 1, **how),
+    "write_advice": lambda run, **how: write_advice(run, 1, **how),
     "make_bundle": lambda run, **how: make_bundle(run, "gmeta", **how),
     "make_personal": lambda run, **how: make_personal(run, "gmeta", 1, **how),
 }
