@@ -15,6 +15,7 @@ from nufed import InputError, Split
 from nufed.errors import RunError
 from nufed.files import read_sealed, write_sealed
 from nufed.lab.config import load_config
+from nufed.lab.config.split_file import split_bytes
 from nufed.lab.runs import RunDirectory, load_run
 from nufed.lab.runs.part_files import check_done, load_checkpoint
 from support import federation
@@ -190,7 +191,7 @@ def test_names_of_agents_do_not_become_paths(tmp_path):
     names = ("../up", "/etc/passwd", "..", "a/b", "</script><script>alert(1)</script>", "5")
     hostile = Split(split.train, split.validation, split.test, names)
     (tmp_path / "work").mkdir()
-    hostile.save(tmp_path / "work" / "split.safetensors")
+    (tmp_path / "work" / "split.safetensors").write_bytes(split_bytes(hostile))
     before = set(tmp_path.rglob("*"))
     config = CONFIG | {
         "rounds": 1,
