@@ -93,6 +93,7 @@ class Samples:
         classes: the names of the classes; empty for regression.
         owners: the owner of each sample, for a natural federation.
         scale, shift: how bytes become inputs.
+        unseen_owners: owners to hold out from training unless a configuration says otherwise.
     """
 
     inputs: Inputs
@@ -101,6 +102,7 @@ class Samples:
     owners: np.ndarray[Any, Any] | None = None
     scale: float = 1.0
     shift: float = 0.0
+    unseen_owners: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(x) for x in (*_tensors(self.inputs), self.targets)}
@@ -113,9 +115,14 @@ class Samples:
             )
         for name, number in (("scale", self.scale), ("shift", self.shift)):
             require(math.isfinite(number), name, number, "must be a finite number")
-        owners = () if self.owners is None else set(map(str, self.owners))
+        owners = set() if self.owners is None else set(map(str, self.owners))
         for name in (*self.classes, *owners):
             _check_name(name)
+        if unknown := sorted(set(self.unseen_owners) - owners):
+            raise InputError(
+                f"unseen_owners names {shown(unknown[0])}, which owns no sample: the owners are "
+                f"{listed(sorted(owners)) or 'not given'}"
+            )
         if not self.classes:
             return
         low, high = self.targets.min().item(), self.targets.max().item()
@@ -143,6 +150,8 @@ class Samples:
             digest.update(x.contiguous().flatten().view(torch.uint8).numpy().data)
         owners = [] if self.owners is None else self.owners.tolist()
         digest.update(repr((self.classes, owners, self.scale, self.shift)).encode())
+        if self.unseen_owners:
+            digest.update(repr(self.unseen_owners).encode())
         return digest.hexdigest()
 
     @property

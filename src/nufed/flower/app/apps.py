@@ -121,7 +121,7 @@ class App:
             rounds=config.rounds,
             participation=config.participation,
             seed=seed,
-            unseen_agents=config.data.unseen_agents,
+            unseen_agents=config.data.held_out,
             validation=config.data.validation,
             test=config.data.test,
             scored_on=config.eval_on,

@@ -41,7 +41,8 @@ class Plan:
         rounds: communication rounds.
         participation: fraction of agents picked per round.
         seed: seed of cohorts, splits and batches.
-        unseen_agents: number of agents held out from training, and only evaluated.
+        unseen_agents: how many agents are held out from training and only evaluated, or their
+            numbers as text.
         validation, test: fractions of a site's samples held out from training.
         scored_on: the part that it is scored on.
         small_agents: how to treat a site with fewer training samples than a batch.
@@ -68,7 +69,7 @@ class Plan:
     rounds: int
     participation: float = 1.0
     seed: int = 0
-    unseen_agents: int = 0
+    unseen_agents: int | Sequence[str] = 0
     validation: float = 0.0
     test: float = 0.2
     scored_on: ScoredOn = "test"

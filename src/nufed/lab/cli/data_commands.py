@@ -112,7 +112,9 @@ def data_show(
             raise InputError(f"--out {out}: can't be written ({error.strerror})") from error
     if as_json:
         held = dict(zip(names, counts, strict=True))
-        print(json.dumps({"sha256": split.fingerprint, "classes": classes, "agents": held}))
+        unseen = [split.names[agent] for agent in split.unseen]
+        about = {"sha256": split.fingerprint, "classes": classes, "agents": held, "unseen": unseen}
+        print(json.dumps(about))
         return
     _print_counts(names, split.unseen, classes, counts)
     first = f"the first {len(names)} of " if len(names) < len(split.names) else ""

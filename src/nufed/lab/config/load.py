@@ -65,6 +65,12 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         raise input_error(error, _keys_with_methods(tables), dict(known_fields())) from None
     distinct = len(set(config.seeds)) == len(config.seeds)
     require(distinct, "seeds", config.seeds, "seeds must be distinct")
+    one = not (config.data.unseen and config.data.unseen_agents)
+    allowed = (
+        f"must not be given with data.unseen_agents = {config.data.unseen_agents}; set that to 0, "
+        "or remove one of them"
+    )
+    require(one, "data.unseen", config.data.unseen, allowed)
     return config
 
 

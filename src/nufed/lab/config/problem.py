@@ -74,12 +74,21 @@ def build_split(
 ) -> Split:
     """The split of ``samples`` among agents that ``[data]`` describes, or by ``partition``."""
     if config.split_file is not None:
+        if config.unseen is not None:
+            raise InputError(
+                f"= {shown(config.unseen)}: the split of data.split_file has unseen agents of its "
+                "own; remove one of the two keys",
+                "data.unseen",
+            )
         path = Path(config.split_file.replace("{seed}", str(seed)))
         return load_split(path, samples.targets.numpy())
+    held_out: int | Sequence[str] = config.held_out
     if partition is None:
         name = resolved_partition(config, samples.owners is not None)
         if name == "dirichlet" and config.reuse == "across_agents" and samples.classes:
             return _split_sharing_samples(config, samples, seed)
+        if name == "given" and config.unseen is None:
+            held_out = config.unseen_agents or samples.unseen_owners
         partition = find_named("data.partition", name, PARTITIONS)
     rows, names = _deal(config, partition, samples, stream(seed, "partition"))
     return make_split(
@@ -87,7 +96,7 @@ def build_split(
         seed,
         validation=config.validation,
         test=config.test,
-        unseen_agents=config.unseen_agents,
+        unseen_agents=held_out,
         names=names,
     )
 
@@ -98,7 +107,7 @@ def _split_sharing_samples(config: DataConfig, samples: Samples, seed: int) -> S
     sizes = part_sizes(size, config.validation, config.test, "0")
     labels = samples.targets.numpy()
     recipe = DirichletReusing(labels, config.agents, sizes, config.dirichlet, seed)
-    return lazy_split(recipe, choose_unseen(config.agents, config.unseen_agents, seed))
+    return lazy_split(recipe, choose_unseen(config.agents, config.held_out, seed))
 
 
 def _deal(

@@ -202,6 +202,12 @@ class DataConfig(_Table):
     unseen_agents: Annotated[int, Field(ge=0)] = Field(
         default=0, description="held out from training"
     )
+    unseen: list[str] | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="names of the agents held out from training, in place of a number; default: "
+        "those that the data source names, if any; []: none",
+    )
     small_agents: SmallAgents = "refuse"
     split_file: str | None = Field(
         default=None,
@@ -212,6 +218,11 @@ class DataConfig(_Table):
     def partition_settings(self) -> dict[str, Any]:
         """The keys of this table that reach every partition with an argument of that name."""
         return {"concentration": self.dirichlet, "classes_per_agent": self.classes_per_agent}
+
+    @property
+    def held_out(self) -> int | list[str]:
+        """The agents held out from training: how many, or their names."""
+        return self.unseen_agents if self.unseen is None else self.unseen
 
 
 class ModelConfig(_Table):
