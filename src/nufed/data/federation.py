@@ -39,6 +39,13 @@ class Federation:
     small_agents: SmallAgents = "refuse"
     scored_on: ScoredOn = "test"
 
+    def __post_init__(self) -> None:
+        if self.samples.columns:
+            raise InputError(
+                "the samples are raw columns of a table: learn a preparation from training rows "
+                "and apply it first (nufed.data.learn_preparation, nufed.data.prepare)"
+            )
+
     def batches(self, agent: int, seed: int, use: str, round: int = 0) -> AgentBatches:
         """The training part of an agent as seeded batches; ``use`` names the streams."""
         return AgentBatches(self, agent, seed, use, round)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from torch.utils.data import Dataset
 
 from nufed.errors import InputError, require, shown
 from nufed.objective import Inputs
+
+if TYPE_CHECKING:
+    from nufed.data.tables import Preparation
 
 LISTED = 12  # classes named in a message
 
@@ -83,6 +86,29 @@ FEW_CLASSES = 1000  # allowed for any number of samples
 
 
 @dataclass(frozen=True)
+class Column:
+    """A raw column: numbers, or categories, stored as places in ``words``; NaN is missing."""
+
+    name: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return "categories" if self.words else "numbers"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Raw columns: ``values`` has a row per sample and a column per column (float64)."""
+
+    columns: tuple[Column, ...]
+    values: Tensor
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True)
 class Samples:
     """Inputs and targets, row by row.
 
@@ -94,6 +120,8 @@ class Samples:
         owners: the owner of each sample, for a natural federation.
         scale, shift: how bytes become inputs.
         unseen_owners: owners to hold out from training unless a configuration says otherwise.
+        columns: of inputs that are the values of a :class:`Table`, to be prepared before use.
+        preparation: how inputs were made from columns.
     """
 
     inputs: Inputs
@@ -103,6 +131,8 @@ class Samples:
     scale: float = 1.0
     shift: float = 0.0
     unseen_owners: tuple[str, ...] = ()
+    columns: tuple[Column, ...] = ()
+    preparation: Preparation | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(x) for x in (*_tensors(self.inputs), self.targets)}
@@ -112,6 +142,11 @@ class Samples:
             raise InputError(
                 f"the data has arrays of {sorted(lengths)} rows: inputs, targets and owners must "
                 "have the same number of rows, at least one"
+            )
+        if self.columns and self.input_shape != (len(self.columns),):
+            raise InputError(
+                f"{len(self.columns)} columns are named, and inputs have shape {self.input_shape}: "
+                "give a value per column"
             )
         for name, number in (("scale", self.scale), ("shift", self.shift)):
             require(math.isfinite(number), name, number, "must be a finite number")
@@ -138,6 +173,8 @@ class Samples:
     def check_finite(self, dtype: torch.dtype | None = None) -> None:
         """Refuse non-finite numbers, and those that would overflow in ``dtype``."""
         for name, x in named_inputs(self.inputs).items():
+            if self.columns:  # NaN is missing
+                x = x.nan_to_num(posinf=math.inf, neginf=-math.inf)
             check_finite(x, name, dtype, self.owners)
         check_finite(self.targets, "target", dtype, self.owners)
 
@@ -150,8 +187,9 @@ class Samples:
             digest.update(x.contiguous().flatten().view(torch.uint8).numpy().data)
         owners = [] if self.owners is None else self.owners.tolist()
         digest.update(repr((self.classes, owners, self.scale, self.shift)).encode())
-        if self.unseen_owners:
-            digest.update(repr(self.unseen_owners).encode())
+        for further in (self.unseen_owners, self.columns):
+            if further:
+                digest.update(repr(further).encode())
         return digest.hexdigest()
 
     @property
@@ -215,7 +253,8 @@ def as_samples(data: Any, classes: Sequence[str] = ()) -> Samples:
     """The user's own data as :class:`Samples`; non-finite numbers are refused.
 
     ``data`` is one of: ``Samples``; ``(inputs, targets)`` or ``(inputs, targets, owners)`` of
-    tensors or arrays; a map-style ``torch.utils.data.Dataset`` of ``(input, target)`` pairs.
+    tensors or arrays, inputs also a :class:`Table`; a map-style ``torch.utils.data.Dataset`` of
+    ``(input, target)`` pairs.
     Targets that are text are names of classes, numbered in their order (:func:`class_names`) or as
     in ``classes``, if these are known. Whole numbers in one dimension are class numbers; there may
     be as many classes as samples, as known ones, or :data:`FEW_CLASSES`. Others are regression
@@ -285,11 +324,13 @@ def _read(data: Any, known: Sequence[str]) -> Samples:
         if not target_tensor.is_floating_point() and target_tensor.ndim == 1:
             target_tensor = target_tensor.long()
             classes = _class_names(target_tensor, len(known))
+    is_table = isinstance(inputs, Table)
     return Samples(
-        inputs=_inputs(inputs),
+        inputs=inputs.values if is_table else _inputs(inputs),
         targets=target_tensor,
         classes=classes,
         owners=None if owners is None else np.asarray(owners),
+        columns=inputs.columns if is_table else (),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from nufed.data import Preparation
 from nufed.errors import InputError, require
 from nufed.files import unseal, write_sealed
 from nufed.lab.bundle.about import (
@@ -81,6 +82,7 @@ class Bundle:
         trained: Mapping[str, Any] | None = None,
         measured: Mapping[str, Any] | None = None,
         personal: PersonalAbout | None = None,
+        preparation: Preparation | None = None,
     ) -> Bundle:
         """A bundle of any module, however it was trained.
 
@@ -106,6 +108,7 @@ class Bundle:
                 it the module has to be passed when the bundle is loaded.
             name, trained, measured: for the card.
             personal: of a personal model that is more than a module, what else it needs.
+            preparation: how the raw columns of a table become inputs; ``adapt`` then takes these.
         """
         module = copy.deepcopy(module).eval()
         if weights is not None:
@@ -137,6 +140,8 @@ class Bundle:
                 "trained": dict(trained or {}),
                 "measured": dict(measured or {}),
                 "personal": personal,
+                "preparation": preparation,
+                "format": 2 if preparation is None else 3,
             }
         )
         function: Loss = find_named("loss", loss, LOSSES) if isinstance(loss, str) else loss
@@ -191,7 +196,8 @@ class Bundle:
         verdict is that this harms, it is the unadapted model (``report.refused``).
 
         Args:
-            inputs: one sample per row, in the units of the training data (bytes stay bytes).
+            inputs: one sample per row, in the units of the training data (bytes stay bytes); of a
+                table its raw columns by name, a mapping or a data frame.
             targets: class numbers or names; for regression numbers.
             steps: fine-tuning steps; by default those that the model was trained for. ``"auto"``
                 chooses between 0 and ``max_steps`` by cross-validation.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,22 +16,26 @@ from nufed.lab.cli.options import AsJson, Overrides, Source
 from nufed.lab.cli.terminal import console, say
 
 if TYPE_CHECKING:
-    from nufed.lab.readers.sources import Stored
+    from nufed.lab.readers.sources import Origin, Stored
 
 data_app = typer.Typer(
     help="Get data sets, and inspect how they are split among agents.", no_args_is_help=True
 )
 
-OWN_FILE = "file"  # the source of users' own files
+OWN_FILES = ("file", "table")  # sources of users' own files
 
 
 @data_app.command("list")
 def data_list(as_json: AsJson = False) -> None:
     """Show which data sets are present, where nufed looks for them, and how to get the others."""
-    from nufed.lab.readers.sources import SOURCES, STORED, data_directory
+    from nufed.lab.readers.sources import ORIGINS, SOURCES, STORED, data_directory
 
     origin = "NUFED_DATA" if os.environ.get("NUFED_DATA") else "the cache directory"
-    contents = {name: _state(STORED.get(name)) for name in SOURCES if name != OWN_FILE}
+    contents = {
+        name: {**_state(STORED.get(name)), **_origin(ORIGINS.get(name))}
+        for name in SOURCES
+        if name not in OWN_FILES
+    }
     if as_json:
         print(json.dumps({"directory": str(data_directory()), "from": origin, "data": contents}))
         return
@@ -38,6 +43,8 @@ def data_list(as_json: AsJson = False) -> None:
     say(f"data directory: {data_directory()} (from {origin}{hint})")
     for name, state in contents.items():
         say(f"{name:<15}{state['state']:<12}{state['where']}")
+        if state["citation"]:
+            say(f"{'':<15}{state['citation']}; licence: {state['licence']}")
         if state["command"]:
             note = "" if STORED[name].url else " (docs/data.md says how to make it)"
             say(f"{'':<15}get it with: {state['command']}{note}")
@@ -62,10 +69,10 @@ def data_get(
     from nufed.lab.readers.sources import SOURCES, STORED
     from nufed.registry import suggest
 
-    if name == OWN_FILE:
+    if name in OWN_FILES:
         raise InputError(f"{name} is your own file: name it with data.args.path")
     if name not in SOURCES:
-        known = f"; there are {', '.join(name for name in SOURCES if name != OWN_FILE)}"
+        known = f"; there are {', '.join(name for name in SOURCES if name not in OWN_FILES)}"
         raise InputError(f"unknown data set {name!r}{suggest(name, SOURCES) or known}")
     if name not in STORED:
         say(f"{name} is shipped with nufed: nothing to download")
@@ -120,6 +127,11 @@ def data_show(
     first = f"the first {len(names)} of " if len(names) < len(split.names) else ""
     total = sum(map(sum, counts))
     say(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
+
+
+def _origin(origin: Origin | None) -> dict[str, str]:
+    """Whom to cite and the licence; empty for generated data."""
+    return asdict(origin) if origin else {"citation": "", "licence": ""}
 
 
 def _state(stored: Stored | None) -> dict[str, str]:

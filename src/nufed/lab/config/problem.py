@@ -8,6 +8,7 @@ if the user trusts it, and data and splits must match the digests recorded there
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,12 +35,14 @@ from nufed.data import (
     check_dealt,
     choose_unseen,
     lazy_split,
+    learn_preparation,
     make_split,
     part_sizes,
+    prepare,
     rows_by_agent,
     settings_taken,
 )
-from nufed.errors import InputError, RunError, in_short, require, shown
+from nufed.errors import InputError, NumericalWarning, RunError, in_short, require, shown
 from nufed.evaluate import METRICS, Measure, Metric
 from nufed.lab.config.methods import GivenInPython
 from nufed.lab.config.schema import AT_SITES, OWN, Config, DataConfig
@@ -129,6 +132,29 @@ def _deal(
     return check_dealt(dealt, len(samples), config.agents)
 
 
+def build_preparation(config: DataConfig, samples: Samples, split: Split) -> Samples:
+    """Samples whose raw columns, if they have any, are prepared as ``[data.prepare]`` says.
+
+    What is not given there is learned from the training parts of agents that take part in training.
+    """
+    given = config.prepare.given
+    if not samples.columns:
+        if given is not None:
+            raise InputError(
+                f"names {len(given.columns)} columns, and this data has no columns by name: remove "
+                "[data.prepare], or read the data as a table (data.args.table = true)",
+                "data.prepare.columns",
+            )
+        return samples
+    if given is None:
+        seen = (split.train[agent] for agent in split.seen)
+        given = learn_preparation(samples, seen, config.prepare.fill)
+    prepared, notes = prepare(samples, given)
+    for note in notes:
+        warnings.warn(note, NumericalWarning, stacklevel=2)
+    return prepared
+
+
 def build_shift(config: DataConfig, samples: Samples, split: Split, seed: int) -> Samples:
     """The samples after the shift that ``[data]`` names: a copy, changed agent by agent."""
     if config.shift == "none":
@@ -152,8 +178,9 @@ def build_shift(config: DataConfig, samples: Samples, split: Split, seed: int) -
 def build_federation(
     config: Config, samples: Samples, seed: int, partition: Partition | None = None
 ) -> Federation:
-    """The samples, split among agents, by the user's ``partition`` if any, and shifted."""
+    """The samples, split among agents, by the user's ``partition`` if any, prepared and shifted."""
     split = build_split(config.data, samples, seed, partition)
+    samples = build_preparation(config.data, samples, split)
     samples = build_shift(config.data, samples, split, seed)
     federation = Federation(samples, split, config.data.small_agents, config.eval_on)
     agents = [0] if split.recipe else split.agents  # in a lazy split all have equal sizes
@@ -405,6 +432,13 @@ class Problem:
         """The measure that agents are scored by."""
         return build_measure(self.config, self.samples, self.given.metric)
 
+    @property
+    def example(self) -> Samples:
+        """Samples in the format that models take: of tables those prepared for the first seed."""
+        if not self.samples.columns:
+            return self.samples
+        return next(iter(self.federations.values())).samples
+
     def belongs_to(self, seed: int) -> dict[str, str]:
         """Digests that the files of a part must match."""
         return {
@@ -440,8 +474,8 @@ class Problem:
             for algorithm in algorithms.values():
                 federation.check_batch_size(algorithm.batch_size)
         objectives = {
-            seed: build_objective(config, _module(config, given, samples, seed), loss)
-            for seed in seeds
+            seed: build_objective(config, _module(config, given, own.samples, seed), loss)
+            for seed, own in federations.items()
         }
         return cls(config, samples, federations, objectives, algorithms, given)
 

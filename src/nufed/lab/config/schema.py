@@ -12,11 +12,27 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_serializer,
+)
 
 from nufed.algorithms.compression import CODECS, Codec, TopK
 from nufed.algorithms.protocol import Algorithm
-from nufed.data import PARTITIONS, SHIFTS, Reuse, ScoredOn, SmallAgents
+from nufed.data import (
+    PARTITIONS,
+    SHIFTS,
+    Fill,
+    Preparation,
+    PreparedColumn,
+    Reuse,
+    ScoredOn,
+    SmallAgents,
+)
 from nufed.errors import InputError
 from nufed.evaluate import EvalLr
 from nufed.evaluate.metrics import Better
@@ -161,6 +177,30 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class PrepareConfig(_Table):
+    """``[data.prepare]``: how the raw columns of a table become inputs of a model."""
+
+    fill: Fill = Field(
+        default="median",
+        description="what numbers are centred at, and what replaces missing ones: the median or "
+        "mean of training",
+    )
+    columns: list[Annotated[PreparedColumn, BeforeValidator(PreparedColumn.read)]] = Field(
+        default=[],
+        exclude_if=lambda value: not value,
+        description="a preparation that was learned before, in place of one learned by this run",
+    )
+
+    @field_serializer("columns")
+    def _plain(self, columns: list[PreparedColumn]) -> list[dict[str, Any]]:
+        return Preparation(tuple(columns)).describe() if columns else []
+
+    @property
+    def given(self) -> Preparation | None:
+        """The preparation that the configuration holds, if any."""
+        return Preparation(tuple(self.columns)) if self.columns else None
+
+
 class DataConfig(_Table):
     """``[data]``: the samples, and how they are split among agents."""
 
@@ -209,6 +249,9 @@ class DataConfig(_Table):
         "those that the data source names, if any; []: none",
     )
     small_agents: SmallAgents = "refuse"
+    prepare: PrepareConfig = Field(
+        default=PrepareConfig(), exclude_if=lambda value: value == PrepareConfig()
+    )
     split_file: str | None = Field(
         default=None,
         description="path of a saved split to use, never written; {seed} is replaced by the seed",

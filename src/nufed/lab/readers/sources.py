@@ -24,6 +24,8 @@ from nufed.data.samples import Samples
 from nufed.data.sinusoid import sinusoid
 from nufed.errors import InputError, require
 from nufed.lab.readers.files import own_file, read_npz
+from nufed.lab.readers.heart import heart
+from nufed.lab.readers.tables import own_table
 from nufed.seeding import stream
 
 
@@ -86,6 +88,31 @@ class Stored:
                 f"`nufed data get {self.name}`"
             )
         return content
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a data set comes from: whom to cite, and under which licence it is."""
+
+    citation: str
+    licence: str
+
+
+ORIGINS = {
+    "digits": Origin("Alpaydin and Kaynak 1998, UCI Machine Learning Repository", "CC BY 4.0"),
+    "cifar10": Origin("Krizhevsky 2009, Learning Multiple Layers of Features", "none stated"),
+    "cifar100": Origin("Krizhevsky 2009, Learning Multiple Layers of Features", "none stated"),
+    "fashion-mnist": Origin("Xiao, Rasul and Vollgraf 2017", "MIT"),
+    "mnist-writers": Origin(
+        "LeCun et al. 1998; writers: Yadav and Bottou 2019 (QMNIST)", "none stated"
+    ),
+    "omniglot": Origin("Lake, Salakhutdinov and Tenenbaum 2015", "MIT"),
+    "heart": Origin(
+        "Janosi, Steinbrunn, Pfisterer and Detrano 1988, Heart Disease, UCI Machine Learning "
+        "Repository, doi:10.24432/C52P4X",
+        "CC BY 4.0",
+    ),
+}
 
 
 def is_valid(content: bytes, sha256: str) -> bool:
@@ -328,5 +355,7 @@ SOURCES: dict[str, Callable[..., Samples]] = {
     "mnist-writers": mnist_writers,
     "omniglot": omniglot,
     "sinusoid": sinusoid,
+    "heart": heart,
     "file": own_file,
+    "table": own_table,
 }

@@ -140,6 +140,7 @@ def settings_table(run: Run) -> Table:
         "rounds (K)": str(config.rounds),
         "data": f"{config.data.source}; {_partition(run)}",
         "samples per agent": samples_per_agent(run),
+        **_columns(run),
         "parts": f"validation {config.data.validation:g}, test {config.data.test:g}, rest training",
         "model": f"{config.model.name} {config.model.args or ''}, {config.dtype}",
         "fine-tuning steps": steps_shown(run),
@@ -169,6 +170,17 @@ def problem_text(run: Run) -> str:
     sizes = samples_per_agent(run)
     each = "" if sizes == NOT_SENT else f", {sizes} samples each"
     return f"Data: {source}{run.agents} agents{unseen}{each}."
+
+
+def _columns(run: Run) -> dict[str, str]:
+    """How the raw columns of a table became inputs, if the data is one."""
+    preparation = run.preparation(run.config.seeds[0])
+    if preparation is None:
+        return {}
+    how = "as configured" if run.config.data.prepare.given else "learned from training parts"
+    unused = [column.name for column in preparation.columns if column.empty]
+    without = f"; without a value in training: {', '.join(unused)}" if unused else ""
+    return {"columns": f"{preparation}, {how}{without}"}
 
 
 def _names(run: Run) -> str:

@@ -161,6 +161,7 @@ class RunDirectory:
             number=len(split.agents),
             agents=agents,
             owners=samples.owners is not None,
+            preparation=samples.preparation,
         )
         write_sealed(self.split_file(seed), record.model_dump())
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nufed.algorithms.gmeta import local_sgd
 from nufed.algorithms.protocol import Algorithm
+from nufed.data import Preparation
 from nufed.errors import RunError, visible
 from nufed.evaluate import Measure
 from nufed.files import read_sealed
@@ -93,6 +94,10 @@ class Run:
     @property
     def agents(self) -> int:
         return next(iter(self.splits.values())).number
+
+    def preparation(self, seed: int) -> Preparation | None:
+        """How the raw columns of a table became inputs; None: the data has none."""
+        return self.splits[seed].preparation or self.config.data.prepare.given
 
     @property
     def unseen(self) -> int:
