@@ -181,8 +181,8 @@ def test_a_record_is_read_back():
     good = made.describe()[0]
     for wrong, sentence in (
         ({**good, "center": 1.0}, "no 'center', only .* did you mean 'centre'"),
-        ({**good, "centre": "1"}, "centre of a prepared column is '1', not float"),
-        ({**good, "missing": 1}, "missing of a prepared column is 1, not bool"),
+        ({**good, "centre": "1"}, "centre of a column is '1', not float"),
+        ({**good, "missing": 1}, "missing of a column is 1, not bool"),
         ({**good, "scale": 0.0}, "column x: centre, scale"),
         ({"name": "c", "words": ["a"], "seen": ["b"]}, "column c: words, seen, usual"),
         ({"scale": 1.0}, "is a table with a name"),

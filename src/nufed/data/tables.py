@@ -178,24 +178,7 @@ class PreparedColumn:
     @classmethod
     def read(cls, content: Any) -> PreparedColumn:
         """From a mapping, as JSON or TOML has it; unknown keys and other types are refused."""
-        if isinstance(content, cls):
-            return content
-        if not isinstance(content, Mapping) or "name" not in content:
-            raise InputError(f"a prepared column is a table with a name, not {shown(content)}")
-        known = {field.name: str(field.type) for field in fields(cls)}
-        for key, value in content.items():
-            if key not in known:
-                raise InputError(
-                    f"a prepared column has no {shown(key)}, only {', '.join(known)}"
-                    + suggest(str(key), known)
-                )
-            if not _is_of(value, known[key]):
-                raise InputError(f"{key} of a prepared column is {shown(value)}, not {known[key]}")
-        plain: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in content.items()
-        }
-        return cls(**plain)
+        return content if isinstance(content, cls) else cls(**_fields_of(cls, content))
 
     def apply(self, column: Column | None, values: Tensor) -> tuple[Tensor, Counter[str]]:
         """The inputs of a raw column, a row each, and the values that no training row has."""
@@ -227,13 +210,31 @@ class PreparedColumn:
         return found, unseen
 
 
+def _fields_of(cls: type, content: Any) -> dict[str, Any]:
+    """The fields of a dataclass from a mapping of JSON or TOML; others, and other types, are
+    refused."""
+    if not isinstance(content, Mapping) or "name" not in content:
+        raise InputError(f"a column is a table with a name, not {shown(content)}")
+    known = {field.name: str(field.type) for field in fields(cls)}
+    for key, value in content.items():
+        if key not in known:
+            near = suggest(str(key), known)
+            raise InputError(f"a column has no {shown(key)}, only {', '.join(known)}{near}")
+        if not _is_of(value, known[key]):
+            raise InputError(f"{key} of a column is {shown(value)}, not {known[key]}")
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+
+
 def _is_of(value: object, kind: str) -> bool:
     """Whether a value of JSON or TOML has the type of a field."""
     if kind.startswith("tuple"):
-        return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+        item = kind[len("tuple[") : -len(", ...]")]
+        return isinstance(value, list | tuple) and all(_is_of(each, item) for each in value)
+    if isinstance(value, bool) or kind == "bool":
+        return isinstance(value, bool) and kind == "bool"
     if kind == "float":
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, {"str": str, "bool": bool}[kind])
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, {"str": str, "int": int}[kind])
 
 
 def _word(column: Column, value: float) -> str | None:
@@ -377,6 +378,19 @@ class ColumnTally:
     words: tuple[str, ...] = ()
     counts: tuple[int, ...] = ()
     indicator: bool = False
+
+    def __post_init__(self) -> None:
+        counts = (self.present, self.missing, *self.counts)
+        right = min(counts) >= 0 and len(self.counts) == len(self.words) and self.squares >= 0
+        require(right, f"column {self.name}: counts", counts, "must be 0 or more, one per word")
+
+    @classmethod
+    def read(cls, content: Any) -> ColumnTally:
+        """From a mapping, as JSON has it; unknown keys and other types are refused."""
+        found = _fields_of(cls, content)
+        if missing := {"present", "missing"} - found.keys():
+            raise InputError(f"the tally of column {shown(found['name'])} has no {min(missing)}")
+        return cls(**found)
 
     @classmethod
     def of(cls, column: Column, values: Tensor, indicator: bool) -> ColumnTally:

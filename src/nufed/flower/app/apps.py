@@ -135,6 +135,7 @@ class App:
             deadline=config.federation.deadline,
             wait=config.federation.wait,
             like=like,
+            preparation=config.data.prepare.given,
             privacy=_privacy(config.privacy),
             baselines=tuple(config.baselines) if method == first else (),
             tune_local=config.tune_local,
@@ -146,7 +147,7 @@ class App:
 def _check(config: Config) -> None:
     """Refuse settings that a federation can't use."""
     require(
-        config.federation.input_shape is not None,
+        _input_shape(config) is not None,
         "federation.input_shape",
         None,
         "must be the shape of one sample's input, the same at all sites, for example [64]",
@@ -213,10 +214,24 @@ def _check_bounds(config: Config) -> None:
 def _like(config: Config) -> Samples:
     """An example sample, for which the model is built."""
     federation = config.federation
-    assert federation.input_shape is not None
-    inputs = torch.zeros(1, *federation.input_shape, dtype=getattr(torch, config.dtype))
+    shape = _input_shape(config)
+    assert shape is not None
+    inputs = torch.zeros(1, *shape, dtype=getattr(torch, config.dtype))
     targets = torch.zeros(1).long() if federation.classes else torch.zeros(1, federation.outputs)
     return Samples(inputs, targets, tuple(federation.classes))
+
+
+def _input_shape(config: Config) -> list[int] | None:
+    """The shape of one input: as configured, of tables as their preparation makes it."""
+    shape, preparation = config.federation.input_shape, config.data.prepare.given
+    if preparation is None:
+        return shape
+    if shape not in (None, [preparation.width]):
+        raise InputError(
+            f"= {shape}: data.prepare.columns make {preparation.width} inputs; remove this key",
+            "federation.input_shape",
+        )
+    return [preparation.width]
 
 
 def _rules(config: Config) -> Rules:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nufed.algorithms.compression import initial_residuals, update_bytes
 from nufed.algorithms.protocol import Algorithm, Context, State
-from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
+from nufed.data import Preparation, Samples, ScoredOn, SmallAgents, choose_unseen
 from nufed.errors import InputError, require
 from nufed.evaluate import GROUPS, RESAMPLES, EvalLr, Measure, accuracy
 from nufed.flower.app.payload import MAX_SCALES
@@ -56,6 +56,7 @@ class Plan:
         wait: quorum timeout, in seconds: at the start for all sites, later for as many as a round
             needs; also the timeout of a new site's identification.
         like: an example sample that all sites' data must match; None: not checked.
+        preparation: how the raw columns of sites' tables become inputs; None: they have none.
         privacy: clipping and noise applied at the sites; None: none.
         baselines: null baselines to evaluate at the end.
         tune_local: whether the step size of the baseline ``local`` is chosen on validation samples.
@@ -83,6 +84,7 @@ class Plan:
     deadline: float = 600.0
     wait: float = 60.0
     like: Samples | None = None
+    preparation: Preparation | None = None
     privacy: Privacy | None = None
     baselines: tuple[str, ...] = ()
     tune_local: bool = False

@@ -129,6 +129,59 @@ def data_show(
     say(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
 
 
+Listed = Annotated[list[str] | None, typer.Option(help="A column; may be repeated.")]
+
+
+@data_app.command("tally")
+def data_tally(
+    config: Annotated[Path, typer.Argument(help="The federation's configuration.")],
+    data: Annotated[Path, typer.Argument(help="The site's table: a .csv or .parquet.")],
+    site: Annotated[int, typer.Option(min=0, help="The site's number.")],
+    out: Annotated[Path, typer.Option(help="The file to write, a .json.")],
+    label: Annotated[str, typer.Option(help="The column that holds the label.")] = "label",
+    categorical: Listed = None,
+    leave_out: Listed = None,
+) -> None:
+    """Count and sum the columns of a site's training part, to prepare tables in a federation.
+
+    The file holds counts and sums, no row: look at it before it leaves the site.
+    """
+    from nufed.lab.config import load_config
+    from nufed.lab.config.tallies import site_tally, write_tally
+    from nufed.lab.readers.tables import own_table
+
+    found = load_config(config)
+    if site >= found.data.agents:
+        raise InputError(f"--site {site}: must be below {found.data.agents}, as data.agents says")
+    samples = own_table(str(data), label, categorical=categorical or [], leave_out=leave_out or [])
+    columns = site_tally(found.data, samples, site, found.seeds[0])
+    write_tally(out, site, columns)
+    rows = columns[0].present + columns[0].missing
+    say(f"tally: {out}, of {rows} training rows and {len(columns)} columns")
+
+
+@data_app.command("prepare")
+def data_prepare(
+    config: Annotated[Path, typer.Argument(help="The federation's configuration.")],
+    tallies: Annotated[list[Path], typer.Argument(help="The sites' files of `nufed data tally`.")],
+) -> None:
+    """Print the preparation that the tallies of all sites give, to be added to the configuration.
+
+    Needed is a tally of every site that takes part in training.
+    """
+    from nufed.data import choose_unseen
+    from nufed.lab.config import load_config
+    from nufed.lab.config.tallies import as_toml, prepare_columns
+
+    found = load_config(config)
+    agents = found.data.agents
+    unseen = choose_unseen(agents, found.data.held_out, found.seeds[0])
+    seen = [site for site in range(agents) if site not in unseen]
+    preparation = prepare_columns(tallies, seen)
+    print(as_toml(preparation), end="")
+    say(f"{preparation}: add this to {config}, the same at the server and all sites", error=True)
+
+
 def _origin(origin: Origin | None) -> dict[str, str]:
     """Whom to cite and the licence; empty for generated data."""
     return asdict(origin) if origin else {"citation": "", "licence": ""}
