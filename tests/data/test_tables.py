@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,7 +45,7 @@ def test_columns_are_numbers_or_categories_with_missing_values():
         (),
         ("none at all", "typical"),
         ("0", "1"),
-        (),
+        ("False", "True"),
     ]
     expected = [[63, 1, 1, 1], [41.5, NAN, 0, 0], [NAN, NAN, 1, 1], [NAN, 0, 1, 1]]
     np.testing.assert_array_equal(table.values.numpy(), np.array(expected, float))
@@ -101,6 +102,28 @@ def test_only_training_rows_are_learned_from(values, data):
         for made in learned
     )
     assert one == other
+
+
+def test_a_data_frame_gives_the_same():
+    columns = {
+        "n": [1, None, 3],
+        "x": [0.5, None, 2.0],
+        "c": ["a", None, "b"],
+        "d": ["u", "v", "u"],
+    }
+    frame = pd.DataFrame(columns).astype({"n": "Int64", "d": "category"})
+    assert frame["n"].isna().sum() == 1
+    one, other = as_table(columns), as_table(frame)
+    assert one.columns == other.columns
+    np.testing.assert_array_equal(one.values, other.values)
+    made = learn_preparation(samples(columns), [np.arange(3)])
+    assert torch.equal(made.apply(made.table(frame))[0], made.apply(one)[0])
+
+
+def test_texts_that_mean_a_missing_value_mean_it_at_other_sites():
+    made = learn_preparation(samples({"x": ["1", "-9", "3"]}, missing=["-9"]), [np.arange(3)])
+    assert Preparation.read(made.describe()) == made
+    assert made.apply(made.table({"x": ["-9", "2"]}))[0].tolist() == [[0, 1], [0, 0]]
 
 
 def test_a_leak_of_test_rows_would_be_seen():

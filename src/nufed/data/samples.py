@@ -87,10 +87,14 @@ FEW_CLASSES = 1000  # allowed for any number of samples
 
 @dataclass(frozen=True)
 class Column:
-    """A raw column: numbers, or categories, stored as places in ``words``; NaN is missing."""
+    """A raw column: numbers, or categories, stored as places in ``words``; NaN is missing.
+
+    ``absent`` are texts that meant a missing value in it, beside the usual ones.
+    """
 
     name: str
     words: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:

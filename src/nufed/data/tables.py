@@ -28,7 +28,8 @@ from nufed.data.samples import Column, Samples, Table, class_names, listed
 from nufed.errors import InputError, require, shown
 from nufed.registry import closest, suggest
 
-MISSING = ("", "?", "na", "n/a", "nan", "null", "none")  # texts of a missing value, in any case
+# texts of a missing value; the last two are those of pandas
+MISSING = ("", "?", "NA", "N/A", "n/a", "NaN", "nan", "null", "NULL", "<NA>", "NaT")
 MAX_WORDS = 1000  # categories of a column
 Fill: TypeAlias = Literal["median", "mean"]
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -42,10 +43,9 @@ def as_table(
 
     A column of numbers, or of texts that are all numbers, holds numbers; one of other texts holds
     categories. A column with both is refused, unless ``categorical`` names it. Missing are None,
-    NaN, and the texts ``""``, ``?``, ``NA``, ``N/A``, ``NaN``, ``null``, ``None`` (in any case) and
-    those of ``missing``.
+    NaN, empty texts, ``?``, ``NA``, ``N/A``, ``NaN``, ``null``, and those of ``missing``.
 
-    >>> table = as_table({"age": [63, None], "pain": ["typical", "none"]}, missing=["none"])
+    >>> table = as_table({"age": [63, None], "pain": ["typical", "unknown"]}, missing=["unknown"])
     >>> [column.kind for column in table.columns], table.values.tolist()
     (['numbers', 'categories'], [[63.0, 0.0], [nan, nan]])
     """
@@ -56,7 +56,7 @@ def as_table(
             f"are {listed(list(map(str, columns)))}{suggest(unknown[0], columns)}",
             "categorical",
         )
-    nothing = {*MISSING, *(word.strip().lower() for word in missing)}
+    nothing = {*MISSING, *(word.strip() for word in missing)}
     read = [
         _read_column(str(name), columns[name], str(name) in categorical, nothing)
         for name in columns
@@ -68,14 +68,15 @@ def as_table(
             "one value"
         )
     values = torch.from_numpy(np.stack([values for _, values in read], axis=1))
-    return Table(tuple(column for column, _ in read), values)
+    absent = tuple(sorted(nothing - {*MISSING}))
+    return Table(tuple(replace(column, absent=absent) for column, _ in read), values)
 
 
 def _read_column(
     name: str, given: Any, categorical: bool, missing: set[str]
 ) -> tuple[Column, Array]:
     array = given if isinstance(given, np.ndarray) else getattr(given, "to_numpy", lambda: None)()
-    if array is not None and array.dtype.kind in "biuf" and array.ndim == 1 and not categorical:
+    if array is not None and array.dtype.kind in "iuf" and array.ndim == 1 and not categorical:
         return Column(name), _finite(array.astype(np.float64), name)
     cells = [_cell(value, missing) for value in (given if array is None else array.tolist())]
     numbers = [cell is None or _NUMBER.fullmatch(cell) is not None for cell in cells]
@@ -102,10 +103,8 @@ def _read_column(
 
 def _cell(value: Any, missing: set[str]) -> str | None:
     """A value as text, whole numbers without a point, so that 1.0 and 1 are one category."""
-    if value is None or value != value:
-        return None
     text = str(value).strip()
-    if text.lower() in missing:
+    if value is None or text in missing:
         return None
     if _NUMBER.fullmatch(text):
         number = float(text)
@@ -140,6 +139,7 @@ class PreparedColumn:
         words: the categories that have an input each; none: numbers.
         seen: those of training rows; others count as missing.
         usual: the most frequent one, which replaces a missing one.
+        absent: texts that mean a missing value, beside the usual ones.
     """
 
     name: str
@@ -151,6 +151,7 @@ class PreparedColumn:
     words: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()
     usual: str = ""
+    absent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = math.isfinite(self.centre) and math.isfinite(self.scale) and self.scale > 0
@@ -314,7 +315,8 @@ class Preparation:
                     "takes: rename it if it is the same, else leave it out, and the other counts "
                     "as missing"
                 )
-        return as_table(given, [name for name in self.categorical if name in given])
+        absent = {text for column in self.columns for text in column.absent}
+        return as_table(given, [n for n in self.categorical if n in given], sorted(absent))
 
     def apply(self, table: Table) -> tuple[Tensor, list[str]]:
         """The inputs (float32), and a sentence for everything that counts as missing."""
@@ -368,6 +370,7 @@ class ColumnTally:
         words, counts: of categories: those that the data has, and how often training rows have
             each.
         indicator: whether any row of the agent, also outside of training, lacks the value.
+        absent: texts that mean a missing value, beside the usual ones.
     """
 
     name: str
@@ -378,6 +381,7 @@ class ColumnTally:
     words: tuple[str, ...] = ()
     counts: tuple[int, ...] = ()
     indicator: bool = False
+    absent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         counts = (self.present, self.missing, *self.counts)
@@ -403,7 +407,8 @@ class ColumnTally:
         else:
             mean = float(known.mean()) if len(known) else 0.0
             about = {"mean": mean, "squares": float(((known - mean) ** 2).sum())}
-        return cls(column.name, len(known), missing, indicator=indicator, **about)
+        about |= {"indicator": indicator, "absent": column.absent}
+        return cls(column.name, len(known), missing, **about)
 
     def plus(self, other: ColumnTally) -> ColumnTally:
         """Of the rows of both (Chan et al. 1979: stable where the mean is large)."""
@@ -427,6 +432,7 @@ class ColumnTally:
             words=words,
             counts=tuple(mine.get(word, 0) + theirs.get(word, 0) for word in words),
             indicator=self.indicator or other.indicator,
+            absent=tuple(sorted({*self.absent, *other.absent})),
         )
 
     def prepared(self, centre: float | None = None) -> PreparedColumn:
@@ -444,6 +450,7 @@ class ColumnTally:
             indicator=self.indicator or self.missing > 0,
             missing=self.missing > 0,
             empty=not self.present,
+            absent=self.absent,
             **about,
         )
 

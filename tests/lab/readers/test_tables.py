@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import re
 import runpy
 import shutil
 import warnings
@@ -245,3 +246,13 @@ def test_data_of_numbers_alone_has_no_preparation(tmp_path):
     assert "preparation" not in about and plain.preparation(0) is None
     assert load_bundle(plain.path / "bundles/gmeta.nufed").about.format == 2
     assert "prepare" not in (plain.path / "config.toml").read_text()
+
+
+def test_data_show_names_what_hospitals_lack_and_who_is_new(tmp_path, nufed):
+    said = nufed("data", "show", "heart", cwd=tmp_path).stdout
+    assert re.search(r"long-beach .* 200 unseen in training", said)
+    assert re.search(r"\nchol +numbers +7.8% +28.0% +100.0%\n", said)
+    shown = json.loads(nufed("data", "show", "heart", "--json", cwd=tmp_path).stdout)
+    assert shown["unseen"] == ["long-beach"]
+    listed = nufed("data", "list", cwd=tmp_path).stdout
+    assert re.search(r"heart +present +shipped with nufed\n +Janosi, .*licence: CC BY 4.0", listed)

@@ -13,15 +13,17 @@ import typer
 from nufed.errors import InputError, visible
 from nufed.lab.cli.catalogue import complete_data_set
 from nufed.lab.cli.options import AsJson, Overrides, Source
-from nufed.lab.cli.terminal import console, say
+from nufed.lab.cli.terminal import console, print_table, say, table
 
 if TYPE_CHECKING:
+    from nufed.data import Samples, Split
     from nufed.lab.readers.sources import Origin, Stored
 
 data_app = typer.Typer(
     help="Get data sets, and inspect how they are split among agents.", no_args_is_help=True
 )
 
+SHOWN_AGENTS = 8  # whose missing values are shown
 OWN_FILES = ("file", "table")  # sources of users' own files
 
 
@@ -124,6 +126,8 @@ def data_show(
         print(json.dumps(about))
         return
     _print_counts(names, split.unseen, classes, counts)
+    if samples.columns:
+        _print_columns(samples, split)
     first = f"the first {len(names)} of " if len(names) < len(split.names) else ""
     total = sum(map(sum, counts))
     say(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
@@ -203,6 +207,26 @@ def _state(stored: Stored | None) -> dict[str, str]:
         return {"state": "present", "where": where, "command": ""}
     state = "missing" if len(missing) == len(stored.files) else "incomplete"
     return {"state": state, "where": where, "command": stored.command}
+
+
+def _print_columns(samples: Samples, split: Split) -> None:
+    """The columns of a table, and the share of missing values at each of some agents."""
+    from nufed.data import rows_by_agent
+    from nufed.data.tables import raw_values
+
+    absent = raw_values(samples).isnan()
+    rows = rows_by_agent(split)[:SHOWN_AGENTS]
+    shares = [absent[own].double().mean(dim=0).tolist() for own in rows]
+    cells = [
+        [
+            visible(column.name),
+            f"{len(column.words)} categories" if column.words else "numbers",
+            *(f"{share[place]:.1%}" if share[place] else "" for share in shares),
+        ]
+        for place, column in enumerate(samples.columns)
+    ]
+    names = [visible(name) for name in split.names[: len(rows)]]
+    print_table(table(cells, ["column", "missing at:", *names]))
 
 
 def _print_counts(names: Any, unseen: Any, classes: Any, counts: list[list[int]]) -> None:

@@ -170,7 +170,7 @@ def own_table(
         label: the column of labels.
         owner: the column that names the agent of a sample; by default samples are dealt out.
         categorical: columns of categories that are written as numbers.
-        missing: further texts that mean a missing value, beside "", ?, NA, NaN, null and None.
+        missing: further texts that mean a missing value, beside "", ?, NA, N/A, NaN and null.
         leave_out: columns that are not used.
         regression: whether labels are numbers to predict; by default whether some have fractions.
     """
