@@ -184,6 +184,7 @@ def test_data_list_says_what_is_here_and_how_to_get_the_rest(tmp_path, nufed, mo
         "mnist-writers": "missing",
         "omniglot": "missing",
         "sinusoid": "present",
+        "heart": "present",
     }
     assert listed["data"]["cifar100"]["where"] == str(tmp_path / "mine/cifar-100-binary")
     (tmp_path / "mine/cifar-10-batches-bin").mkdir()
