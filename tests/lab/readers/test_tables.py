@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shutil
+import tracemalloc
 import warnings
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +23,9 @@ from nufed.data import Preparation, learn_preparation, prepare
 from nufed.files import read_sealed
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import Problem
+from nufed.lab.readers.files import LIMIT
 from nufed.lab.readers.sources import SOURCES
+from nufed.lab.readers.tables import CELL_GROWTH
 
 ROOT = Path(__file__).parents[3]
 RAW = ROOT.parent / "shared/data/heart"
@@ -256,3 +259,21 @@ def test_data_show_names_what_hospitals_lack_and_who_is_new(tmp_path, nufed):
     assert shown["unseen"] == ["long-beach"]
     listed = nufed("data", "list", cwd=tmp_path).stdout
     assert re.search(r"heart +present +shipped with nufed\n +Janosi, .*licence: CC BY 4.0", listed)
+
+
+@pytest.mark.parametrize("cells", ["," * 19, ",".join("7" * 20), ",".join(["yes", ""] * 10)])
+def test_reading_takes_at_most_the_memory_that_is_counted(tmp_path, cells):
+    header = ",".join(f"c{place}" for place in range(20))
+    path = write(tmp_path, f"{header},label\n" + f"{cells},x\n" * 2000)
+    tracemalloc.start()
+    SOURCES["table"](path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < CELL_GROWTH * Path(path).stat().st_size
+
+
+def test_a_table_beyond_the_limit_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = write(tmp_path, TEXT * 100)
+    monkeypatch.setenv(LIMIT, "1000")
+    with pytest.raises(InputError, match=f"{LIMIT} to the number of bytes"):
+        SOURCES["table"](path)
