@@ -10,9 +10,10 @@ import nufed
 run = nufed.run("heart", ["seeds=[0]"])
 print(f"\n{run.splits[0].preparation}")
 write_files(run.path)
-with Path(run.path / "long-beach.csv").open(encoding="utf-8") as file:
+with Path(run.path / "hungary.csv").open(encoding="utf-8") as file:
     patients = list(csv.DictReader(file))
-known, new = patients[:60], patients[60:]
+known = patients[::5]  # the file is sorted by diagnosis
+new = [patient for number, patient in enumerate(patients) if number % 5]
 
 
 def columns(rows):
@@ -25,4 +26,6 @@ adapted = bundle.adapt(columns(known), [row["disease"] for row in known], steps=
 for name, model in (("not adapted", bundle.unadapted()), ("adapted", adapted)):
     answers = [prediction.answer for prediction in model.predict(columns(new))]
     right = sum(answer == row["disease"] for answer, row in zip(answers, new, strict=True))
-    print(f"Long Beach, {len(new)} new patients, {name}: {right / len(new):.1%} right")
+    print(
+        f"Budapest, {len(known)} known and {len(new)} new patients, {name}: {right / len(new):.1%} right"
+    )

@@ -253,10 +253,10 @@ def test_data_of_numbers_alone_has_no_preparation(tmp_path):
 
 def test_data_show_names_what_hospitals_lack_and_who_is_new(tmp_path, nufed):
     said = nufed("data", "show", "heart", cwd=tmp_path).stdout
-    assert re.search(r"long-beach .* 200 unseen in training", said)
+    assert re.search(r"hungary .* 294 unseen in training", said)
     assert re.search(r"\nchol +numbers +7.8% +28.0% +100.0%\n", said)
     shown = json.loads(nufed("data", "show", "heart", "--json", cwd=tmp_path).stdout)
-    assert shown["unseen"] == ["long-beach"]
+    assert shown["unseen"] == ["hungary"]
     listed = nufed("data", "list", cwd=tmp_path).stdout
     assert re.search(r"heart +present +shipped with nufed\n +Janosi, .*licence: CC BY 4.0", listed)
 
