@@ -26,6 +26,4 @@ adapted = bundle.adapt(columns(known), [row["disease"] for row in known], steps=
 for name, model in (("not adapted", bundle.unadapted()), ("adapted", adapted)):
     answers = [prediction.answer for prediction in model.predict(columns(new))]
     right = sum(answer == row["disease"] for answer, row in zip(answers, new, strict=True))
-    print(
-        f"Budapest, {len(known)} known and {len(new)} new patients, {name}: {right / len(new):.1%} right"
-    )
+    print(f"{len(new)} new patients in Budapest, {name}: {right / len(new):.1%} right")
