@@ -186,29 +186,39 @@ class PreparedColumn:
         unseen: Counter[str] = Counter()
         if column is None or self.empty:
             values = torch.full_like(values, math.nan)
-        elif column.words and not self.words and not values.isnan().all():
-            row = int((~values.isnan()).nonzero()[0])
-            raise InputError(
-                f"the column {shown(self.name)} holds {shown(column.words[int(values[row])])} at "
-                f"row {row} (counted from 0): this model was trained on numbers there; give "
-                "numbers, or leave missing values empty"
-            )
         elif self.words:
-            words = [_word(column, value) for value in values.tolist()]
-            unseen = Counter(word for word in words if word and word not in self.seen)
-            places = {word: float(self.words.index(word)) for word in self.seen}
-            coded = [places.get(word or "", math.nan) if word else math.nan for word in words]
-            values = torch.tensor(coded, dtype=torch.float64)
+            values, unseen = self._places(column, values)
+        else:
+            self._check_numbers(column, values)
         missing = values.isnan()
         if self.words:
-            usual = self.words.index(self.usual) if self.seen else -1
-            places_ = values.nan_to_num(nan=float(usual)).long()
-            found = (places_[:, None] == torch.arange(len(self.words))).double()
+            usual = self.words.index(self.usual) if self.seen else -1  # of no input
+            places = values.nan_to_num(nan=usual).long()
+            inputs = (places[:, None] == torch.arange(len(self.words))).double()
         else:
-            found = ((values.nan_to_num(nan=self.centre) - self.centre) / self.scale)[:, None]
+            inputs = ((values.nan_to_num(nan=self.centre) - self.centre) / self.scale)[:, None]
         if self.indicator:
-            found = torch.cat([found, (missing & self.missing).double()[:, None]], dim=1)
-        return found, unseen
+            inputs = torch.cat([inputs, (missing & self.missing).double()[:, None]], dim=1)
+        return inputs, unseen
+
+    def _places(self, column: Column, values: Tensor) -> tuple[Tensor, Counter[str]]:
+        """The places of categories in ``words``, NaN where missing or not seen in training."""
+        words = [_word(column, value) for value in values.tolist()]
+        unseen = Counter(word for word in words if word and word not in self.seen)
+        places = {word: self.words.index(word) for word in self.seen}
+        coded = [math.nan if word is None else places.get(word, math.nan) for word in words]
+        return torch.tensor(coded, dtype=torch.float64), unseen
+
+    def _check_numbers(self, column: Column, values: Tensor) -> None:
+        """Refuse categories where training had numbers."""
+        if not column.words or values.isnan().all():
+            return
+        row = int((~values.isnan()).nonzero()[0])
+        raise InputError(
+            f"the column {shown(self.name)} holds {shown(column.words[int(values[row])])} at row "
+            f"{row} (counted from 0): this model was trained on numbers there; give numbers, or "
+            "leave missing values empty"
+        )
 
 
 def _fields_of(cls: type, content: Any) -> dict[str, Any]:
@@ -321,7 +331,7 @@ class Preparation:
     def apply(self, table: Table) -> tuple[Tensor, list[str]]:
         """The inputs (float32), and a sentence for everything that counts as missing."""
         places = {column.name: place for place, column in enumerate(table.columns)}
-        found, notes = [], []
+        parts, notes = [], []
         absent = [column.name for column in self.columns if column.name not in places]
         if len(absent) == len(self.columns):
             raise InputError(
@@ -338,13 +348,13 @@ class Preparation:
             raw = None if place is None else table.columns[place]
             values = table.values[:, place or 0]
             inputs, unseen = column.apply(raw, values)
-            found.append(inputs)
+            parts.append(inputs)
             if unseen:
                 notes.append(
                     f"the column {shown(column.name)} has {sum(unseen.values())} values that no "
                     f"training row has ({listed(list(map(repr, unseen)))}); they count as missing"
                 )
-        return torch.cat(found, dim=1).float(), notes
+        return torch.cat(parts, dim=1).float(), notes
 
     def describe(self) -> list[dict[str, Any]]:
         """The record as plain values, without those that are defaults."""
@@ -391,10 +401,10 @@ class ColumnTally:
     @classmethod
     def read(cls, content: Any) -> ColumnTally:
         """From a mapping, as JSON has it; unknown keys and other types are refused."""
-        found = _fields_of(cls, content)
-        if missing := {"present", "missing"} - found.keys():
-            raise InputError(f"the tally of column {shown(found['name'])} has no {min(missing)}")
-        return cls(**found)
+        given = _fields_of(cls, content)
+        if lacks := {"present", "missing"} - given.keys():
+            raise InputError(f"the tally of column {shown(given['name'])} has no {min(lacks)}")
+        return cls(**given)
 
     @classmethod
     def of(cls, column: Column, values: Tensor, indicator: bool) -> ColumnTally:
@@ -467,11 +477,11 @@ def tally(samples: Samples, rows: Array) -> list[ColumnTally]:
 
 def pooled(tallies: Iterable[Sequence[ColumnTally]]) -> list[ColumnTally]:
     """The tallies of several agents together, by column, in the order of the first."""
-    found: dict[str, ColumnTally] = {}
+    sums: dict[str, ColumnTally] = {}
     for columns in tallies:
         for each in columns:
-            found[each.name] = found[each.name].plus(each) if each.name in found else each
-    return list(found.values())
+            sums[each.name] = sums[each.name].plus(each) if each.name in sums else each
+    return list(sums.values())
 
 
 def learn_preparation(
@@ -486,7 +496,7 @@ def learn_preparation(
             agents' counts and sums alone, so that a federation can do the same.
     """
     rows = list(agents)
-    together, values = pooled(tally(samples, own) for own in rows), raw_values(samples).numpy()
+    together, values = pooled(tally(samples, each) for each in rows), raw_values(samples).numpy()
     every = np.concatenate(rows)
     centres: list[float | None] = [None] * len(together)
     if fill == "median":

@@ -46,8 +46,8 @@ def write_tally(path: Path, site: int, columns: Iterable[ColumnTally]) -> None:
 def read_tally(path: Path) -> tuple[int, list[ColumnTally]]:
     """A site's number and tally; anything but what :func:`write_tally` writes is refused."""
     try:
-        found = json.loads(read_bounded(path, MOST_BYTES))
-        site, columns = found["tally of site"], found["columns"]
+        content = json.loads(read_bounded(path, MOST_BYTES))
+        site, columns = content["tally of site"], content["columns"]
         if not isinstance(site, int) or not isinstance(columns, list):
             raise ValueError("its site or columns have another type")
         return site, [ColumnTally.read(column) for column in columns]
@@ -61,23 +61,25 @@ def read_tally(path: Path) -> tuple[int, list[ColumnTally]]:
 
 def prepare_columns(paths: Iterable[Path], seen: Sequence[int]) -> Preparation:
     """The preparation from one tally of each of the sites ``seen``, which take part in training."""
-    found: dict[int, list[ColumnTally]] = {}
+    by_site: dict[int, list[ColumnTally]] = {}
     for path in paths:
         site, columns = read_tally(path)
-        if site in found:
+        if site in by_site:
             raise InputError(f"{path} is a second tally of site {site}: give one of each")
         if site not in seen:
             raise InputError(
                 f"{path} is the tally of site {site}, which does not take part in training: leave "
                 "it out"
             )
-        found[site] = columns
-    if absent := sorted(set(seen) - found.keys()):
+        by_site[site] = columns
+    if absent := sorted(set(seen) - by_site.keys()):
         raise InputError(
             f"the tallies of sites {', '.join(map(str, absent))} are not given: of every site that "
             "takes part in training one is needed"
         )
-    return Preparation(tuple(each.prepared() for each in pooled(found[s] for s in sorted(found))))
+    return Preparation(
+        tuple(each.prepared() for each in pooled(by_site[s] for s in sorted(by_site)))
+    )
 
 
 def as_toml(preparation: Preparation) -> str:

@@ -28,18 +28,18 @@ def heart() -> Samples:
     (920, ('healthy', 'disease'), 13)
     """
     with as_file(files("nufed.data") / "heart.csv") as path:
-        found = read_columns(path, "num", owner="hospital")
-    assert found.labels is not None and found.owners is not None
+        data = read_columns(path, "num", owner="hospital")
+    assert data.labels is not None and data.owners is not None
     columns = {
         name: ["" if cell == "0" and name in NEVER_ZERO else cell for cell in cells]
-        for name, cells in found.columns.items()
+        for name, cells in data.columns.items()
     }
     table = as_table(columns, CATEGORICAL)
-    diseased = np.array([number != "0" for number in found.labels])
+    diseased = np.array([number != "0" for number in data.labels])
     return Samples(
         table.values,
         torch.from_numpy(diseased).long(),
         ("healthy", "disease"),
-        np.array(found.owners),
+        np.array(data.owners),
         columns=table.columns,
     )

@@ -62,15 +62,15 @@ def read_columns(
         match path.suffix:
             case ".csv":
                 content = read_bounded(path, data_limit() // CELL_GROWTH)
-                found = _from_csv(content.decode("utf-8-sig"), label, owner, labelled)
+                data = _from_csv(content.decode("utf-8-sig"), label, owner, labelled)
             case ".parquet":
                 content = read_bounded(path, data_limit())
-                found = _from_parquet(content, label, owner, labelled)
+                data = _from_parquet(content, label, owner, labelled)
             case _:
                 raise InputError("a table with columns by name ends in .csv or .parquet")
-        if not found.columns:
+        if not data.columns:
             raise InputError("it has no column beside the label and the owner: give some")
-    return found
+    return data
 
 
 def _from_csv(text: str, label: str, owner: str | None, labelled: bool) -> Columns:
@@ -149,9 +149,9 @@ def read_table(
     path: Path, categorical: Sequence[str] = (), label: str = LABEL, labelled: bool = True
 ) -> tuple[Table, Any]:
     """A file as a table, and its labels, if any; for columns see :func:`nufed.data.as_table`."""
-    found = read_columns(path, label, labelled)
+    data = read_columns(path, label, labelled)
     with named_file(path):
-        return as_table(found.columns, categorical), found.labels
+        return as_table(data.columns, categorical), data.labels
 
 
 def own_table(
@@ -182,15 +182,15 @@ def own_table(
     for name, value in lists.items():
         texts = isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
         require(texts, f"data.args.{name}", value, 'must be a list of texts, for example ["sex"]')
-    found = read_columns(Path(path), label, owner=owner)
-    absent = [name for name in leave_out if name not in found.columns]
+    data = read_columns(Path(path), label, owner=owner)
+    absent = [name for name in leave_out if name not in data.columns]
     require(
         not absent,
         "data.args.leave_out",
         list(leave_out),
-        f"must be columns of the table, {', '.join(found.columns)}",
+        f"must be columns of the table, {', '.join(data.columns)}",
     )
-    kept = {name: cells for name, cells in found.columns.items() if name not in leave_out}
+    kept = {name: cells for name, cells in data.columns.items() if name not in leave_out}
     with named_file(Path(path)):
         table = as_table(kept, categorical, missing)
-    return as_samples((table, targets_of(found.labels, regression), found.owners))
+    return as_samples((table, targets_of(data.labels, regression), data.owners))
