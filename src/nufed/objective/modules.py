@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -61,6 +62,28 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares its frozen parameters, which nothing changes."""
+    frozen: dict[int, Any] = {id(p): p for p in module.parameters() if not p.requires_grad}
+    return copy.deepcopy(module, frozen)
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """A module's outputs as a tensor: itself, or the ``logits`` of a mapping or dataclass."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping):
+        logits = outputs.get("logits")
+    else:
+        logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise InputError(
+            f"the module returned {type(outputs).__name__}: it must return a tensor, or a mapping "
+            "or dataclass with the tensor `logits`"
+        )
+    return logits
 
 
 def layers_with_running_stats(module: nn.Module) -> list[str]:

@@ -29,9 +29,11 @@ from nufed.objective.modules import (
     cast_like,
     check_parameters,
     check_tensors,
+    copied,
     holding,
     is_zero,
     layers_with_running_stats,
+    logits_of,
     norm_layers,
     tracked_statistics,
     watched,
@@ -54,7 +56,8 @@ class Objective:
 
     The vector holds every trainable parameter once (tied weights are one parameter, frozen ones
     are excluded), in the order of ``module.named_parameters()``. All methods are pure: they change
-    neither w nor the module, of which the objective keeps its own copy.
+    neither w nor the module, of which the objective keeps its own copy. Frozen parameters are not
+    copied: all objectives of a module share them, and nothing may change them.
 
     All of them also take a stack of vectors, one row per agent, with batches stacked the same way,
     and then give one result per row (:mod:`nufed.objective.fast.stack`).
@@ -99,7 +102,7 @@ class Objective:
                 'running_stats="frozen" to keep the stored statistics fixed, or "tracked" to '
                 "train and send them with the parameters"
             )
-        self._module = copy.deepcopy(module)
+        self._module = copied(module)
         self._running_stats = running_stats
         parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         check_parameters(module, list(parameters.values()))
@@ -427,8 +430,7 @@ class Objective:
         if stacked:
             return stacked_outputs(self._module, parameters, arguments, keywords)
         with holding(facts.slots, parameters):
-            outputs: Tensor = self._module(*arguments, **keywords)
-        return outputs
+            return logits_of(self._module(*arguments, **keywords))
 
     def _grad(self, w: Tensor, batch: Batch, wanted: Sequence[int]) -> Tensor:
         """The gradient by these tensors, one after another."""

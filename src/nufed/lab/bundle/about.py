@@ -25,10 +25,12 @@ from torch import Tensor
 from nufed.data import Preparation, Samples
 from nufed.data.samples import InputRange, as_tensor, as_words, check_finite, class_numbers, listed
 from nufed.errors import InputError, NumericalWarning, shown, visible
+from nufed.lab.config.schema import LoraConfig
 from nufed.lab.runs.json_files import DataclassJson
 from nufed.objective.modules import RunningStats
 
-FORMAT = 3  # version of About; 1 has no inputs.range, only 3 has a preparation
+# version of About: 1 has no inputs.range, only 3 has a preparation or a part that is trained
+FORMAT = 3
 MAX_SIZE = 2**40  # numbers per input; larger values are refused as crafted
 MAX_ARGS_CHARACTERS = 20_000  # of a model's arguments as text
 
@@ -55,6 +57,8 @@ class ModelAbout(_AboutRecord):
     build: str | None
     args: dict[str, Any] = {}
     running_stats: RunningStats = "refuse"
+    train: str = Field(default="all", exclude_if=lambda value: value == "all")
+    lora: LoraConfig | None = Field(default=None, exclude_if=lambda value: value is None)
 
     @field_validator("args")
     @classmethod

@@ -33,6 +33,7 @@ from nufed.lab.bundle.building import (
     load_state,
 )
 from nufed.lab.config.problem import LOSSES, find_named
+from nufed.lab.config.schema import LoraConfig
 from nufed.meta.fine_tuning import Rate, per_coordinate
 from nufed.objective import Loss, Objective
 from nufed.objective.modules import RunningStats
@@ -78,6 +79,8 @@ class Bundle:
         build: str | None = None,
         args: Mapping[str, Any] | None = None,
         running_stats: RunningStats = "refuse",
+        train: str = "all",
+        lora: LoraConfig | None = None,
         name: str = "meta-model",
         trained: Mapping[str, Any] | None = None,
         measured: Mapping[str, Any] | None = None,
@@ -106,6 +109,7 @@ class Bundle:
             build, args: how to build the module: a model of nufed, or
                 ``package.module:function``, which is imported only with ``trust=True``. Without
                 it the module has to be passed when the bundle is loaded.
+            train, lora: what ``[model]`` of the run trains; fine-tuning changes the same part.
             name, trained, measured: for the card.
             personal: of a personal model that is more than a module, what else it needs.
             preparation: how the raw columns of a table become inputs; ``adapt`` then takes these.
@@ -115,11 +119,19 @@ class Bundle:
             load_state(module, load_file(weights))
         if loss == "auto":
             loss = "cross_entropy" if classes else "mse"
+        lr = dict(adapt_lr) if isinstance(adapt_lr, Mapping) else adapt_lr
+        adapt = {"steps": adapt_steps, "lr": lr, "lr_scale": lr_scale, "batch_size": batch_size}
         about = checked(
             {
                 "nufed": version("nufed"),
                 "name": name,
-                "model": {"build": build, "args": dict(args or {}), "running_stats": running_stats},
+                "model": {
+                    "build": build,
+                    "args": dict(args or {}),
+                    "running_stats": running_stats,
+                    "train": train,
+                    "lora": lora if train == "lora" else None,
+                },
                 "inputs": {
                     "shape": list(input_shape),
                     "dtype": input_dtype,
@@ -127,12 +139,7 @@ class Bundle:
                     "shift": shift,
                     "range": None if input_range is None else dict(input_range),
                 },
-                "adapt": {
-                    "steps": adapt_steps,
-                    "lr": dict(adapt_lr) if isinstance(adapt_lr, Mapping) else adapt_lr,
-                    "lr_scale": lr_scale,
-                    "batch_size": batch_size,
-                },
+                "adapt": adapt,
                 "loss": loss if isinstance(loss, str) else None,
                 "classes": list(classes),
                 "dtype": _dtype_name(module),
@@ -141,7 +148,7 @@ class Bundle:
                 "measured": dict(measured or {}),
                 "personal": personal,
                 "preparation": preparation,
-                "format": 2 if preparation is None else 3,
+                "format": 2 if preparation is None and train == "all" else 3,
             }
         )
         function: Loss = find_named("loss", loss, LOSSES) if isinstance(loss, str) else loss

@@ -150,6 +150,8 @@ def described(run: Run, objective: Objective, seed: int) -> dict[str, Any]:
         "args": arguments,
         "running_stats": config.model.running_stats,
         "preparation": run.preparation(seed),
+        "train": config.model.train,
+        "lora": config.model.lora,
     }
 
 

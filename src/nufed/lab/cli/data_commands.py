@@ -57,7 +57,8 @@ def data_get(
     name: Annotated[
         str,
         typer.Argument(
-            help="A data set (see `nufed data list`).", autocompletion=complete_data_set
+            help="A data set (see `nufed data list`), or hf:MODEL.",
+            autocompletion=complete_data_set,
         ),
     ],
     url: Annotated[str | None, typer.Option(help="Download the archive from here.")] = None,
@@ -65,12 +66,19 @@ def data_get(
         Path | None, typer.Option("--from", help="Use this local file instead of downloading.")
     ] = None,
 ) -> None:
-    """Download a data set, verify it, and store it in the data directory."""
+    """Download a data set, verify it, and store it in the data directory.
+
+    hf:NAME is a pretrained model instead, stored in the cache of Hugging Face.
+    """
     from nufed.lab.cli.progress import show_download
     from nufed.lab.downloads import fetch
+    from nufed.lab.pretrained import PREFIX, download
     from nufed.lab.readers.sources import SOURCES, STORED
     from nufed.registry import suggest
 
+    if name.startswith(PREFIX):
+        say(f"{name}: {download(name.removeprefix(PREFIX))}")
+        return
     if name in OWN_FILES:
         raise InputError(f"{name} is your own file: name it with data.args.path")
     if name not in SOURCES:

@@ -45,12 +45,15 @@ from nufed.data import (
 from nufed.errors import InputError, NumericalWarning, RunError, in_short, require, shown
 from nufed.evaluate import METRICS, Measure, Metric
 from nufed.lab.config.methods import GivenInPython
-from nufed.lab.config.schema import AT_SITES, OWN, Config, DataConfig
+from nufed.lab.config.schema import AT_SITES, OWN, Config, DataConfig, LoraConfig
 from nufed.lab.config.split_file import load_split
 from nufed.lab.config.trust import require_trust
+from nufed.lab.pretrained import PREFIX, add_adapters, pretrained
 from nufed.lab.readers.sources import SOURCES
 from nufed.models import MODELS
+from nufed.models.trainable import share_base, train_only
 from nufed.objective import Loss, Objective
+from nufed.objective.modules import copied
 from nufed.registry import import_named, suggest
 from nufed.seeding import stream, torch_seed
 
@@ -204,11 +207,27 @@ def build_module(
         arguments = {**shapes, **arguments}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch_seed(stream(seed, "model")))
-        module = call_named("model.name", name, MODELS, arguments) if make is None else make()
-    if not isinstance(module, nn.Module):
-        raise InputError(
-            f"the model function returned {type(module).__name__}: it must return a torch.nn.Module"
-        )
+        if make is not None:
+            module = make()
+        elif name.startswith(PREFIX):
+            place = name.removeprefix(PREFIX)
+            module = pretrained(place, **{"outputs": samples.outputs, **arguments})
+        else:
+            module = call_named("model.name", name, MODELS, arguments)
+        if not isinstance(module, nn.Module):
+            raise InputError(
+                f"the model function returned {type(module).__name__}: it must return a "
+                "torch.nn.Module"
+            )
+        return with_trained_part(module, config.model.train, config.model.lora)
+
+
+def with_trained_part(module: nn.Module, train: str, lora: LoraConfig) -> nn.Module:
+    """The module, changed in place such that only what ``model.train`` names is trained."""
+    if train == "lora":
+        return add_adapters(module, **lora.model_dump())
+    if train != "all":
+        train_only(module, train)
     return module
 
 
@@ -217,7 +236,9 @@ def build_objective(config: Config, module: nn.Module, loss: Loss) -> Objective:
     place = {"dtype": getattr(torch, config.dtype), "device": _device(config.device)}
     if isinstance(loss, nn.Module):
         loss = copy.deepcopy(loss).to(**place)
-    module = copy.deepcopy(module).to(**place)
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    moves = any(p.dtype != place["dtype"] or p.device != place["device"] for p in frozen)
+    module = (copy.deepcopy(module) if moves else copied(module)).to(**place)
     return Objective(module, loss, running_stats=config.model.running_stats)
 
 
@@ -473,10 +494,12 @@ class Problem:
         for federation in federations.values():
             for algorithm in algorithms.values():
                 federation.check_batch_size(algorithm.batch_size)
-        objectives = {
-            seed: build_objective(config, _module(config, given, own.samples, seed), loss)
-            for seed, own in federations.items()
+        modules = {
+            seed: _module(config, given, own.samples, seed) for seed, own in federations.items()
         }
+        for module in modules.values():
+            share_base(modules[next(iter(modules))], module)
+        objectives = {seed: build_objective(config, m, loss) for seed, m in modules.items()}
         return cls(config, samples, federations, objectives, algorithms, given)
 
     @classmethod
@@ -535,7 +558,8 @@ def rebuild_objective(
 
 def _module(config: Config, given: Given, like: Samples, seed: int) -> nn.Module:
     if isinstance(given.model, nn.Module):
-        return given.model
+        own = given.model if config.model.train == "all" else copy.deepcopy(given.model)
+        return with_trained_part(own, config.model.train, config.model.lora)
     return build_module(config, like, seed, given.model)
 
 

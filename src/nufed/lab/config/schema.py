@@ -268,11 +268,33 @@ class DataConfig(_Table):
         return self.unseen_agents if self.unseen is None else self.unseen
 
 
+class LoraConfig(_Table):
+    """``[model.lora]``: low-rank adapters, for ``model.train = "lora"``."""
+
+    rank: Count = Field(default=8, description="of an adapter's matrices")
+    alpha: float = Field(
+        default=16.0, gt=0, lt=float("inf"), description="scale: an adapter adds alpha / rank·B·A"
+    )
+    targets: list[str] = Field(
+        default=[], description="ends of names of linear layers; none: as peft knows them"
+    )
+    freeze_a: bool = Field(default=False, description="train B only (FFA-LoRA)")
+    head: bool = Field(default=True, description="train the last layer, too")
+
+
 class ModelConfig(_Table):
     """``[model]``: the network."""
 
-    name: str = Field(default="fcnn", description="a model by name, or package.module:function")
+    name: str = Field(
+        default="fcnn",
+        description="a model by name, hf:FOLDER_OR_NAME (pretrained), or package.module:function",
+    )
     args: dict[str, Any] = Field(default={}, description="arguments of that function")
+    train: str = Field(
+        default="all",
+        description="what is trained: all that is not frozen, a part such as head, or lora",
+    )
+    lora: LoraConfig = Field(default=LoraConfig(), description="adapters, for train = lora")
     running_stats: RunningStats = Field(
         default="refuse", description="of BatchNorm: refused, frozen, or trained with the model"
     )

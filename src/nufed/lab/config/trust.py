@@ -19,7 +19,8 @@ def named_code(config: Config) -> dict[str, str]:
         "loss": config.loss,
         "metric": config.metric,
     }
-    return {key: name for key, name in names.items() if ":" in name} | code_of_methods(config)
+    code = {key: name for key, name in names.items() if ":" in name and not name.startswith("hf:")}
+    return code | code_of_methods(config)
 
 
 def code_of_methods(config: Config) -> dict[str, str]:
