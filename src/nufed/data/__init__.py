@@ -9,6 +9,7 @@ from nufed.data.federation import (
     SmallAgents,
     check_single_sample,
 )
+from nufed.data.omniglot import omniglot14
 from nufed.data.partition import (
     PARTITIONS,
     DirichletReusing,
@@ -75,6 +76,7 @@ __all__ = [
     "lazy_split",
     "learn_preparation",
     "make_split",
+    "omniglot14",
     "part_sizes",
     "pooled",
     "prepare",

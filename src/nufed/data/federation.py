@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nufed.algorithms.local_training import smallest_batch
 from nufed.algorithms.protocol import Algorithm
+from nufed.data.augmentation import Augmentation, augmented
 from nufed.data.partition import Rows
 from nufed.data.samples import Samples
 from nufed.data.split import Split
@@ -31,13 +32,15 @@ class Federation:
 
     ``small_agents="refuse"`` raises an error that names the agent; with ``"use_all"`` such an agent
     uses all its training samples as its batch. ``scored_on`` names the part that evaluation reads:
-    the test part for reporting, the validation part for making choices.
+    the test part for reporting, the validation part for making choices. ``augment`` changes the
+    inputs of training batches (:mod:`nufed.data.augmentation`).
     """
 
     samples: Samples
     split: Split
     small_agents: SmallAgents = "refuse"
     scored_on: ScoredOn = "test"
+    augment: Augmentation | None = None
 
     def __post_init__(self) -> None:
         if self.samples.columns:
@@ -151,22 +154,21 @@ class AgentBatches:
 
     def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
         """Independent batches, each drawn without replacement, each with a dropout seed."""
-        take = self.federation.samples.take
-        return [Batch(*take(p.rows), p.seed) for p in self.pick(purpose, size, number, step)]
+        return [self._batch(p.rows, p.seed) for p in self.pick(purpose, size, number, step)]
 
     def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
         """All samples, or a share, in a random order, as batches of ``size`` with dropout seeds."""
         rows, size = self.federation.batch_rows(self.agent, size)
         rng = stream(self.seed, f"{self.use}/{purpose}/epoch", self.round, self.agent, index)
-        order, take = rng.permutation(rows), self.federation.samples.take
+        order = rng.permutation(rows)
         order = order[: math.ceil(share * len(order))]
         pieces = [order[start : start + size] for start in range(0, len(order), size)]
-        return [Batch(*take(piece), torch_seed(rng)) for piece in pieces]
+        return [self._batch(piece, torch_seed(rng)) for piece in pieces]
 
     def take(self, places: Rows, seed: int | None = None) -> Batch:
         """Samples of the training part, by their places in it, as a batch with this seed."""
         rows = self.federation.split.train[self.agent][places]
-        return Batch(*self.federation.samples.take(rows), seed)
+        return self._batch(rows, seed)
 
     def whole(self) -> Batch:
         """The whole training part, without a dropout seed."""
@@ -179,6 +181,18 @@ class AgentBatches:
     def stream(self, purpose: str, step: int = 0) -> np.random.Generator:
         """A random generator for this agent and round, for draws other than batches."""
         return stream(self.seed, f"{self.use}/{purpose}/stream", self.round, self.agent, step)
+
+    @property
+    def augment(self) -> Augmentation | None:
+        """How inputs of these batches are changed; None: they are not, as outside of training."""
+        return self.federation.augment if self.use == "train" else None
+
+    def _batch(self, rows: Rows, seed: int | None) -> Batch:
+        """These samples as a batch, in training with changed inputs if it has a seed."""
+        inputs, targets = self.federation.samples.take(rows)
+        if self.augment is not None and seed is not None:
+            inputs = augmented(self.augment, inputs, seed)
+        return Batch(inputs, targets, seed)
 
     @property
     def samples(self) -> int:

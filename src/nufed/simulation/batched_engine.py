@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -137,6 +138,9 @@ class StackedBatches(OfAStack):
 
     def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
         federation = self.sources[0].federation
+        if self.sources[0].augment is not None:  # changes the batches of one agent after another
+            drawn = [source.draw(purpose, size, number, step) for source in self.sources]
+            return [_stacked(together) for together in zip(*drawn, strict=True)]
         picked = [source.pick(purpose, size, number, step) for source in self.sources]
         batches = []
         for together in zip(*picked, strict=True):
@@ -144,6 +148,19 @@ class StackedBatches(OfAStack):
             # the seed only selects training mode: the module draws nothing
             batches.append(Batch(inputs, targets, together[0].seed))
         return batches
+
+
+def _stacked(batches: Sequence[Batch]) -> Batch:
+    """The batches of several agents, stacked; the seed only selects training mode."""
+    first = batches[0].inputs
+    if isinstance(first, Tensor):
+        inputs: Inputs = torch.stack([cast(Tensor, own.inputs) for own in batches])
+    elif isinstance(first, Mapping):
+        given = [cast(Mapping[str, Tensor], own.inputs) for own in batches]
+        inputs = {name: torch.stack([own[name] for own in given]) for name in first}
+    else:
+        inputs = tuple(map(torch.stack, zip(*(own.inputs for own in batches), strict=True)))
+    return Batch(inputs, torch.stack([own.targets for own in batches]), batches[0].seed)
 
 
 def take_stacked(federation: Federation, rows: Sequence[Rows]) -> tuple[Inputs, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ from nufed.flower.app.site import Load
 from nufed.flower.app.site_app import client_app
 from nufed.flower.app.training import train_federation
 from nufed.lab.config import Config, load_config
-from nufed.lab.config.problem import build_loss, build_measure, build_module, build_objective
+from nufed.lab.config.problem import (
+    build_augmentation,
+    build_loss,
+    build_measure,
+    build_module,
+    build_objective,
+)
 from nufed.lab.config.schema import (
     AT_SITES,
     FEDERATION_NORM,
@@ -141,6 +147,7 @@ class App:
             tune_local=config.tune_local,
             site_keys=_site_keys(config.federation),
             method=method if len(algorithms) > 1 else "",
+            augment=partial(build_augmentation, config.data),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from nufed.algorithms.compression import initial_residuals, update_bytes
 from nufed.algorithms.protocol import Algorithm, Context, State
 from nufed.data import Preparation, Samples, ScoredOn, SmallAgents, choose_unseen
+from nufed.data.augmentation import Augmentation
 from nufed.errors import InputError, require
 from nufed.evaluate import GROUPS, RESAMPLES, EvalLr, Measure, accuracy
 from nufed.flower.app.payload import MAX_SCALES
@@ -62,6 +63,7 @@ class Plan:
         tune_local: whether the step size of the baseline ``local`` is chosen on validation samples.
         site_keys: public keys of the sites, for secure aggregation; None: without it.
         method: name of the method, if the app has several; requests name it.
+        augment: makes what changes the inputs of a site's training batches, for its samples.
     """
 
     algorithm: Algorithm
@@ -90,6 +92,7 @@ class Plan:
     tune_local: bool = False
     site_keys: SiteKeys | None = None
     method: str = ""
+    augment: Callable[[Samples], Augmentation | None] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("agents", 1), ("rounds", 0), ("eval_steps", 0), ("threads", 1)):

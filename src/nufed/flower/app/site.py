@@ -219,7 +219,8 @@ class Site:
         self.notes["samples"] = sizes
         listed = ", ".join(f"{size} {part}" for part, size in sizes.items() if size)
         event("data loaded: %d samples (%s)", len(samples), listed, event="data loaded", **sizes)
-        federation = Federation(samples, split, plan.small_agents, plan.scored_on)
+        augment = None if plan.augment is None else plan.augment(samples)
+        federation = Federation(samples, split, plan.small_agents, plan.scored_on, augment)
         method = plan.method or type(plan.algorithm).__name__
         check_single_sample(federation, self.agent, method, plan.algorithm, plan.objective)
         return federation

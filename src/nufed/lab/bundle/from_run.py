@@ -133,7 +133,7 @@ def check_inputs(run: Run) -> Inputs:
 def described(run: Run, objective: Objective, seed: int) -> dict[str, Any]:
     """How a model of the run is built and its inputs' format, as arguments of :meth:`Bundle.of`."""
     inputs, config = check_inputs(run), run.config
-    name = loss_name(config, bool(inputs.classes))
+    name = loss_name(config, bool(inputs.classes), bool(inputs.targets))
     arguments = config.model.args
     if config.model.name in MODELS:
         arguments = {"input_shape": inputs.shape, "outputs": inputs.outputs, **arguments}

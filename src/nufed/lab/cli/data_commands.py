@@ -24,7 +24,7 @@ data_app = typer.Typer(
 )
 
 SHOWN_AGENTS = 8  # whose missing values are shown
-OWN_FILES = ("file", "table")  # sources of users' own files
+OWN_FILES = ("file", "table", "text", "leaf", "hf")  # the sources of users' own files
 
 
 @data_app.command("list")
@@ -80,7 +80,7 @@ def data_get(
         say(f"{name}: {download(name.removeprefix(PREFIX))}")
         return
     if name in OWN_FILES:
-        raise InputError(f"{name} is your own file: name it with data.args.path")
+        raise InputError(f"{name} is for your own files: name them with data.args.path")
     if name not in SOURCES:
         known = f"; there are {', '.join(name for name in SOURCES if name not in OWN_FILES)}"
         raise InputError(f"unknown data set {name!r}{suggest(name, SOURCES) or known}")

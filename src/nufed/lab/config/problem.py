@@ -42,14 +42,17 @@ from nufed.data import (
     rows_by_agent,
     settings_taken,
 )
+from nufed.data.augmentation import AUGMENTATIONS, Augmentation, augmented
+from nufed.data.text import next_token_loss
 from nufed.errors import InputError, NumericalWarning, RunError, in_short, require, shown
 from nufed.evaluate import METRICS, Measure, Metric
+from nufed.evaluate.metrics import OF_TOKENS
 from nufed.lab.config.methods import GivenInPython
 from nufed.lab.config.schema import AT_SITES, OWN, Config, DataConfig, LoraConfig
 from nufed.lab.config.split_file import load_split
 from nufed.lab.config.trust import require_trust
 from nufed.lab.pretrained import PREFIX, add_adapters, pretrained
-from nufed.lab.readers.sources import SOURCES
+from nufed.lab.readers.sources import SOURCES, source_of
 from nufed.models import MODELS
 from nufed.models.trainable import share_base, train_only
 from nufed.objective import Loss, Objective
@@ -65,7 +68,8 @@ def build_samples(config: DataConfig) -> Samples:
             "the data of this run is at the sites of its federation: commands that need it can't "
             "be run here"
         )
-    return as_samples(call_named("data.source", config.source, SOURCES, config.args))
+    name, place = source_of(config.source)
+    return as_samples(call_named("data.source", name, SOURCES, {**place, **config.args}))
 
 
 def resolved_partition(config: DataConfig, owners: bool) -> str:
@@ -178,6 +182,16 @@ def build_shift(config: DataConfig, samples: Samples, split: Split, seed: int) -
         ) from error
 
 
+def build_augmentation(config: DataConfig, samples: Samples) -> Augmentation | None:
+    """What ``data.augment`` names, tried on a sample; None if it is off."""
+    if config.augment == "none":
+        return None
+    found = find_named("data.augment", config.augment, AUGMENTATIONS)
+    augment: Augmentation = found(samples) if config.augment in AUGMENTATIONS else found
+    augmented(augment, samples.take(np.arange(min(2, len(samples))))[0], seed=0)
+    return augment
+
+
 def build_federation(
     config: Config, samples: Samples, seed: int, partition: Partition | None = None
 ) -> Federation:
@@ -185,7 +199,8 @@ def build_federation(
     split = build_split(config.data, samples, seed, partition)
     samples = build_preparation(config.data, samples, split)
     samples = build_shift(config.data, samples, split, seed)
-    federation = Federation(samples, split, config.data.small_agents, config.eval_on)
+    augment = build_augmentation(config.data, samples)
+    federation = Federation(samples, split, config.data.small_agents, config.eval_on, augment)
     agents = [0] if split.recipe else split.agents  # in a lazy split all have equal sizes
     empty = next((agent for agent in agents if not len(federation.scored_rows(agent))), None)
     if empty is not None:
@@ -260,12 +275,16 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs, targets.reshape(outputs.shape))
 
 
-LOSSES: dict[str, Loss] = {"cross_entropy": F.cross_entropy, "mse": squared_error}
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": F.cross_entropy,
+    "mse": squared_error,
+    "next_token": next_token_loss,
+}
 
 
 def build_loss(config: Config, samples: Samples) -> Loss:
-    """The loss that ``loss`` names; ``auto``: cross-entropy for classes, else squared error."""
-    name = loss_name(config, bool(samples.classes))
+    """The loss that ``loss`` names; ``auto``: of classes or next tokens, else squared error."""
+    name = loss_name(config, bool(samples.classes), _tokens(samples))
     numbers = not samples.classes and samples.targets.is_floating_point()
     if name == "cross_entropy" and numbers and samples.outputs == 1:
         raise InputError(
@@ -277,25 +296,34 @@ def build_loss(config: Config, samples: Samples) -> Loss:
     return loss
 
 
-def loss_name(config: Config, classes: bool) -> str:
-    """``loss``, with ``auto`` resolved."""
+def loss_name(config: Config, classes: bool, tokens: bool) -> str:
+    """``loss``, with ``auto`` resolved; ``tokens``: targets are whole numbers but not classes."""
     if config.loss == "auto":
-        return "cross_entropy" if classes else "mse"
+        return "cross_entropy" if classes else "next_token" if tokens else "mse"
     return config.loss
 
 
-def build_measure(config: Config, samples: Samples, metric: Metric | None = None) -> Measure:
-    """The measure that ``metric`` names; ``auto``: accuracy for classes, else the loss itself.
+def _tokens(samples: Samples) -> bool:
+    """Whether targets are whole numbers in several dimensions."""
+    return not (samples.classes or samples.targets.is_floating_point())
 
-    ``metric`` was given in Python instead.
+
+def build_measure(config: Config, samples: Samples, metric: Metric | None = None) -> Measure:
+    """The measure that ``metric`` names.
+
+    ``auto``: accuracy for classes, perplexity for tokens with the loss of next tokens, else the
+    loss itself. The argument ``metric`` was given in Python instead.
     """
     if metric is not None:
         return Measure(getattr(metric, "__name__", "metric"), metric, config.metric_better)
     name = config.metric
     if name == "auto":
         name = "accuracy" if samples.classes and config.loss != "mse" else "none"
+        if loss_name(config, bool(samples.classes), _tokens(samples)) == "next_token":
+            name = "perplexity"
     metric = find_named("metric", name, METRICS)
-    if name in METRICS and metric is not None and not samples.classes:
+    suits = samples.classes or (name in OF_TOKENS and _tokens(samples))
+    if name in METRICS and metric is not None and not suits:
         raise InputError(
             f'= "{name}": this data has no classes, its targets are numbers; set metric = '
             '"none" or "auto" to score by the loss, or name your own',
@@ -307,7 +335,7 @@ def build_measure(config: Config, samples: Samples, metric: Metric | None = None
             "metric_better",
         )
     shown_name = "loss" if metric is None else name.rpartition(":")[2]
-    return Measure(shown_name, metric, config.metric_better)
+    return Measure(shown_name, metric, "lower" if name in OF_TOKENS else config.metric_better)
 
 
 def call_named(

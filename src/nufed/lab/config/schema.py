@@ -33,6 +33,7 @@ from nufed.data import (
     ScoredOn,
     SmallAgents,
 )
+from nufed.data.augmentation import AUGMENTATIONS
 from nufed.errors import InputError
 from nufed.evaluate import EvalLr
 from nufed.evaluate.metrics import Better
@@ -161,6 +162,15 @@ def _partition(name: str) -> str:
     raise ValueError(f"one of auto, {PARTITIONS.listed()}{suggest(name, PARTITIONS)}")
 
 
+def _augmentation(name: str) -> str:
+    if name == "none" or name in AUGMENTATIONS or is_code(name):
+        return name
+    names = ["none", *AUGMENTATIONS]
+    raise ValueError(
+        f"one of {', '.join(names)}, or your own as package.module:function{suggest(name, names)}"
+    )
+
+
 def _one_of(known: Mapping[str, Any], *further: str) -> AfterValidator:
     """Accepts the names of ``known``, and ``further`` ones."""
 
@@ -236,6 +246,12 @@ class DataConfig(_Table):
     )
     shift_args: dict[str, Any] = Field(
         default={}, exclude_if=lambda value: not value, description="arguments of that shift"
+    )
+    augment: Annotated[str, AfterValidator(_augmentation)] = Field(
+        default="none",
+        exclude_if=lambda value: value == "none",
+        description="random changes of the inputs of training batches: none | crop_flip (images), "
+        "or package.module:function",
     )
     validation: Fraction = 0.0
     test: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -416,11 +432,15 @@ class Config(_Table):
         description="the model that results show: of the last round, or of the one with the best "
         "validation score",
     )
-    loss: str = Field(default="auto", description="cross_entropy, mse, or package.module:function")
+    loss: str = Field(
+        default="auto",
+        description="cross_entropy, mse, next_token, or package.module:function",
+    )
     metric: str = Field(
         default="auto",
         description="accuracy, balanced_accuracy, f1 (macro), auc (each class against the rest), "
-        "none (the loss), or package.module:function, called with outputs and targets of an agent",
+        "perplexity, bits_per_character (of classes or tokens), none (the loss), or "
+        "package.module:function, called with outputs and targets of an agent",
     )
     metric_better: Better = Field(
         default="higher",

@@ -7,14 +7,16 @@ from pathlib import Path
 
 from nufed.errors import InputError
 from nufed.lab.config.schema import Config
+from nufed.lab.readers.sources import source_of
 from nufed.registry import import_named
 
 
 def named_code(config: Config) -> dict[str, str]:
     """Every ``package.module:function`` or class that a configuration names, by its key."""
     names = {
-        "data.source": config.data.source,
+        "data.source": source_of(config.data.source)[0],
         "data.partition": config.data.partition,
+        "data.augment": config.data.augment,
         "model.name": config.model.name,
         "loss": config.loss,
         "metric": config.metric,

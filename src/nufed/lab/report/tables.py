@@ -202,7 +202,7 @@ def samples_per_agent(run: Run) -> str:
 
 
 def _partition(run: Run) -> str:
-    """The partition with its settings, as resolved, and the shift."""
+    """The partition with its settings, as resolved, the shift and the augmentation."""
     config = run.config.data
     name = run.partition
     known = PARTITIONS.working().get(name)
@@ -218,6 +218,8 @@ def _partition(run: Run) -> str:
         text += f" {config.partition_args}"
     if config.shift != "none":
         text += f"; shift {config.shift} {config.shift_args or ''}".rstrip()
+    if config.augment != "none":
+        text += f"; training batches augmented by {config.augment}"
     return text
 
 
