@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from nufed.objective import Inputs
 if TYPE_CHECKING:
     from nufed.data.tables import Preparation
 
+CPU = torch.device("cpu")
 LISTED = 12  # classes named in a message
 
 
@@ -208,16 +209,35 @@ class Samples:
             return len(self.classes)
         return int(np.prod(self.targets.shape[1:], dtype=int))
 
-    def take(self, rows: np.ndarray[Any, Any]) -> tuple[Inputs, Tensor]:
-        """The inputs and targets of these rows, scaled for the model."""
-        index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
-        if isinstance(self.inputs, Tensor):
-            inputs: Inputs = self._rows(self.inputs, index)
-        elif isinstance(self.inputs, Mapping):
-            inputs = {k: self._rows(x, index) for k, x in self.inputs.items()}
-        else:
-            inputs = tuple(self._rows(x, index) for x in self.inputs)
-        return inputs, self.targets.index_select(0, index)
+    def take(
+        self, rows: np.ndarray[Any, Any] | Tensor, device: torch.device = CPU
+    ) -> tuple[Inputs, Tensor]:
+        """The inputs and targets of these rows, scaled for the model.
+
+        On another device than the CPU all samples are copied there with the first call.
+        """
+        index = as_index(rows, device)
+        inputs, targets = self._on(device)
+        return mapped(lambda x: self._rows(x, index), inputs), targets.index_select(0, index)
+
+    def take_targets(self, rows: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+        """The targets of these rows."""
+        return self._on(device)[1].index_select(0, as_index(rows, device))
+
+    def _on(self, device: torch.device) -> tuple[Inputs, Tensor]:
+        """All inputs and targets on a device."""
+        if device.type == "cpu":
+            return self.inputs, self.targets
+        if device not in self._copies:
+            self._copies[device] = (
+                mapped(lambda x: x.to(device), self.inputs),
+                self.targets.to(device),
+            )
+        return self._copies[device]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, tuple[Inputs, Tensor]]:
+        return {}
 
     def fill(self, table: Tensor, rows: np.ndarray[Any, Any]) -> None:
         """Write the inputs of these rows, flattened, into the rows of a table."""
@@ -244,6 +264,23 @@ def _check_name(name: object) -> None:
             f"the class or owner {shown(name)} can't be used: give text of at most "
             f"{MAX_NAME_BYTES} bytes in UTF-8"
         )
+
+
+def mapped(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """The inputs with each of their tensors changed."""
+    if isinstance(inputs, Tensor):
+        return change(inputs)
+    if isinstance(inputs, Mapping):
+        return {name: change(x) for name, x in inputs.items()}
+    return tuple(map(change, inputs))
+
+
+def as_index(rows: np.ndarray[Any, Any] | Tensor, device: torch.device) -> Tensor:
+    """Numbers of rows as a tensor on a device."""
+    if isinstance(rows, Tensor):
+        return rows
+    index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
+    return index if device.type == "cpu" else index.to(device)
 
 
 def scaled(x: Tensor, scale: float, shift: float) -> Tensor:

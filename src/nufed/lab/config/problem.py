@@ -254,7 +254,8 @@ def build_objective(config: Config, module: nn.Module, loss: Loss) -> Objective:
     frozen = [p for p in module.parameters() if not p.requires_grad]
     moves = any(p.dtype != place["dtype"] or p.device != place["device"] for p in frozen)
     module = (copy.deepcopy(module) if moves else copied(module)).to(**place)
-    return Objective(module, loss, running_stats=config.model.running_stats)
+    kept = config.model.running_stats
+    return Objective(module, loss, running_stats=kept, precision=config.precision)
 
 
 def _device(name: str) -> torch.device:

@@ -41,8 +41,9 @@ from nufed.files import sha256
 from nufed.lab.config.describe import AT_SITES as AT_SITES
 from nufed.lab.config.describe import OWN as OWN
 from nufed.lab.config.describe import Name
+from nufed.lab.config.devices import picked_device
 from nufed.lab.config.methods import MethodConfig, make_methods, with_objects, write_out
-from nufed.objective.modules import RunningStats
+from nufed.objective.modules import Precision, RunningStats
 from nufed.registry import is_code, suggest
 from nufed.simulation.engine import EngineName
 from nufed.simulation.faults import ATTACKS
@@ -448,6 +449,11 @@ class Config(_Table):
         description="whether a higher or a lower value of a metric of your own is better",
     )
     dtype: Literal["float32", "float64"] = "float32"
+    precision: Precision = Field(
+        default="float32",
+        exclude_if=lambda value: value == "float32",
+        description="of the model's products; bfloat16: mixed precision, with vectors in float32",
+    )
     threads: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="torch threads; bits depend on their number"
     )
@@ -457,7 +463,9 @@ class Config(_Table):
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         default="auto", description="processes; bits do not depend on their number"
     )
-    device: str = Field(default="cpu", description="torch device to compute on")
+    device: Annotated[str, AfterValidator(picked_device)] = Field(
+        default="cpu", description="torch device to compute on; auto: cuda, xpu, mps or cpu"
+    )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
