@@ -73,18 +73,11 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """A module's outputs as a tensor: itself, or the ``logits`` of a mapping or dataclass."""
+    """A module's outputs: the ``logits`` of a mapping or dataclass, anything else as it is."""
     if isinstance(outputs, Tensor):
         return outputs
-    if isinstance(outputs, Mapping):
-        logits = outputs.get("logits")
-    else:
-        logits = getattr(outputs, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise InputError(
-            f"the module returned {type(outputs).__name__}: it must return a tensor, or a mapping "
-            "or dataclass with the tensor `logits`"
-        )
+    by_name = outputs.get("logits") if isinstance(outputs, Mapping) else None
+    logits: Tensor = getattr(outputs, "logits", outputs) if by_name is None else by_name
     return logits
 
 
