@@ -13,6 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from support import report_without_figures, with_figures, without_report
 
+# importing it registers a device, after which processes can't be forked: tests/accelerated only
+collect_ignore = ["accelerator.py"]
+
 # `make test` runs the same examples every time; `make test-slow` searches for new ones
 # neither depends on the machine's speed
 UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
