@@ -22,9 +22,6 @@ class DirectEngine(ChunkedEngine):
     federation: Federation
     seed: int
 
-    def __post_init__(self) -> None:
-        vars(self)["federation"] = self.federation.on(self.objective.initial().device)
-
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
         return [[agent] for agent in agents]
 
