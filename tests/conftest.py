@@ -13,6 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from support import report_without_figures, with_figures, without_report
 
+# importing it registers a device, after which processes can't be forked: tests/accelerated only
+collect_ignore = ["accelerator.py"]
+
 # `make test` runs the same examples every time; `make test-slow` searches for new ones
 # neither depends on the machine's speed
 UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -84,10 +87,12 @@ def data_directory():
         if not (unpacked / "complete").exists():
             subprocess.run([sys.executable, shared / "unpack.py", unpacked], check=True)
             (unpacked / "complete").touch()
-        for name in ("mnist_by_writer.npz", "omniglot_8_alphabets.npz"):
+        links = {name: name for name in ("mnist_by_writer.npz", "omniglot.npz")}
+        for name, of in (links | {"tinyshakespeare/input.txt": "shakespeare.txt"}).items():
             if not (unpacked / name).exists():
                 (unpacked / name).unlink(missing_ok=True)  # a link to nowhere
-                (unpacked / name).symlink_to(shared / name)
+                (unpacked / name).parent.mkdir(exist_ok=True)
+                (unpacked / name).symlink_to(shared / of)
     return unpacked
 
 

@@ -255,13 +255,15 @@ def test_the_script_that_makes_omniglot(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     drawings = np.random.default_rng(0).random((10, 105, 105)) < 0.9  # ink is False
     for number, drawing in enumerate(drawings):
-        folder = tmp_path / f"images_background/Greek/character{1 + number // 2:02}"
+        part, name = ("background", "Greek") if number < 6 else ("evaluation", "Keble")
+        folder = tmp_path / f"images_{part}/{name}/character{1 + number // 2:02}"
         folder.mkdir(parents=True, exist_ok=True)
         image.fromarray(drawing).save(folder / f"0394_{1 + number % 2:02}.png")
     exec(python_of("docs/data.md")[1], {})
     monkeypatch.setenv("NUFED_DATA", str(tmp_path))
-    samples = omniglot()
-    assert set(samples.owners) == {"Greek-0"} and samples.targets.bincount().tolist() == [2] * 5
+    samples = omniglot(ways=2)
+    assert set(samples.owners) == {"Greek-0", "Keble-0"} and samples.unseen_owners == ("Keble-0",)
+    assert samples.targets.bincount().tolist() == [4] * 2
     means = samples.inputs.float().mean(dim=(1, 2))
     assert (means - 25.5).abs().max() < 3  # a tenth is ink
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
+import nufed
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import build_samples, build_split
+from support import without_report
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -80,6 +82,32 @@ def test_own_model(tmp_path, monkeypatch, capsys):
     assert rows["gmeta"] < rows["local"] < rows["untrained"]
     for name in ("own-classification", "own-regression"):
         assert (tmp_path / "runs" / f"{name}-001" / "report.html").exists()
+
+
+def test_shakespeare(tmp_path, monkeypatch, capsys):
+    """On a stand-in, for fewer rounds: five roles, each of which repeats a line of its own."""
+    lines = [
+        "to be or not to be",
+        "that is the question",
+        "so may I",
+        "Nay, answer me",
+        "Long live",
+    ]
+    said = [
+        f"{role}:\n" + "\n".join([line] * 240) for role, line in zip("ABCDE", lines, strict=True)
+    ]
+    (tmp_path / "play.txt").write_text("\n\n".join(said))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["shakespeare.py", "play.txt"])
+    run = nufed.run
+    monkeypatch.setattr(nufed, "run", lambda config, **given: run(config | {"rounds": 25}, **given))
+    with without_report():
+        runpy.run_path(str(EXAMPLES / "shakespeare.py"))
+    printed = capsys.readouterr().out
+    line = r"^(\w+) +(\w+) +([\d.]+) bits per character$"
+    bits = {(m, group): float(x) for m, group, x in re.findall(line, printed, re.MULTILINE)}
+    assert len(bits) == 4 and all(0 < each < 3 for each in bits.values())  # 4.3 by chance
+    assert "B: that is the question\nthat is the question" in printed
 
 
 def test_the_notebook(tmp_path):

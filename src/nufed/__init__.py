@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nufed.lab.bundle import Bundle, load_adapted, load_bundle
     from nufed.lab.bundle.from_run import make_bundle, make_personal
     from nufed.lab.experiment import Event, Observer, resume, resume_sweep, run, sweep
+    from nufed.lab.readers.hugging_face import from_datasets
     from nufed.lab.report.notebook import ShownRun as Run
     from nufed.lab.report.notebook import load as load_run
     from nufed.lab.runs.sweep_record import Sweep, load_sweep
@@ -47,6 +48,7 @@ __all__ = [
     "Tuning",
     "adapt",
     "fedavg",
+    "from_datasets",
     "gmeta",
     "load_adapted",
     "load_bundle",
@@ -77,6 +79,7 @@ _HOMES = {  # the modules of the names above
     "nufed.meta.fine_tuning": "adapt trajectory",
     "nufed.meta.meta_gradient": "MetaBatch meta_gradient meta_gradient_with_rates",
     "nufed.objective": "Batch Objective",
+    "nufed.lab.readers.hugging_face": "from_datasets",
     "nufed.lab.runs.sweep_record": "Sweep load_sweep",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -117,7 +117,7 @@ def installed() -> dict[str, dict[str, EntryPoint]]:
 
 
 def is_code(name: object) -> bool:
-    """Whether a name has the form ``package.module:Name``.
+    """Whether a name has the form ``package.module:Name``; ``hf:`` begins names at Hugging Face.
 
     >>> is_code("my.code:Mine"), is_code("gmeta"), is_code("a:../b")
     (True, False, False)
@@ -125,7 +125,11 @@ def is_code(name: object) -> bool:
     if not isinstance(name, str):
         return False
     module, colon, attribute = name.partition(":")
-    return bool(colon) and all(map(str.isidentifier, [*module.split("."), attribute]))
+    return (
+        bool(colon)
+        and module != "hf"
+        and all(map(str.isidentifier, [*module.split("."), attribute]))
+    )
 
 
 def import_named(key: str, name: str) -> Any:

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from nufed import Objective, fedavg, gmeta
+from nufed import InputError, Objective, fedavg, gmeta
 from nufed.algorithms import ALGORITHMS, Scaffold
-from nufed.algorithms.local_optimizer import SGD, Steps
+from nufed.algorithms.local_optimizer import SGD, AdamW, AdamWSteps, Nesterov, Steps
 from nufed.algorithms.protocol import AgentContext
 from nufed.meta.fine_tuning import descend
 from nufed.server import server_model
-from nufed.simulation import DirectEngine, train
-from support import context, federation, mlp, uneven_federation
+from nufed.simulation import DirectEngine, Engines, train
+from support import batches, context, federation, mlp, uneven_federation
 
 SETTINGS = {"meta_lr": 0.1, "local_steps": 4, "batch_size": 6}
 
@@ -496,3 +496,100 @@ MUTANTS = [
 def test_a_wrong_copy_is_rejected(mutant, check):
     with pytest.raises(AssertionError):
         check(mutant)
+
+
+# Nesterov and AdamW
+
+
+def torchs(own, parameter, lr):
+    if isinstance(own, AdamW):
+        settings = {"betas": (own.beta1, own.beta2), "eps": own.epsilon}
+        return torch.optim.AdamW([parameter], lr, weight_decay=own.weight_decay, **settings)
+    return torch.optim.SGD(
+        [parameter], lr, own.momentum, weight_decay=own.weight_decay, nesterov=True
+    )
+
+
+def check_it_is_torchs_step_by_step(change=lambda step: step):
+    """In float64, after each of 12 steps; a second loop begins anew."""
+    objective = Objective(mlp())
+    for own in (
+        Nesterov(),
+        Nesterov(momentum=0.5, weight_decay=0.3),
+        AdamW(),
+        AdamW(weight_decay=0.0),
+        AdamW(weight_decay=0.5, beta1=0.7, beta2=0.9, epsilon=1e-3),
+    ):
+        for _ in range(2):
+            w, step = objective.initial(), change(own.start(objective, 0.05, 1))
+            parameter = torch.nn.Parameter(w.clone())
+            optimizer = torchs(own, parameter, 0.05)
+            for batch in batches(12):
+                parameter.grad = objective.grad(parameter.detach(), batch)
+                optimizer.step()
+                w = step(w, objective.grad(w, batch), batch)
+                torch.testing.assert_close(w, parameter.detach(), rtol=0, atol=1e-13)
+
+
+def test_nesterov_and_adamw_are_torchs():
+    check_it_is_torchs_step_by_step()
+
+
+class DecaysTheGradient:
+    """Adam with L2 regularisation, in place of AdamW."""
+
+    def __init__(self, step):
+        self.step, self.decay = step, step._optimizer.weight_decay
+        if isinstance(step._optimizer, AdamW):
+            step._adamw = replace(step._optimizer, weight_decay=0.0)
+
+    def __call__(self, w, g, batch):
+        adam = isinstance(self.step._optimizer, AdamW)
+        return self.step(w, g + self.decay * w if adam else g, batch)
+
+
+def uncorrected(step):
+    """AdamW without bias correction."""
+    if isinstance(step, AdamWSteps):
+        step._taken = 10**6
+    return step
+
+
+def heavy_ball(step):
+    """Momentum in place of Nesterov's."""
+    own = step._optimizer
+    if isinstance(own, Nesterov):
+        step._optimizer = SGD(momentum=own.momentum, weight_decay=own.weight_decay)
+    return step
+
+
+@pytest.mark.parametrize("change", [DecaysTheGradient, uncorrected, heavy_ball])
+def test_a_wrong_optimiser_is_rejected(change):
+    with pytest.raises(AssertionError):
+        check_it_is_torchs_step_by_step(change)
+
+
+@pytest.mark.parametrize("own", [Nesterov(), AdamW()], ids=["nesterov", "adamw"])
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_every_algorithm_trains_with_it(name, own):
+    """Its state is fresh in every round: rounds from the same progress are the same rounds."""
+    engine = DirectEngine(Objective(mlp()), federation(), 5)
+    settings = {"meta_lr": 0.01, "local_steps": 2, "batch_size": 6}
+    algorithm, plain = (ALGORITHMS[name](**settings, **o) for o in ({"optimizer": own}, {}))
+    name = server_model(algorithm)
+    found, again, right = (history(a, engine, 2)[-1].server for a in (algorithm, algorithm, plain))
+    assert torch.equal(found[name], again[name]) and not torch.equal(found[name], right[name])
+
+
+def test_engines_that_need_linear_combinations_refuse_adamw():
+    engines = Engines(Objective(mlp()), federation(), 5)
+    for own, usable in ((Nesterov(), True), (AdamW(), False), (AdamW(weight_decay=0.0), False)):
+        algorithm = gmeta(adapt_steps=2, adapt_lr=0.1, optimizer=own, **SETTINGS)
+        assert engines.obstacle("batched", algorithm) is None
+        assert (engines.obstacle("gram", algorithm) is None) == usable
+
+
+@pytest.mark.parametrize("settings", [{"momentum": 0.0}, {"momentum": 1.0}])
+def test_nesterov_needs_a_momentum(settings):
+    with pytest.raises(InputError, match="momentum"):
+        Nesterov(**settings)

@@ -46,6 +46,28 @@ def test_bad_requests_are_refused():
         make_split(rows, 0, validation=0.0, test=0.3, unseen_agents=2)
 
 
+def test_unseen_agents_are_named():
+    rows = [np.arange(10), np.arange(10, 20), np.arange(20, 30)]
+    names = ("ann", "bob", "eve")
+
+    def split(unseen, names=names):
+        return make_split(rows, 0, validation=0.0, test=0.3, unseen_agents=unseen, names=names)
+
+    assert split(["eve", "ann"]).unseen == (0, 2) and list(split(["eve", "ann"]).seen) == [1]
+    assert split([]).unseen == () and split(["1"], None).unseen == (1,)
+    for wrong, sentence in (
+        (
+            ["even"],
+            r"data.unseen = \['even'\]: no agent is called 'even', the agents are ann, bob,",
+        ),
+        (["evee"], "did you mean 'eve'"),
+        (["ann", "ann"], "must be different agents"),
+        (list(names), "of 3 at least one must be left"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            split(wrong)
+
+
 LABELS = np.arange(600) % 3
 
 

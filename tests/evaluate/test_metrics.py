@@ -6,6 +6,7 @@ import torch
 import nufed
 from nufed import InputError, load_run
 from nufed.evaluate import METRICS, accuracy, auc, balanced_accuracy, f1, summarise
+from nufed.evaluate.metrics import OF_TOKENS, bits_per_character, perplexity
 from support import without_report
 
 # answers 0 0 1 2 2 0 for targets 0 0 0 1 2 2: TP 2 0 1, FP 1 1 1, FN 1 1 1
@@ -44,12 +45,27 @@ def test_auc_against_all_pairs(classes):
         assert auc(outputs, targets) == pytest.approx(sum(areas) / len(areas), abs=1e-12)
 
 
+def test_perplexity_and_bits():
+    """Probabilities 1/2, 1/4 and 1/8 of three tokens; a fourth is not predicted."""
+    shares = torch.tensor([[0.5, 0.5, 0, 0], [0.25] * 4, [0.125, 0.875, 0, 0], [1.0, 0, 0, 0]])
+    tokens = torch.tensor([[0, 3], [0, -100]])
+    outputs = shares.log().reshape(2, 2, 4)
+    assert bits_per_character(outputs, tokens) == pytest.approx((1 + 2 + 3) / 3)
+    assert perplexity(outputs, tokens) == pytest.approx(2 ** ((1 + 2 + 3) / 3))
+    classes = torch.tensor([0, 3, 0])  # the same of classes
+    assert perplexity(shares[:3].log(), classes) == pytest.approx(4.0)
+    assert str(perplexity(outputs * float("nan"), tokens)) == "nan"
+    assert perplexity(torch.tensor([[0.0, 1e6]]), torch.tensor([0])) == float("inf")
+    with pytest.raises(InputError, match=r"next_token = true"):
+        perplexity(outputs[:, 0], tokens)
+
+
 def test_extremes():
     """Perfect and saturated outputs, one class alone, and outputs that are not numbers."""
     perfect = torch.nn.functional.one_hot(TARGETS, 3).float()
     one, three = torch.tensor([1, 1]), torch.tensor([[0.0, 1.0, 0.0]] * 2)
     for name, metric in METRICS.items():
-        if metric is None:
+        if metric is None or name in OF_TOKENS:
             continue
         assert metric(perfect, TARGETS) == 1.0
         assert metric(three, one) == (0.5 if name == "auc" else 1.0)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import functional_call
 
 from nufed import Batch, Exact, InputError, MetaBatch, Objective, meta_gradient
-from nufed.models import MODELS, cnn, cnn_groupnorm, fcnn, lenet5, logistic, lstm, resnet8
+from nufed.models import MODELS, cnn, cnn_groupnorm, fcnn, gru, lenet5, logistic, lstm, resnet8
 from support import relative_error
 
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
@@ -59,9 +59,10 @@ def tiny(name):
         "cnn_groupnorm": {"channels": (4, 4), "groups": 2},
         "resnet8": {"channels": (2, 4, 4), "groups": 2, "activation": "softplus"},
         "lstm": {"hidden": (5,)},
+        "gru": {"hidden": (4, 3)},
         "multi_exit": {"hidden": (6, 4), "activation": "tanh"},
     }.get(name, {})
-    x = x[:, 0] if name == "lstm" else x
+    x = x[:, 0] if name in ("lstm", "gru") else x
     return MODELS[name](x.shape[1:], 3, **arguments).double(), x
 
 
@@ -126,6 +127,32 @@ def test_the_lstm_equals_that_of_torch():
     torch.testing.assert_close(module(x), module.head(hidden[:, -1]))
 
 
+def test_the_gru_equals_that_of_torch():
+    module = gru((7, 3), 2, hidden=(4, 5)).double()
+    x = torch.rand(6, 7, 3, dtype=torch.float64)
+    hidden = x
+    for layer in module.layers:
+        theirs = nn.GRU(hidden.shape[2], layer.units, batch_first=True).double()
+        with torch.no_grad():
+            theirs.weight_ih_l0.copy_(layer.input.weight)
+            theirs.weight_hh_l0.copy_(layer.state.weight)
+            theirs.bias_ih_l0.copy_(layer.input.bias)
+            theirs.bias_hh_l0.copy_(layer.state.bias)
+        hidden = theirs(hidden)[0]
+    torch.testing.assert_close(module(x), module.head(hidden[:, -1]))
+
+
+@pytest.mark.parametrize("make", [gru, lstm])
+def test_a_next_token_depends_on_the_tokens_before_it_alone(make):
+    module = make((6,), 6, hidden=(5,), vocabulary=9, next_token=True)
+    tokens = torch.randint(0, 9, (2, 6))
+    outputs, later = module(tokens), tokens.clone()
+    assert outputs.shape == (2, 6, 9)
+    later[:, 4] = (later[:, 4] + 1) % 9
+    same = (module(later) == outputs).all(dim=2)
+    assert same[:, :4].all() and not same[:, 4:].any()
+
+
 def test_the_parameters_of_the_lstm():
     characters = lstm((80,), 90, vocabulary=90)
     layers = 4 * 256 * (8 + 256 + 1) + 4 * 256 * (256 + 256 + 1)
@@ -147,6 +174,11 @@ def test_the_parameters_of_the_lstm():
         (lambda: lstm((8, 8), 10, vocabulary=5), "lstm needs sequences"),
         (lambda: lstm((8,), 10, vocabulary=0), "vocabulary = 0: must be a whole number"),
         (lambda: lstm((8,), 10, hidden=()), "must list the units"),
+        (lambda: gru((8,), 10, next_token=True), "gru with next_token needs the number of tokens"),
+        (
+            lambda: gru((2,), 10, vocabulary=5)(torch.tensor([[0, 5]])),
+            r"outside of the vocabulary, 0 … 4: set model.args.vocabulary",
+        ),
         (
             lambda: lstm((8,), 10, vocabulary=5)(torch.rand(2, 8)),
             "needs token identifiers .* inputs are torch.float32",

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from nufed.algorithms.fixed_point import fixed_point_mean
+from nufed.algorithms.fixed_point import fixed_point_mean, where_wide
 from nufed.algorithms.protocol import AgentUpdate, Algorithm, SummedUpdates
 from nufed.registry import Registry
 from nufed.settings import check_settings, setting
@@ -71,11 +71,12 @@ class ClippedMean:
     copies: ClassVar[int] = 5  # memory in all updates of a round, in float32
 
     def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
-        changes = _stack(updates, name) - before.double()
+        start = where_wide(before).double()
+        changes = _stack(updates, name) - start
         lengths = changes.norm(dim=1, keepdim=True)
         most = lengths.median()
         shares = torch.where(lengths > most, most / lengths, torch.ones_like(lengths))
-        return (before.double() + (changes * shares).mean(dim=0)).to(before.dtype)
+        return (start + (changes * shares).mean(dim=0)).to(before)
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def update_copies(algorithm: Algorithm) -> int:
 
 def _stack(updates: Sequence[AgentUpdate], name: str) -> Tensor:
     """The vectors as rows, in float64."""
-    return torch.stack([update.vectors[name].double() for update in updates])
+    return torch.stack([where_wide(update.vectors[name]).double() for update in updates])
 
 
 def _by_coordinate(
@@ -148,7 +149,8 @@ def _by_coordinate(
     """``reduce`` of each coordinate's sorted values (as rows, in float64), in small pieces."""
     combined = torch.empty_like(before)
     width = max(2**10, SORTED // len(updates))
-    rows = [torch.split(update.vectors[name].flatten(), width) for update in updates]
+    wide = (where_wide(update.vectors[name]) for update in updates)
+    rows = [torch.split(vector.flatten(), width) for vector in wide]
     for piece, part in enumerate(torch.split(combined.view(-1), width)):
         values = torch.stack([row[piece].double() for row in rows])
         part.copy_(reduce(values.sort(dim=0).values))

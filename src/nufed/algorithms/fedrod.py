@@ -115,7 +115,8 @@ class FedRoD(LocalTraining):
         """The objective with ℓ_b: N_c^γ·exp(g_c) is exp(g_c + γ·log N_c)."""
         logs = torch.xlogy(self.balance, counts.to(objective.dtype))  # γ = 0 counts all classes
         shift = logs.clamp(min=math.log(torch.finfo(objective.dtype).tiny))
-        return objective.variant(loss=lambda g, y: objective.loss(g + shift.to(g.device), y))
+        shift = shift.to(objective.initial().device)
+        return objective.variant(loss=lambda g, y: objective.loss(g + shift, y))
 
     def personal_gradient(
         self, objective: Objective, w: Tensor, phi: Tensor, batch: Batch

@@ -168,12 +168,20 @@ def add_integers(total: Tensor, integers: Tensor) -> None:
         total.add_(integers)
 
 
+WITHOUT_FLOAT64 = {"mps"}  # devices
+
+
+def where_wide(vector: Tensor) -> Tensor:
+    """The vector where float64 exists: itself, or a copy on the CPU."""
+    return vector.cpu() if vector.device.type in WITHOUT_FLOAT64 else vector
+
+
 def peak(vector: Tensor) -> float:
     """The largest magnitude; 0 of an empty vector."""
     if vector.numel() == 0:
         return 0.0
-    least, most = torch.aminmax(vector.detach())
-    return max(-float(least), float(most))
+    ends: list[float] = torch.stack(torch.aminmax(vector.detach())).tolist()  # one copy to the host
+    return max(-ends[0], ends[1])
 
 
 def to_limbs(integers: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,16 +217,17 @@ class RunningMean:
 
     def __init__(self, before: Tensor, grid: FixedPointGrid | None = None) -> None:
         grid = FixedPointGrid.of(before) if grid is None else grid
-        parts = torch.split(before.detach().flatten(), PIECE)
+        wide = where_wide(before.detach().flatten())
+        parts = torch.split(wide, PIECE)
         longest = max((part.numel() for part in parts), default=0)
-        buffer = torch.empty(longest, dtype=torch.float64, device=before.device)
+        buffer = torch.empty(longest, dtype=torch.float64, device=wide.device)
         self._shape, self._dtype, self._device = before.shape, before.dtype, before.device
         self._sums = [FixedPointSum(part, grid, buffer) for part in parts]
 
     def add(self, vector: Tensor, largest: float | None = None) -> None:
         """Add one vector; ``largest`` is its largest magnitude, if known."""
         largest = peak(vector) if largest is None else largest
-        pieces = torch.split(vector.detach().flatten(), PIECE)
+        pieces = torch.split(where_wide(vector.detach().flatten()), PIECE)
         for total, piece in zip(self._sums, pieces, strict=True):
             total.add(piece, largest)
 

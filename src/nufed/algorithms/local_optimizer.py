@@ -1,12 +1,14 @@
-"""The optimiser of local steps: SGD with momentum, weight decay, clipping and a schedule.
+"""The optimiser of local steps: SGD, with Nesterov's momentum, and AdamW, by torch's formulas.
 
-All of it is off by default: the steps are then bit-equal to the paper's w ← w − η∇f(w).
+SGD without momentum, weight decay, clipping and a schedule is the default: the steps are then
+bit-equal to the paper's w ← w − η∇f(w). What an optimiser remembers starts anew in every round: an
+agent whose turn comes rarely would continue with gradients of an old model.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -50,6 +52,11 @@ class SGD:
     def __post_init__(self) -> None:
         check_settings(self)
 
+    @property
+    def linear(self) -> bool:
+        """Whether a step is a linear combination of vectors, with scalar coefficients."""
+        return not self.clip_norm
+
     def rate(self, lr: Rate, round: int) -> Rate:
         """η_k in round k = ``round``."""
         if self.schedule == "constant" or round < 1:
@@ -64,8 +71,46 @@ class SGD:
         return Steps(self, objective, self.rate(lr, round))
 
 
+@dataclass(frozen=True)
+class Nesterov(SGD):
+    """SGD with Nesterov's momentum, as in torch: m ← μm + g, w ← w − η_k·(g + μm)."""
+
+    momentum: float = setting(0.9, "μ, momentum of local steps", above=0, below=1)
+
+
+@dataclass(frozen=True)
+class AdamW(SGD):
+    """AdamW as in torch (Loshchilov and Hutter, 2019), in step t = 1, 2, … of a round:
+
+        g ← clip(g),  m ← β₁m + (1 − β₁)g,  v ← β₂v + (1 − β₂)g²,
+        w ← (1 − η_kλ)w − η_k·m̂/(√v̂ + ε),   m̂ = m/(1 − β₁ᵗ),  v̂ = v/(1 − β₂ᵗ).
+
+    A first step moves every coordinate by about η_k, whatever the size of its gradient: step sizes
+    of SGD do not suit it.
+
+    Args:
+        weight_decay: λ.
+        beta1: β₁.
+        beta2: β₂.
+        epsilon: ε.
+    """
+
+    momentum: float = field(default=0.0, init=False)
+    weight_decay: float = setting(0.01, "λ, weight decay of local steps", least=0)
+    beta1: float = setting(0.9, "β₁, decay of AdamW's mean of gradients", least=0, below=1)
+    beta2: float = setting(0.999, "β₂, decay of AdamW's mean of squares", least=0, below=1)
+    epsilon: float = setting(1e-8, "ε, added to AdamW's root of the mean of squares", above=0)
+
+    @property
+    def linear(self) -> bool:
+        return False
+
+    def start(self, objective: AnyObjective, lr: Rate, round: int) -> AdamWSteps:
+        return AdamWSteps(self, objective, self.rate(lr, round))
+
+
 class Steps:
-    """The optimiser of one loop of local steps; holds the momentum.
+    """SGD in one loop of local steps; holds the momentum.
 
     >>> from nufed import Objective
     >>> objective = Objective(torch.nn.Linear(2, 1, bias=False))
@@ -81,18 +126,55 @@ class Steps:
 
     def __call__(self, w: Tensor, gradient: Tensor, batch: AnyBatch | None = None) -> Tensor:
         """w after one step; ``batch`` updates running statistics, if the model tracks them."""
-        settings, g = self._optimizer, gradient
-        if settings.clip_norm:
-            norm = self._objective.norm(g)
-            g = g * torch.where(
-                norm > settings.clip_norm, settings.clip_norm / norm, torch.ones_like(norm)
-            )
-        if settings.weight_decay:
-            g = g + settings.weight_decay * w
-        if settings.momentum:
-            g = g if self._momentum is None else settings.momentum * self._momentum + g
-            self._momentum = g
-        after = descend(w, self._rate, g)
+        after = self._step(w, self._clipped(gradient))
         if batch is None:
             return after
         return self._objective.base.track(after, batch, at=w, overwrite=True)
+
+    def _clipped(self, g: Tensor) -> Tensor:
+        most = self._optimizer.clip_norm
+        if not most:
+            return g
+        norm = self._objective.norm(g)
+        return g * torch.where(norm > most, most / norm, torch.ones_like(norm))
+
+    def _step(self, w: Tensor, g: Tensor) -> Tensor:
+        settings = self._optimizer
+        if settings.weight_decay:
+            g = g + settings.weight_decay * w
+        if settings.momentum:
+            m = g if self._momentum is None else settings.momentum * self._momentum + g
+            self._momentum = m
+            g = g + settings.momentum * m if isinstance(settings, Nesterov) else m
+        return descend(w, self._rate, g)
+
+
+class AdamWSteps(Steps):
+    """AdamW in one loop of local steps; holds m, v and t.
+
+    >>> from nufed import Objective
+    >>> objective = Objective(torch.nn.Linear(2, 1, bias=False))
+    >>> steps = AdamW(weight_decay=0.0).start(objective, lr=0.1, round=1)
+    >>> steps(torch.zeros(2), torch.tensor([30.0, -0.4]))
+    tensor([-0.1000,  0.1000])
+    """
+
+    def __init__(self, optimizer: AdamW, objective: AnyObjective, rate: Rate) -> None:
+        super().__init__(optimizer, objective, rate)
+        self._adamw, self._taken = optimizer, 0
+        self._mean: Tensor | float = 0.0
+        self._squares: Tensor | float = 0.0
+
+    def _step(self, w: Tensor, g: Tensor) -> Tensor:
+        own = self._adamw
+        self._taken += 1
+        mean: Tensor = own.beta1 * self._mean + (1 - own.beta1) * g
+        squares: Tensor = own.beta2 * self._squares + (1 - own.beta2) * g * g
+        self._mean, self._squares = mean, squares
+        of_squares = squares / (1 - own.beta2**self._taken)
+        direction = mean / (1 - own.beta1**self._taken) / (of_squares.sqrt() + own.epsilon)
+        decayed = w * (1 - self._rate * own.weight_decay) if own.weight_decay else w
+        return descend(decayed, self._rate, direction)
+
+
+LOCAL_OPTIMIZERS: dict[str, type[SGD]] = {"sgd": SGD, "nesterov": Nesterov, "adamw": AdamW}

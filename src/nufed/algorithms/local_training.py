@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, TypeAlias
 from torch import Tensor
 
 from nufed.algorithms.aggregation import AGGREGATIONS, Aggregation, Mean
-from nufed.algorithms.local_optimizer import SGD, Steps
+from nufed.algorithms.local_optimizer import LOCAL_OPTIMIZERS, SGD, Steps
 from nufed.algorithms.protocol import AgentContext, Algorithm, Draw, Notes
 from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
 from nufed.meta.fine_tuning import Rate
@@ -43,7 +43,7 @@ class LocalTraining(Algorithm):
         0, "epochs over the training part per round, instead of local_steps; 0: off", least=0
     )
     batch_size: int = setting(40, "D, samples per batch", least=1)
-    optimizer: SGD = setting(SGD(), "optimiser of local steps", choices={"sgd": SGD})
+    optimizer: SGD = setting(SGD(), "optimiser of local steps", choices=LOCAL_OPTIMIZERS)
     adapt_lr: Rate = setting(0.01, "α, step size of fine-tuning", least=0, search=STEP_SIZES)
     aggregation: Aggregation = setting(
         Mean(), "how the server combines updates; all but mean are robust", choices=AGGREGATIONS
@@ -64,7 +64,7 @@ class LocalTraining(Algorithm):
         """``combines`` of a subclass whose gradient is a sum of multiples of ∇f and vectors."""
         if self.local_epochs:
             return None
-        return "elementwise" if self.optimizer.clip_norm else "linearly"
+        return "linearly" if self.optimizer.linear else "elementwise"
 
     def steps_per_round(self, context: AgentContext) -> int:
         """How many local steps the agent takes in a round."""

@@ -9,6 +9,7 @@ from nufed.data.federation import (
     SmallAgents,
     check_single_sample,
 )
+from nufed.data.omniglot import omniglot14
 from nufed.data.partition import (
     PARTITIONS,
     DirichletReusing,
@@ -25,26 +26,44 @@ from nufed.data.partition import (
     settings_taken,
     shards,
 )
-from nufed.data.samples import Samples, as_samples
+from nufed.data.samples import Column, Samples, Table, as_samples
 from nufed.data.shift import SHIFTS, rows_by_agent
 from nufed.data.sinusoid import sinusoid
 from nufed.data.split import Split, choose_unseen, lazy_split, make_split, part_sizes, site_split
+from nufed.data.tables import (
+    ColumnTally,
+    Fill,
+    Preparation,
+    PreparedColumn,
+    as_table,
+    learn_preparation,
+    pooled,
+    prepare,
+    tally,
+)
 
 __all__ = [
     "PARTITIONS",
     "SHIFTS",
     "AgentBatches",
+    "Column",
+    "ColumnTally",
     "DirichletReusing",
     "Federation",
+    "Fill",
     "Partition",
     "Picked",
+    "Preparation",
+    "PreparedColumn",
     "Reuse",
     "Rows",
     "Samples",
     "ScoredOn",
     "SmallAgents",
     "Split",
+    "Table",
     "as_samples",
+    "as_table",
     "check_arguments",
     "check_dealt",
     "check_single_sample",
@@ -55,12 +74,17 @@ __all__ = [
     "given",
     "iid",
     "lazy_split",
+    "learn_preparation",
     "make_split",
+    "omniglot14",
     "part_sizes",
+    "pooled",
+    "prepare",
     "quantity_skew",
     "rows_by_agent",
     "settings_taken",
     "shards",
     "sinusoid",
     "site_split",
+    "tally",
 ]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nufed.algorithms.local_training import smallest_batch
 from nufed.algorithms.protocol import Algorithm
+from nufed.data.augmentation import Augmentation, augmented
 from nufed.data.partition import Rows
-from nufed.data.samples import Samples
+from nufed.data.samples import CPU, Samples, as_index
 from nufed.data.split import Split
 from nufed.errors import InputError, in_short
 from nufed.objective import Batch, Inputs, Objective
@@ -31,13 +34,24 @@ class Federation:
 
     ``small_agents="refuse"`` raises an error that names the agent; with ``"use_all"`` such an agent
     uses all its training samples as its batch. ``scored_on`` names the part that evaluation reads:
-    the test part for reporting, the validation part for making choices.
+    the test part for reporting, the validation part for making choices. ``augment`` changes the
+    inputs of training batches (:mod:`nufed.data.augmentation`). Batches and scored samples are on
+    ``device``, where all samples are copied once.
     """
 
     samples: Samples
     split: Split
     small_agents: SmallAgents = "refuse"
     scored_on: ScoredOn = "test"
+    augment: Augmentation | None = None
+    device: torch.device = CPU
+
+    def __post_init__(self) -> None:
+        if self.samples.columns:
+            raise InputError(
+                "the samples are raw columns of a table: learn a preparation from training rows "
+                "and apply it first (nufed.data.learn_preparation, nufed.data.prepare)"
+            )
 
     def batches(self, agent: int, seed: int, use: str, round: int = 0) -> AgentBatches:
         """The training part of an agent as seeded batches; ``use`` names the streams."""
@@ -45,7 +59,11 @@ class Federation:
 
     def scored(self, agent: int) -> tuple[Inputs, Tensor]:
         """The samples that an agent is scored on. For evaluation only."""
-        return self.samples.take(self.scored_rows(agent))
+        return self.take(self.scored_rows(agent))
+
+    def take(self, rows: Rows | Tensor) -> tuple[Inputs, Tensor]:
+        """The inputs and targets of these rows."""
+        return self.samples.take(rows, self.device)
 
     def scored_rows(self, agent: int) -> Rows:
         """The rows that an agent is scored on."""
@@ -55,6 +73,10 @@ class Federation:
     def scoring(self, part: ScoredOn) -> Federation:
         """The same federation, whose agents are scored on ``part``."""
         return self if part == self.scored_on else replace(self, scored_on=part)
+
+    def on(self, device: torch.device) -> Federation:
+        """The same federation, whose batches and scored samples are on a device."""
+        return self if device == self.device else replace(self, device=device)
 
     def scorable(self, agents: Iterable[int]) -> list[int]:
         """Those of ``agents`` that have samples in the scored part."""
@@ -116,12 +138,19 @@ def _single_sample_error(objective: Objective, samples: Samples, row: int) -> st
 class Picked(NamedTuple):
     """A batch as indices, and the seed of its dropout masks.
 
-    ``places`` are indices into the agent's training part, ``rows`` those into all samples.
+    ``places`` are indices into the agent's training part, ``rows`` those into all samples, and
+    ``there`` the same on the federation's device, if that is not the CPU.
     """
 
     places: Rows
     rows: Rows
     seed: int
+    there: Tensor | None = None
+
+    @property
+    def taken(self) -> Rows | Tensor:
+        """The rows in the form that :meth:`Federation.take` is fastest with."""
+        return self.rows if self.there is None else self.there
 
 
 @dataclass(frozen=True)
@@ -140,30 +169,33 @@ class AgentBatches:
 
     def ahead(self, draws: Iterable[PickArguments]) -> AgentBatches:
         """The same batches, these picked at once: faster than one by one between products."""
-        return replace(self, ready={draw: self.pick(*draw) for draw in draws})
+        draws = list(draws)
+        every = [self.pick(*draw) for draw in draws]
+        placed = iter(self._placed([pick for picks in every for pick in picks]))
+        ready = {draw: list(islice(placed, len(p))) for draw, p in zip(draws, every, strict=True)}
+        return replace(self, ready=ready)
 
     def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
         """Independent batches, each drawn without replacement, each with a dropout seed."""
-        take = self.federation.samples.take
-        return [Batch(*take(p.rows), p.seed) for p in self.pick(purpose, size, number, step)]
+        picks = self._placed(self.pick(purpose, size, number, step))
+        return [self._batch(pick.taken, pick.seed) for pick in picks]
 
     def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
         """All samples, or a share, in a random order, as batches of ``size`` with dropout seeds."""
         rows, size = self.federation.batch_rows(self.agent, size)
         rng = stream(self.seed, f"{self.use}/{purpose}/epoch", self.round, self.agent, index)
-        order, take = rng.permutation(rows), self.federation.samples.take
-        order = order[: math.ceil(share * len(order))]
-        pieces = [order[start : start + size] for start in range(0, len(order), size)]
-        return [Batch(*take(piece), torch_seed(rng)) for piece in pieces]
+        order = rng.permutation(rows)
+        there = as_index(order[: math.ceil(share * len(order))], self.federation.device)
+        return [self._batch(piece, torch_seed(rng)) for piece in torch.split(there, size)]
 
     def take(self, places: Rows, seed: int | None = None) -> Batch:
         """Samples of the training part, by their places in it, as a batch with this seed."""
         rows = self.federation.split.train[self.agent][places]
-        return Batch(*self.federation.samples.take(rows), seed)
+        return self._batch(rows, seed)
 
     def whole(self) -> Batch:
         """The whole training part, without a dropout seed."""
-        return Batch(*self.federation.samples.take(self.federation.split.train[self.agent]))
+        return Batch(*self.federation.take(self.federation.split.train[self.agent]))
 
     def targets(self) -> Tensor:
         """The targets of the whole training part."""
@@ -172,6 +204,18 @@ class AgentBatches:
     def stream(self, purpose: str, step: int = 0) -> np.random.Generator:
         """A random generator for this agent and round, for draws other than batches."""
         return stream(self.seed, f"{self.use}/{purpose}/stream", self.round, self.agent, step)
+
+    @property
+    def augment(self) -> Augmentation | None:
+        """How inputs of these batches are changed; None: they are not, as outside of training."""
+        return self.federation.augment if self.use == "train" else None
+
+    def _batch(self, rows: Rows | Tensor, seed: int | None) -> Batch:
+        """These samples as a batch, in training with changed inputs if it has a seed."""
+        inputs, targets = self.federation.take(rows)
+        if self.augment is not None and seed is not None:
+            inputs = augmented(self.augment, inputs, seed)
+        return Batch(inputs, targets, seed)
 
     @property
     def samples(self) -> int:
@@ -191,3 +235,12 @@ class AgentBatches:
             places = rng.choice(len(rows), size, replace=False)
             picked.append(Picked(places, rows[places], torch_seed(rng)))
         return picked
+
+    def _placed(self, picks: list[Picked]) -> list[Picked]:
+        """The same with their indices on the federation's device, in one copy."""
+        device = self.federation.device
+        if device.type == "cpu" or not picks or picks[0].there is not None:
+            return picks
+        index = as_index(np.concatenate([pick.rows for pick in picks]), device)
+        parts = torch.split(index, [len(pick.rows) for pick in picks])
+        return [pick._replace(there=own) for pick, own in zip(picks, parts, strict=True)]

@@ -11,10 +11,10 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,10 @@ from torch.utils.data import Dataset
 from nufed.errors import InputError, require, shown
 from nufed.objective import Inputs
 
+if TYPE_CHECKING:
+    from nufed.data.tables import Preparation
+
+CPU = torch.device("cpu")
 LISTED = 12  # classes named in a message
 
 
@@ -83,6 +87,33 @@ FEW_CLASSES = 1000  # allowed for any number of samples
 
 
 @dataclass(frozen=True)
+class Column:
+    """A raw column: numbers, or categories, stored as places in ``words``; NaN is missing.
+
+    ``absent`` are texts that meant a missing value in it, beside the usual ones.
+    """
+
+    name: str
+    words: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return "categories" if self.words else "numbers"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Raw columns: ``values`` has a row per sample and a column per column (float64)."""
+
+    columns: tuple[Column, ...]
+    values: Tensor
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True)
 class Samples:
     """Inputs and targets, row by row.
 
@@ -93,6 +124,9 @@ class Samples:
         classes: the names of the classes; empty for regression.
         owners: the owner of each sample, for a natural federation.
         scale, shift: how bytes become inputs.
+        unseen_owners: owners to hold out from training unless a configuration says otherwise.
+        columns: of inputs that are the values of a :class:`Table`, to be prepared before use.
+        preparation: how inputs were made from columns.
     """
 
     inputs: Inputs
@@ -101,6 +135,9 @@ class Samples:
     owners: np.ndarray[Any, Any] | None = None
     scale: float = 1.0
     shift: float = 0.0
+    unseen_owners: tuple[str, ...] = ()
+    columns: tuple[Column, ...] = ()
+    preparation: Preparation | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(x) for x in (*_tensors(self.inputs), self.targets)}
@@ -111,11 +148,21 @@ class Samples:
                 f"the data has arrays of {sorted(lengths)} rows: inputs, targets and owners must "
                 "have the same number of rows, at least one"
             )
+        if self.columns and self.input_shape != (len(self.columns),):
+            raise InputError(
+                f"{len(self.columns)} columns are named, and inputs have shape {self.input_shape}: "
+                "give a value per column"
+            )
         for name, number in (("scale", self.scale), ("shift", self.shift)):
             require(math.isfinite(number), name, number, "must be a finite number")
-        owners = () if self.owners is None else set(map(str, self.owners))
+        owners = set() if self.owners is None else set(map(str, self.owners))
         for name in (*self.classes, *owners):
             _check_name(name)
+        if unknown := sorted(set(self.unseen_owners) - owners):
+            raise InputError(
+                f"unseen_owners names {shown(unknown[0])}, which owns no sample: the owners are "
+                f"{listed(sorted(owners)) or 'not given'}"
+            )
         if not self.classes:
             return
         low, high = self.targets.min().item(), self.targets.max().item()
@@ -131,6 +178,8 @@ class Samples:
     def check_finite(self, dtype: torch.dtype | None = None) -> None:
         """Refuse non-finite numbers, and those that would overflow in ``dtype``."""
         for name, x in named_inputs(self.inputs).items():
+            if self.columns:  # NaN is missing
+                x = x.nan_to_num(posinf=math.inf, neginf=-math.inf)
             check_finite(x, name, dtype, self.owners)
         check_finite(self.targets, "target", dtype, self.owners)
 
@@ -143,6 +192,9 @@ class Samples:
             digest.update(x.contiguous().flatten().view(torch.uint8).numpy().data)
         owners = [] if self.owners is None else self.owners.tolist()
         digest.update(repr((self.classes, owners, self.scale, self.shift)).encode())
+        for further in (self.unseen_owners, self.columns):
+            if further:
+                digest.update(repr(further).encode())
         return digest.hexdigest()
 
     @property
@@ -157,16 +209,35 @@ class Samples:
             return len(self.classes)
         return int(np.prod(self.targets.shape[1:], dtype=int))
 
-    def take(self, rows: np.ndarray[Any, Any]) -> tuple[Inputs, Tensor]:
-        """The inputs and targets of these rows, scaled for the model."""
-        index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
-        if isinstance(self.inputs, Tensor):
-            inputs: Inputs = self._rows(self.inputs, index)
-        elif isinstance(self.inputs, Mapping):
-            inputs = {k: self._rows(x, index) for k, x in self.inputs.items()}
-        else:
-            inputs = tuple(self._rows(x, index) for x in self.inputs)
-        return inputs, self.targets.index_select(0, index)
+    def take(
+        self, rows: np.ndarray[Any, Any] | Tensor, device: torch.device = CPU
+    ) -> tuple[Inputs, Tensor]:
+        """The inputs and targets of these rows, scaled for the model.
+
+        On another device than the CPU all samples are copied there with the first call.
+        """
+        index = as_index(rows, device)
+        inputs, targets = self._on(device)
+        return mapped(lambda x: self._rows(x, index), inputs), targets.index_select(0, index)
+
+    def take_targets(self, rows: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+        """The targets of these rows."""
+        return self._on(device)[1].index_select(0, as_index(rows, device))
+
+    def _on(self, device: torch.device) -> tuple[Inputs, Tensor]:
+        """All inputs and targets on a device."""
+        if device.type == "cpu":
+            return self.inputs, self.targets
+        if device not in self._copies:
+            self._copies[device] = (
+                mapped(lambda x: x.to(device), self.inputs),
+                self.targets.to(device),
+            )
+        return self._copies[device]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, tuple[Inputs, Tensor]]:
+        return {}
 
     def fill(self, table: Tensor, rows: np.ndarray[Any, Any]) -> None:
         """Write the inputs of these rows, flattened, into the rows of a table."""
@@ -195,6 +266,23 @@ def _check_name(name: object) -> None:
         )
 
 
+def mapped(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """The inputs with each of their tensors changed."""
+    if isinstance(inputs, Tensor):
+        return change(inputs)
+    if isinstance(inputs, Mapping):
+        return {name: change(x) for name, x in inputs.items()}
+    return tuple(map(change, inputs))
+
+
+def as_index(rows: np.ndarray[Any, Any] | Tensor, device: torch.device) -> Tensor:
+    """Numbers of rows as a tensor on a device."""
+    if isinstance(rows, Tensor):
+        return rows
+    index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
+    return index if device.type == "cpu" else index.to(device)
+
+
 def scaled(x: Tensor, scale: float, shift: float) -> Tensor:
     """Bytes scaled for the model; other dtypes unchanged."""
     if x.dtype != torch.uint8:
@@ -206,7 +294,8 @@ def as_samples(data: Any, classes: Sequence[str] = ()) -> Samples:
     """The user's own data as :class:`Samples`; non-finite numbers are refused.
 
     ``data`` is one of: ``Samples``; ``(inputs, targets)`` or ``(inputs, targets, owners)`` of
-    tensors or arrays; a map-style ``torch.utils.data.Dataset`` of ``(input, target)`` pairs.
+    tensors or arrays, inputs also a :class:`Table`; a map-style ``torch.utils.data.Dataset`` of
+    ``(input, target)`` pairs.
     Targets that are text are names of classes, numbered in their order (:func:`class_names`) or as
     in ``classes``, if these are known. Whole numbers in one dimension are class numbers; there may
     be as many classes as samples, as known ones, or :data:`FEW_CLASSES`. Others are regression
@@ -276,11 +365,13 @@ def _read(data: Any, known: Sequence[str]) -> Samples:
         if not target_tensor.is_floating_point() and target_tensor.ndim == 1:
             target_tensor = target_tensor.long()
             classes = _class_names(target_tensor, len(known))
+    is_table = isinstance(inputs, Table)
     return Samples(
-        inputs=_inputs(inputs),
+        inputs=inputs.values if is_table else _inputs(inputs),
         targets=target_tensor,
         classes=classes,
         owners=None if owners is None else np.asarray(owners),
+        columns=inputs.columns if is_table else (),
     )
 
 

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nufed.data.partition import DirichletReusing, Rows
+from nufed.data.samples import listed
 from nufed.errors import InputError, shown
+from nufed.registry import suggest
 from nufed.seeding import stream
 
 PARTS = ("train", "validation", "test")
@@ -150,16 +152,19 @@ def make_split(
     *,
     validation: float,
     test: float,
-    unseen_agents: int = 0,
+    unseen_agents: int | Sequence[str] = 0,
     names: tuple[str, ...] | None = None,
 ) -> Split:
-    """Cut every agent's rows into disjoint parts, and pick the agents held out from training."""
+    """Cut every agent's rows into disjoint parts, and pick the agents held out from training.
+
+    ``unseen_agents`` is their number, or their names.
+    """
     names = names or tuple(str(agent) for agent in range(len(rows)))
     parts = [
         _cut(agent_rows, agent, seed, part_sizes(len(agent_rows), validation, test, names[agent]))
         for agent, agent_rows in enumerate(rows)
     ]
-    unseen = choose_unseen(len(rows), unseen_agents, seed)
+    unseen = choose_unseen(len(rows), unseen_agents, seed, names)
     rows_of = [[cut[part] for cut in parts] for part in range(len(PARTS))]
     return Split(rows_of[0], rows_of[1], rows_of[2], names, unseen)
 
@@ -201,8 +206,18 @@ def lazy_split(recipe: DirichletReusing, unseen: tuple[int, ...]) -> Split:
     return Split(part(0), part(1), part(2), _Lazy(agents, str), unseen, recipe)
 
 
-def choose_unseen(agents: int, unseen_agents: int, seed: int) -> tuple[int, ...]:
-    """The agents that are held out from training."""
+def choose_unseen(
+    agents: int, unseen_agents: int | Sequence[str], seed: int, names: Sequence[str] | None = None
+) -> tuple[int, ...]:
+    """The agents that are held out from training: so many, drawn from the seed, or those named.
+
+    Without ``names`` agents are called by their numbers.
+
+    >>> choose_unseen(3, ["bob"], 0, ["ann", "bob", "eve"]), choose_unseen(3, ["2", "0"], 0)
+    ((1,), (0, 2))
+    """
+    if not isinstance(unseen_agents, int):
+        return _unseen_by_name(unseen_agents, names or [str(agent) for agent in range(agents)])
     if not 0 <= unseen_agents < agents:
         raise InputError(
             f"unseen_agents = {unseen_agents}: of {agents} agents at least one must take part "
@@ -210,6 +225,24 @@ def choose_unseen(agents: int, unseen_agents: int, seed: int) -> tuple[int, ...]
         )
     unseen = stream(seed, "unseen").choice(agents, unseen_agents, replace=False)
     return tuple(sorted(unseen.tolist()))
+
+
+def _unseen_by_name(unseen: Sequence[str], names: Sequence[str]) -> tuple[int, ...]:
+    numbers = {name: agent for agent, name in enumerate(names)}
+    for name in unseen:
+        if name not in numbers:
+            raise InputError(
+                f"= {shown(list(unseen))}: no agent is called {shown(name)}, the agents are "
+                f"{listed(names)}{suggest(name, names)}",
+                "data.unseen",
+            )
+    if len(set(unseen)) < len(unseen) or len(unseen) >= len(names):
+        raise InputError(
+            f"= {shown(list(unseen))}: must be different agents, and of {len(names)} at least one "
+            "must be left to train",
+            "data.unseen",
+        )
+    return tuple(sorted(numbers[name] for name in unseen))
 
 
 class _Lazy(Sequence[T]):

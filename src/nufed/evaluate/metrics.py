@@ -3,11 +3,14 @@
 A metric is any function ``metric(outputs, targets)`` of the scored samples of one agent that gives
 a number: one's own is named as ``package.module:function`` or passed in Python, and
 ``metric_better = "lower"`` says that less of it is better. All here need one output per class, and
-give NaN where an output is not finite.
+give NaN where an output is not finite. Perplexity and bits per character are for classes, and for
+tokens with outputs (samples, length, vocabulary); less of them is better.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -15,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nufed.data.text import next_token_loss
 from nufed.errors import InputError
 
 Metric: TypeAlias = Callable[[Tensor, Tensor], float | Tensor]
@@ -91,14 +95,51 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
     return sum(areas) / len(areas)
 
 
+def perplexity(outputs: Tensor, targets: Tensor) -> float:
+    """exp of the mean cross-entropy over all tokens: among how many it is as good as guessing.
+
+    >>> round(perplexity(torch.zeros(2, 3, 7), torch.ones(2, 3, dtype=torch.long)), 4)
+    7.0
+    """
+    with contextlib.suppress(OverflowError):
+        return math.exp(_cross_entropy(outputs, targets, "perplexity"))
+    return math.inf
+
+
+def bits_per_character(outputs: Tensor, targets: Tensor) -> float:
+    """The mean cross-entropy in bits, log2 of the perplexity; per token, if not characters.
+
+    >>> bits_per_character(torch.zeros(2, 3, 8), torch.ones(2, 3, dtype=torch.long))
+    3.0
+    """
+    return _cross_entropy(outputs, targets, "bits_per_character") / math.log(2)
+
+
 METRICS: dict[str, Metric | None] = {
     "accuracy": accuracy,
     "balanced_accuracy": balanced_accuracy,
     "f1": f1,
     "auc": auc,
+    "perplexity": perplexity,
+    "bits_per_character": bits_per_character,
     "none": None,
 }
 """The metrics that a configuration knows by name; ``none`` scores by the loss."""
+
+OF_TOKENS = ("perplexity", "bits_per_character")
+"""Those that targets which are tokens have, and of which less is better."""
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor, name: str) -> float:
+    if targets.is_floating_point() or (targets.ndim > 1 and outputs.ndim != targets.ndim + 1):
+        raise InputError(
+            f"{name} needs one output per class or token, and the model gives outputs of shape "
+            f"{tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: set "
+            "model.args.next_token = true, or give a metric of your own"
+        )
+    if targets.ndim == 1:
+        _check(outputs, targets, name)
+    return float(next_token_loss(outputs.double(), targets))
 
 
 def _check(outputs: Tensor, targets: Tensor, name: str) -> None:

@@ -294,33 +294,42 @@ def score_agent(
         cost: of computing the personal model.
         newcomer: whether that was done without a state.
     """
-    targets = federation.samples.targets[federation.scored_rows(agent)]
-    by_class = measure.metric is accuracy and bool(federation.samples.classes)
+    rows, samples = federation.scored_rows(agent), federation.samples
+    targets, by_class = samples.targets[rows], measure.metric is accuracy and bool(samples.classes)
     most, outputs = _most_frequent(federation, agent) if by_class else None, list(outputs)
-    scored = [_scores(objective, each, targets, measure, most) for each in outputs]
-    whole = None if shared is None else _scores(objective, shared, targets, measure, most)
+    every = outputs if shared is None else [*outputs, shared]
+    # losses are computed where the outputs are, metrics on the host; either is copied once
+    there = samples.take_targets(rows, every[0].device)
+    losses = _losses(objective, ((each, there) for each in every))
+    on_host = _on_host(every)
+    pairs = zip(losses, on_host, strict=True)
+    scored = [_scores(loss, each, targets, measure, most) for loss, each in pairs]
+    whole = None if shared is None else scored.pop()
     minority = 0 if most is None else int((targets != most).sum())
     record = _record(federation, agent, scored, whole, minority, cost, newcomer)
     if federation.scored_on == "validation" and len(federation.split.seen) < ENOUGH_AGENTS:
-        groups = torch.arange(len(targets)).tensor_split(min(len(targets), GROUPS))
-        losses = [
-            tuple(float(objective.loss(each[group], targets[group])) for group in groups)
+        groups = min(len(targets), GROUPS)
+        parts = (
+            zip(each.tensor_split(groups), there.tensor_split(groups), strict=True)
             for each in outputs
-        ]
-        record = replace(record, group_loss=tuple(losses))
+        )
+        record = replace(record, group_loss=tuple(tuple(_losses(objective, p)) for p in parts))
     if not measure.resamples:
         return record
     picks = _resamples(agent, len(targets), measure.resamples)
     if measure.metric is accuracy:
-        answers = [each.to(targets.device).argmax(dim=1) for each in outputs]
+        answers = [each.argmax(dim=1) for each in on_host[: len(outputs)]]
         return replace(record, resampled=tuple(_deviations(y == targets, picks) for y in answers))
     resampled = []
-    for each, (_, score, *_) in zip(outputs, scored, strict=True):
+    for number, (each, (_, score, *_)) in enumerate(zip(outputs, scored, strict=True)):
         try:
-            on = [
-                _scores(objective, each[picked], targets[picked], measure, None)[1]
-                for picked in picks
-            ]
+            if measure.metric is None:
+                on = _losses(
+                    objective, ((each[picked], there[picked]) for picked in picks.to(there.device))
+                )
+            else:
+                host = on_host[number]
+                on = [float(measure.metric(host[picked], targets[picked])) for picked in picks]
         except Exception:  # a metric of one's own may need, say, samples of every class
             return record
         resampled.append(_rounded(value - score for value in on))
@@ -363,14 +372,31 @@ def _rounded(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(float(f"{value:.4g}") for value in values)
 
 
+def _losses(objective: Objective, pairs: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """The losses of outputs and their targets; a device is waited for once."""
+    return _numbers([objective.loss(*pair) for pair in pairs])
+
+
+def _numbers(scalars: list[Tensor]) -> list[float]:
+    numbers: list[float] = torch.stack(scalars).tolist()
+    return numbers
+
+
+def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+    """The same on the CPU, in one copy if they have one shape."""
+    if all(x.device.type == "cpu" for x in tensors):
+        return tensors
+    if len({(x.shape, x.dtype, x.device) for x in tensors}) > 1:
+        return [x.cpu() for x in tensors]
+    return list(torch.stack(tensors).cpu())
+
+
 def _scores(
-    objective: Objective, outputs: Tensor, targets: Tensor, measure: Measure, most: int | None
+    loss: float, outputs: Tensor, targets: Tensor, measure: Measure, most: int | None
 ) -> tuple[float, ...]:
     """Loss and score, and for classes balanced and minority accuracy."""
-    loss = float(objective.loss(outputs, targets))
     if measure.metric is None:
         return loss, loss
-    outputs = outputs.to(targets.device)
     score = float(measure.metric(outputs, targets))
     if most is None:
         return loss, score
@@ -469,13 +495,16 @@ def training_loss(
             context = evaluation_context(federation, objective, batches, batches.samples)
             personal = algorithm.personal_model(context, received, states.get(agent))
             tensors, cost = personal.tensors, cost + personal.cost
-        rows, total = federation.split.train[agent], 0.0
+        rows = federation.split.train[agent]
+        sizes, of_pieces = list[int](), list[Tensor]()
         for start in range(0, len(rows), PIECE):
-            inputs, targets = federation.samples.take(rows[start : start + PIECE])
+            inputs, targets = federation.take(rows[start : start + PIECE])
             if model is None:
                 outputs = algorithm.predict(objective, tensors, inputs)
             else:
                 outputs = objective.predict(model, inputs)
-            total += len(targets) * float(objective.loss(outputs, targets))
-        losses.append(total / len(rows))
+            sizes.append(len(targets))
+            of_pieces.append(objective.loss(outputs, targets))
+        pairs = zip(sizes, _numbers(of_pieces), strict=True)
+        losses.append(sum(size * loss for size, loss in pairs) / len(rows))
     return math.fsum(losses) / len(losses) if losses else math.nan, cost

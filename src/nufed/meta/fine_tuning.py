@@ -39,8 +39,8 @@ def trajectory(
     """
     check_rate(lr, w)
     rate = lr
-    if isinstance(lr, Tensor) and lr.ndim == 1 and w.ndim == 1:
-        part = support(lr, objective.base.sizes)  # where step sizes are 0 no gradient is needed
+    if isinstance(lr, Tensor) and lr.ndim == 1 and w.ndim == 1 and lr.device.type == "cpu":
+        part = support(lr, objective.base.sizes)  # where it is 0 no gradient is needed
         rate = lr if part is None else part.take(lr)
     yield w
     for batch in batches:

@@ -9,7 +9,7 @@ from torch import nn
 from nufed.models.convolutional import cnn, cnn_groupnorm, lenet5, resnet8
 from nufed.models.dense import ACTIVATIONS, fcnn, logistic
 from nufed.models.multi_exit import MultiExit, multi_exit
-from nufed.models.recurrent import lstm
+from nufed.models.recurrent import gru, lstm
 
 __all__ = [
     "ACTIVATIONS",
@@ -18,6 +18,7 @@ __all__ = [
     "cnn",
     "cnn_groupnorm",
     "fcnn",
+    "gru",
     "lenet5",
     "logistic",
     "lstm",
@@ -33,5 +34,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "lenet5": lenet5,
     "resnet8": resnet8,
     "lstm": lstm,
+    "gru": gru,
     "multi_exit": multi_exit,
 }

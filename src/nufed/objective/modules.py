@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,8 @@ from nufed.objective.batch import Batch, Inputs
 
 RunningStats: TypeAlias = Literal["refuse", "frozen", "tracked"]
 """How running statistics are treated; see :class:`nufed.Objective`."""
+Precision: TypeAlias = Literal["float32", "bfloat16"]
+"""In which a module is computed; see :class:`nufed.Objective`."""
 Slots: TypeAlias = dict[str, tuple[dict[str, Any], str]]
 """Where a module keeps its tensors: of each name the mapping and its key."""
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -63,6 +66,21 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares its frozen parameters, which nothing changes."""
+    frozen: dict[int, Any] = {id(p): p for p in module.parameters() if not p.requires_grad}
+    return copy.deepcopy(module, frozen)
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """A module's outputs: the ``logits`` of a mapping or dataclass, anything else as it is."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    by_name = outputs.get("logits") if isinstance(outputs, Mapping) else None
+    logits: Tensor = getattr(outputs, "logits", outputs) if by_name is None else by_name
+    return logits
+
+
 def layers_with_running_stats(module: nn.Module) -> list[str]:
     return [
         name
@@ -71,10 +89,12 @@ def layers_with_running_stats(module: nn.Module) -> list[str]:
     ]
 
 
-def is_zero(tensor: Tensor) -> bool:
-    """Whether all numbers are 0."""
+def known_zero(tensor: Tensor) -> bool:
+    """Whether all numbers are 0; False on a device, which the host would have to wait for."""
     if not tensor.numel():
         return True
+    if tensor.device.type != "cpu":
+        return False
     if tensor.reshape(-1)[0] != 0:  # usually so, and then a look at one number is enough
         return False
     low, high = torch.aminmax(tensor)
@@ -231,12 +251,20 @@ def watched(
     module: nn.Module, has_buffers: bool, seed: int | None, device: torch.device
 ) -> Iterator[None]:
     """Random draws from a seed, if there is one, and a check of the module's own buffers."""
-    buffers = module.named_buffers() if has_buffers else ()
-    before = {name: buffer.clone() for name, buffer in buffers}
+    buffers = dict(module.named_buffers()) if has_buffers else {}
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    versions = {name: buffer._version for name, buffer in buffers.items()}
     with nullcontext() if seed is None else seeded(seed, device):
         yield
-    if has_buffers:
+    if has_buffers and (device.type == "cpu" or _written(module, buffers, versions)):
         check_buffers(module, before)
+
+
+def _written(module: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> bool:
+    """Whether buffers were replaced or written to, which takes no look at their numbers."""
+    after = dict(module.named_buffers())
+    same = after.keys() == buffers.keys() and all(after[n] is b for n, b in buffers.items())
+    return not same or any(b._version != versions[n] for n, b in buffers.items())
 
 
 def check_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:

@@ -23,15 +23,18 @@ from nufed.objective.fast.stack import stacked_losses, stacked_outputs
 from nufed.objective.modules import (
     ModuleFacts,
     MovedStatistics,
+    Precision,
     RunningStats,
     batch_counters,
     call_arguments,
     cast_like,
     check_parameters,
     check_tensors,
+    copied,
     holding,
-    is_zero,
+    known_zero,
     layers_with_running_stats,
+    logits_of,
     norm_layers,
     tracked_statistics,
     watched,
@@ -54,7 +57,8 @@ class Objective:
 
     The vector holds every trainable parameter once (tied weights are one parameter, frozen ones
     are excluded), in the order of ``module.named_parameters()``. All methods are pure: they change
-    neither w nor the module, of which the objective keeps its own copy.
+    neither w nor the module, of which the objective keeps its own copy. Frozen parameters are not
+    copied: all objectives of a module share them, and nothing may change them.
 
     All of them also take a stack of vectors, one row per agent, with batches stacked the same way,
     and then give one result per row (:mod:`nufed.objective.fast.stack`).
@@ -67,6 +71,9 @@ class Objective:
             never changes them; ``"tracked"`` makes them coordinates of the flat vector, after the
             parameters: training normalises by the batch and updates them (:meth:`track`), and the
             algorithm decides whether they are averaged (as by FedAvg) or private (FedBN).
+        precision: ``"bfloat16"`` computes the module by autocast, where its dtype is float32.
+            Vectors, outputs, the loss and sums stay in float32. Finite differences of gradients
+            drown in its rounding: use exact or first-order curvature.
 
     >>> objective = Objective(nn.Linear(2, 1, bias=False), nn.functional.mse_loss)
     >>> w = torch.tensor([1.0, 2.0])
@@ -83,6 +90,7 @@ class Objective:
         loss: Loss = F.cross_entropy,
         *,
         running_stats: RunningStats = "refuse",
+        precision: Precision = "float32",
     ) -> None:
         require(
             running_stats in get_args(RunningStats),
@@ -90,6 +98,9 @@ class Objective:
             running_stats,
             f"must be one of {', '.join(get_args(RunningStats))}",
         )
+        allowed = f"must be one of {', '.join(get_args(Precision))}"
+        require(precision in get_args(Precision), "precision", precision, allowed)
+        self._precision = precision
         check_tensors(module)
         self._keepers = layers_with_running_stats(module)
         if self._keepers and running_stats == "refuse":
@@ -99,7 +110,7 @@ class Objective:
                 'running_stats="frozen" to keep the stored statistics fixed, or "tracked" to '
                 "train and send them with the parameters"
             )
-        self._module = copy.deepcopy(module)
+        self._module = copied(module)
         self._running_stats = running_stats
         parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         check_parameters(module, list(parameters.values()))
@@ -133,7 +144,10 @@ class Objective:
         self._always_evaluated = chosen if self._statistics else [*self._keepers, *chosen]
         self._set_training(False)
         self._loss_function = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
-        self._fast = faster(self._module, self._loss_function)
+        mixed = precision == "bfloat16"
+        allowed = "mixed precision needs a module in float32"
+        require(not mixed or self.dtype == torch.float32, "precision", precision, allowed)
+        self._fast = None if mixed else faster(self._module, self._loss_function)
 
     @property
     def size(self) -> int:
@@ -374,7 +388,7 @@ class Objective:
         """
         double = copy.copy(self)
         double._moved = MovedStatistics()
-        double._like = self._like.double()
+        double._like, double._precision = self._like.double(), "float32"
         zero = double._like.new_zeros(())
         stand_ins = {
             id(p): nn.Parameter(zero.expand(p.shape))
@@ -391,10 +405,13 @@ class Objective:
         """The objective of another module, or with another loss."""
         loss = self._loss_function if loss is None else loss
         if module is not None:
-            return Objective(module, loss, running_stats=self._running_stats)
+            return Objective(
+                module, loss, running_stats=self._running_stats, precision=self._precision
+            )
         other = copy.copy(self)
         other.__dict__.pop("double", None)
-        other._loss_function, other._fast = loss, faster(self._module, loss)
+        other._loss_function = loss
+        other._fast = None if self._precision == "bfloat16" else faster(self._module, loss)
         return other
 
     @property
@@ -424,11 +441,25 @@ class Objective:
             self._last_statistics = list(copies.values())
             parameters |= copies | facts.counters
         arguments, keywords = call_arguments(inputs, self._like)
+        if self._precision == "bfloat16":
+            with torch.autocast(self._like.device.type, torch.bfloat16):
+                outputs = self._called(facts, parameters, arguments, keywords, stacked)
+            return cast_like(outputs, self._like)
+        return self._called(facts, parameters, arguments, keywords, stacked)
+
+    def _called(
+        self,
+        facts: ModuleFacts,
+        parameters: dict[str, Tensor],
+        arguments: tuple[Tensor, ...],
+        keywords: dict[str, Tensor],
+        stacked: bool,
+    ) -> Tensor:
+        """The outputs of the module with these parameters."""
         if stacked:
             return stacked_outputs(self._module, parameters, arguments, keywords)
         with holding(facts.slots, parameters):
-            outputs: Tensor = self._module(*arguments, **keywords)
-        return outputs
+            return logits_of(self._module(*arguments, **keywords))
 
     def _grad(self, w: Tensor, batch: Batch, wanted: Sequence[int]) -> Tensor:
         """The gradient by these tensors, one after another."""
@@ -478,7 +509,7 @@ class Objective:
     def _directions(self, v: Tensor, part: Part | None) -> dict[int, Tensor]:
         """The tensors of v that are not 0, by their place, with v taken as 0 outside a part."""
         if part is None:
-            return {i: d for i, d in enumerate(self._views(v)) if not is_zero(d)}
+            return {i: d for i, d in enumerate(self._views(v)) if not known_zero(d)}
         touched = self._touched(part)
         views = self._views(v if part.size == self._length(touched) else part.only(v))
         return {i: views[i] for i in touched}
@@ -563,7 +594,7 @@ class JointDerivatives:
             inputs = self._fast.gradient(
                 unflatten(w),
                 self._flat(batch.inputs),
-                batch.targets,
+                cast_like(batch.targets, self._objective._like),
                 into=unflatten(gradient),
                 by_inputs=by_inputs,
             )
@@ -586,7 +617,7 @@ class JointDerivatives:
                 unflatten(v),
                 self._flat(batch.inputs),
                 change,
-                batch.targets,
+                cast_like(batch.targets, self._objective._like),
                 into=unflatten(product),
             )
             return product, inputs

@@ -61,7 +61,7 @@ class Part:
     def take(self, w: Tensor) -> Tensor:
         """The values of this part; for a stack, row by row."""
         if not self._blocks:
-            return w[..., self.index]
+            return w[..., self._index_on(w.device)]
         if self._bounds:
             return torch.cat(self._views(w), dim=-1)
         values = w.new_empty(*w.shape[:-1], self.size)
@@ -82,7 +82,7 @@ class Part:
     def fill(self, w: Tensor, values: Tensor) -> None:
         """Replace the values of this part in w itself."""
         if not self._blocks:
-            w[..., self.index] = values
+            w[..., self._index_on(w.device)] = values
             return
         torch._foreach_copy_(self._views(w), self._split(values))
 
@@ -93,7 +93,7 @@ class Part:
         >>> Part.where(torch.tensor([False, True, True])).index
         slice(1, 3, None)
         """
-        places = mask.nonzero().flatten()
+        places = mask.cpu().nonzero().flatten()
         return cls("", _compact(places), len(places))
 
     @cached_property
@@ -110,6 +110,18 @@ class Part:
             inside[span] = False
             parts.append(Part("", span, block.length))
         return [*parts, Part.where(inside)]
+
+    def _index_on(self, device: torch.device) -> slice | Tensor:
+        """Its index on the device of a vector, copied there once."""
+        if isinstance(self.index, slice) or device.type == "cpu":
+            return self.index
+        if device not in self._copies:
+            self._copies[device] = self.index.to(device)
+        return self._copies[device]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, Tensor]:
+        return {}
 
     @cached_property
     def _blocks(self) -> list[Block]:

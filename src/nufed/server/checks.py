@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from nufed.algorithms.fixed_point import peak
+from nufed.algorithms.fixed_point import peak, where_wide
 from nufed.algorithms.protocol import AgentUpdate, State
 from nufed.errors import Fault, UpdateError
 
@@ -27,10 +27,11 @@ def change_norm(vector: Tensor, before: Tensor, counted: int | None = None) -> f
 
     With ``counted`` only so many of the first numbers count (:meth:`nufed.Objective.counted`).
     """
-    both = (each.detach().flatten()[:counted] for each in (vector, before))
+    both = (where_wide(each.detach().flatten()[:counted]) for each in (vector, before))
     pieces = (torch.split(each, PIECE) for each in both)
     changes = (a.to(torch.float64, copy=True).sub_(b) for a, b in zip(*pieces, strict=True))
-    return math.sqrt(math.fsum(float(torch.dot(change, change)) for change in changes))
+    squares = [torch.dot(change, change) for change in changes]
+    return math.sqrt(math.fsum(torch.stack(squares).tolist())) if squares else 0.0
 
 
 class NormBound:

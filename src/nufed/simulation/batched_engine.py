@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Context, State
 from nufed.data import AgentBatches, Federation
 from nufed.data.partition import Rows
+from nufed.data.samples import mapped
 from nufed.evaluate import AgentScores, Scoring, evaluation_context
 from nufed.evaluate.scores import Apply, outputs_of, score_stack
 from nufed.objective import Batch, Inputs, Objective
@@ -31,15 +33,18 @@ class BatchedEngine(ChunkedEngine):
     seed: int
     most: int = 32
 
+    def __post_init__(self) -> None:
+        vars(self)["federation"] = self.federation.on(self.objective.initial().device)
+
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
         return even_chunks(self.federation, algorithm.batch_size, agents, self.most)
 
     def _update_chunk(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
-        batches = StackedBatches(
-            [self.federation.batches(a, self.seed, "train", context.round) for a in states]
-        )
+        draws = algorithm.update_draws()
+        own = (self.federation.batches(a, self.seed, "train", context.round) for a in states)
+        batches = StackedBatches([each.ahead(draws) for each in own])
         result = algorithm.agent_update(
             AgentContext.of(context, self.objective, batches, batches.samples),
             stack([received] * len(states)),
@@ -137,27 +142,40 @@ class StackedBatches(OfAStack):
 
     def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
         federation = self.sources[0].federation
+        if self.sources[0].augment is not None:  # changes the batches of one agent after another
+            drawn = [source.draw(purpose, size, number, step) for source in self.sources]
+            return [_stacked(together) for together in zip(*drawn, strict=True)]
         picked = [source.pick(purpose, size, number, step) for source in self.sources]
         batches = []
         for together in zip(*picked, strict=True):
-            inputs, targets = take_stacked(federation, [source.rows for source in together])
+            inputs, targets = take_stacked(federation, [source.taken for source in together])
             # the seed only selects training mode: the module draws nothing
             batches.append(Batch(inputs, targets, together[0].seed))
         return batches
 
 
-def take_stacked(federation: Federation, rows: Sequence[Rows]) -> tuple[Inputs, Tensor]:
+def _stacked(batches: Sequence[Batch]) -> Batch:
+    """The batches of several agents, stacked; the seed only selects training mode."""
+    first = batches[0].inputs
+    if isinstance(first, Tensor):
+        inputs: Inputs = torch.stack([cast(Tensor, each.inputs) for each in batches])
+    elif isinstance(first, Mapping):
+        given = [cast(Mapping[str, Tensor], each.inputs) for each in batches]
+        inputs = {name: torch.stack([each[name] for each in given]) for name in first}
+    else:
+        inputs = tuple(map(torch.stack, zip(*(each.inputs for each in batches), strict=True)))
+    return Batch(inputs, torch.stack([each.targets for each in batches]), batches[0].seed)
+
+
+def take_stacked(federation: Federation, rows: Sequence[Rows | Tensor]) -> tuple[Inputs, Tensor]:
     """The samples of several agents with equally many rows each, stacked."""
-    inputs, targets = federation.samples.take(np.concatenate(rows))
+    index = [own for own in rows if isinstance(own, Tensor)]  # all of them, or none
+    inputs, targets = federation.take(torch.cat(index) if index else np.concatenate(rows))
 
     def stacked(x: Tensor) -> Tensor:
         return x.view(len(rows), len(rows[0]), *x.shape[1:])
 
-    if isinstance(inputs, Tensor):
-        return stacked(inputs), stacked(targets)
-    if isinstance(inputs, Mapping):
-        return {name: stacked(x) for name, x in inputs.items()}, stacked(targets)
-    return tuple(map(stacked, inputs)), stacked(targets)
+    return mapped(stacked, inputs), stacked(targets)
 
 
 def even_chunks(

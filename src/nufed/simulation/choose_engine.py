@@ -171,6 +171,8 @@ class Engines:
                 return "Gram space needs an algorithm whose agents keep no state between rounds"
             if self.objective.initial().device.type != "cpu":
                 return "Gram space runs on the CPU only"
+            if self.federation.augment is not None:
+                return "Gram space needs samples that data.augment does not change"
             if self._gram_bytes() > GRAM_BYTES:
                 return (
                     f"the agents' Gram matrices would take {self._gram_bytes() / 2**30:.1f} GiB, "

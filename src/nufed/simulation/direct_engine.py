@@ -22,6 +22,9 @@ class DirectEngine(ChunkedEngine):
     federation: Federation
     seed: int
 
+    def __post_init__(self) -> None:
+        vars(self)["federation"] = self.federation.on(self.objective.initial().device)
+
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
         return [[agent] for agent in agents]
 

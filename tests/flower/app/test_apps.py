@@ -525,3 +525,10 @@ def test_only_the_baselines_that_the_configuration_names_are_requested(tmp_path)
     grid = start(app_of(tmp_path, TEXT.replace('["majority"]', "[]")), tmp_path, tmp_path / "run")
     assert not load_run(tmp_path / "run").baselines
     assert "evaluate.baseline" not in {kind for kind, _ in grid.requested}
+
+
+def test_unseen_sites_are_named_by_their_numbers(tmp_path):
+    named = TEXT.replace("unseen_agents = 1", 'unseen = ["2"]')
+    assert list(app_of(tmp_path, named).plan().seen) == [0, 1, 3]
+    with pytest.raises(InputError, match=r"data.unseen = \['ann'\]: .* the agents are 0, 1, 2, 3"):
+        app_of(tmp_path, TEXT.replace("unseen_agents = 1", 'unseen = ["ann"]')).plan()

@@ -1,5 +1,7 @@
 """On Flower the same seed is bit-identical to the simulator's direct engine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,6 +27,8 @@ METHODS = {
 
 def simulated(plan, data):
     federation = federation_of(data, plan.seed, plan.unseen_agents, plan.validation)
+    if plan.augment is not None:
+        federation = replace(federation, augment=plan.augment(federation.samples))
     engine = DirectEngine(plan.objective, federation, plan.seed)
     rounds = list(
         train(
@@ -64,6 +68,23 @@ def test_models_costs_and_scores_are_the_simulators(method):
     assert not torch.equal(rounds[0].server["model"], rounds[-1].server["model"])
     assert outcome.evaluation == evaluation and not outcome.missing
     assert [s.seen for s in outcome.scores].count(False) == 1
+
+
+def test_training_batches_are_augmented_as_by_the_simulator():
+    data = agents_data(5)
+    found = []
+    for augment in (None, lambda samples: noisy):
+        settings = {"agents": 5, "rounds": 2, "participation": 0.5, "augment": augment}
+        plan = plan_of(METHODS["first-order"], **settings)
+        right, evaluation = simulated(plan, data)
+        rounds, outcome, _ = federate(plan, data)
+        assert same(rounds[-1].server, right[-1].server) and outcome.evaluation == evaluation
+        found.append(rounds[-1].server["model"])
+    assert not torch.equal(*found)
+
+
+def noisy(inputs, rng):
+    return inputs + torch.from_numpy(rng.normal(size=inputs.shape)).to(inputs.dtype)
 
 
 @pytest.mark.parametrize("method", ["FedAvg", "SCAFFOLD"])

@@ -53,7 +53,19 @@ def changed(good, path, change):
 
 
 CRAFTED = {
-    "newer format": (lambda a: a.update(format=3), "has format 3, .* install a newer nufed"),
+    "newer format": (lambda a: a.update(format=4), "has format 4, .* install a newer nufed"),
+    "columns that make other inputs": (
+        lambda a: a.update(preparation=[{"name": "age"}]),
+        r"its preparation makes 1 inputs, not \[",
+    ),
+    "columns of another form": (
+        lambda a: a.update(preparation=[{"name": "age", "eval": "x"}]),
+        "a column has no 'eval'",
+    ),
+    "a column with an infinite scale": (
+        lambda a: a.update(preparation=[{"name": "age", "scale": 1e999}]),
+        "can't be used as a bundle",
+    ),
     "no format": (lambda a: a.pop("format"), "has format None"),
     "code of theirs": (
         lambda a: a["model"].update(build="trap:make"),

@@ -172,18 +172,26 @@ def test_data_list_says_what_is_here_and_how_to_get_the_rest(tmp_path, nufed, mo
     text = nufed("data", "list", cwd=tmp_path).stdout
     assert f"{tmp_path / 'mine'} (from NUFED_DATA)" in text
     assert "get it with: nufed data get cifar10\n" in text
+    assert "Lake, Salakhutdinov and Tenenbaum 2015; licence: MIT\n" in text
     assert "nufed data get mnist-writers --from mnist_by_writer.npz (docs/data.md" in text
     listed = json.loads(nufed("data", "list", "--json", cwd=tmp_path).stdout)
     assert listed["directory"] == str(tmp_path / "mine") and listed["from"] == "NUFED_DATA"
     states = {name: entry["state"] for name, entry in listed["data"].items()}
+    cited = {
+        name for name, entry in listed["data"].items() if entry["citation"] and entry["licence"]
+    }
+    assert cited == states.keys() - {"sinusoid"}  # which is generated
     assert states == {
         "digits": "present",
         "cifar10": "missing",
         "cifar100": "present",
         "fashion-mnist": "missing",
         "mnist-writers": "missing",
+        "omniglot14": "present",
         "omniglot": "missing",
         "sinusoid": "present",
+        "heart": "present",
+        "shakespeare": "missing",
     }
     assert listed["data"]["cifar100"]["where"] == str(tmp_path / "mine/cifar-100-binary")
     (tmp_path / "mine/cifar-10-batches-bin").mkdir()

@@ -46,6 +46,9 @@ class Rule(Mean):
 def deal(samples, agents, samples_per_agent, rng, start):
     return [range(start + 40 * i, start + 40 * i + samples_per_agent) for i in range(agents)]
 
+def changed(inputs, rng):
+    return inputs
+
 def data():
     x = torch.randn(160, 4, generator=torch.Generator().manual_seed(0))
     return x, (x[:, 0] > 0).long()
@@ -62,6 +65,7 @@ def metric(outputs, targets):
 NAMED = {
     "data.source": "their_code:data",
     "data.partition": "their_code:deal",
+    "data.augment": "their_code:changed",
     "model.name": "their_code:model",
     "loss": "their_code:loss",
     "metric": "their_code:metric",
@@ -75,6 +79,7 @@ CONFIG = {
     "data": {
         "source": NAMED["data.source"],
         "partition": NAMED["data.partition"],
+        "augment": NAMED["data.augment"],
         "partition_args": {"start": 0},
         "agents": 4,
         "samples_per_agent": 40,
@@ -203,7 +208,10 @@ def test_objects_that_the_user_passes_are_not_code_of_the_directory(tmp_path, th
     library.run(config | {"methods": {}}, out=tmp_path / "mine", **own)
     library.resume(tmp_path / "mine", **own)
     # trust is required only for code that is not replaced by passed objects
-    named = r"\(data.partition = 'their_code:deal', metric = 'their_code:metric'\)"
+    named = (
+        r"\(data.partition = 'their_code:deal', data.augment = 'their_code:changed', "
+        r"metric = 'their_code:metric'\)"
+    )
     with pytest.raises(InputError, match=named):
         library.resume("run", **{key: own[key] for key in own if key != "metric"})
     assert not Path("was-imported").exists()

@@ -39,7 +39,11 @@ def test_separators_and_decimal_commas_are_recognised(tmp_path, text):
     ("name", "text", "words"),
     [
         ("a.csv", "a;b;kind\n1;2;x\n", "no column 'label' .*'a', 'b', 'kind'.*--label"),
-        ("a.csv", "a,b,c,d,e,f,labels\n", r"'a', 'b', 'c', 'd', '…', 'labels'.* mean 'labels'\?"),
+        (
+            "a.csv",
+            "a,b,c,d,e,f,labels\n",
+            r"'a', 'b', 'c', 'd', 'e', 'f', 'labels'.* mean 'labels'\?",
+        ),
         ("a.csv", "a,label\n\n1,x\nnan,y\n", "line 4, column 'a' has 'nan', not a finite"),
         ("a.csv", "a,label\n1,x\n2,\n", "line 3 has an empty 'label'"),
         ("a.txt", "", r"must end in \.csv, \.parquet, \.npz or \.npy, or be a folder of images"),

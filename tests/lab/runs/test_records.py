@@ -131,8 +131,8 @@ def test_a_checkpoint_with_other_vectors_is_named(run, change):
 def test_a_group_that_no_round_has_scores_of_has_an_empty_chart(run):
     """As in a federation whose held-out sites never replied."""
     loaded = load_run(run)
-    data = loaded.config.data.model_copy(update={"unseen_agents": 1})
-    other = replace(loaded, config=loaded.config.model_copy(update={"data": data}))
+    splits = {s: split.model_copy(update={"unseen": [1]}) for s, split in loaded.splits.items()}
+    other = replace(loaded, splits=splits)
     for group, empty in (("seen", False), ("unseen", True)):
         points = re.findall(r'"low": [\d.]', rounds_chart(other, group).to_json())
         assert (not points) == empty

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ from nufed.flower.app.site import Load
 from nufed.flower.app.site_app import client_app
 from nufed.flower.app.training import train_federation
 from nufed.lab.config import Config, load_config
-from nufed.lab.config.problem import build_loss, build_measure, build_module, build_objective
+from nufed.lab.config.problem import (
+    build_augmentation,
+    build_loss,
+    build_measure,
+    build_module,
+    build_objective,
+)
 from nufed.lab.config.schema import (
     AT_SITES,
     FEDERATION_NORM,
@@ -121,7 +127,7 @@ class App:
             rounds=config.rounds,
             participation=config.participation,
             seed=seed,
-            unseen_agents=config.data.unseen_agents,
+            unseen_agents=config.data.held_out,
             validation=config.data.validation,
             test=config.data.test,
             scored_on=config.eval_on,
@@ -135,18 +141,20 @@ class App:
             deadline=config.federation.deadline,
             wait=config.federation.wait,
             like=like,
+            preparation=config.data.prepare.given,
             privacy=_privacy(config.privacy),
             baselines=tuple(config.baselines) if method == first else (),
             tune_local=config.tune_local,
             site_keys=_site_keys(config.federation),
             method=method if len(algorithms) > 1 else "",
+            augment=partial(build_augmentation, config.data),
         )
 
 
 def _check(config: Config) -> None:
     """Refuse settings that a federation can't use."""
     require(
-        config.federation.input_shape is not None,
+        _input_shape(config) is not None,
         "federation.input_shape",
         None,
         "must be the shape of one sample's input, the same at all sites, for example [64]",
@@ -213,10 +221,24 @@ def _check_bounds(config: Config) -> None:
 def _like(config: Config) -> Samples:
     """An example sample, for which the model is built."""
     federation = config.federation
-    assert federation.input_shape is not None
-    inputs = torch.zeros(1, *federation.input_shape, dtype=getattr(torch, config.dtype))
+    shape = _input_shape(config)
+    assert shape is not None
+    inputs = torch.zeros(1, *shape, dtype=getattr(torch, config.dtype))
     targets = torch.zeros(1).long() if federation.classes else torch.zeros(1, federation.outputs)
     return Samples(inputs, targets, tuple(federation.classes))
+
+
+def _input_shape(config: Config) -> list[int] | None:
+    """The shape of one input: as configured, of tables as their preparation makes it."""
+    shape, preparation = config.federation.input_shape, config.data.prepare.given
+    if preparation is None:
+        return shape
+    if shape not in (None, [preparation.width]):
+        raise InputError(
+            f"= {shape}: data.prepare.columns make {preparation.width} inputs; remove this key",
+            "federation.input_shape",
+        )
+    return [preparation.width]
 
 
 def _rules(config: Config) -> Rules:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nufed.algorithms.compression import initial_residuals, update_bytes
 from nufed.algorithms.protocol import Algorithm, Context, State
-from nufed.data import Samples, ScoredOn, SmallAgents, choose_unseen
+from nufed.data import Preparation, Samples, ScoredOn, SmallAgents, choose_unseen
+from nufed.data.augmentation import Augmentation
 from nufed.errors import InputError, require
 from nufed.evaluate import GROUPS, RESAMPLES, EvalLr, Measure, accuracy
 from nufed.flower.app.payload import MAX_SCALES
@@ -41,7 +42,8 @@ class Plan:
         rounds: communication rounds.
         participation: fraction of agents picked per round.
         seed: seed of cohorts, splits and batches.
-        unseen_agents: number of agents held out from training, and only evaluated.
+        unseen_agents: how many agents are held out from training and only evaluated, or their
+            numbers as text.
         validation, test: fractions of a site's samples held out from training.
         scored_on: the part that it is scored on.
         small_agents: how to treat a site with fewer training samples than a batch.
@@ -55,11 +57,13 @@ class Plan:
         wait: quorum timeout, in seconds: at the start for all sites, later for as many as a round
             needs; also the timeout of a new site's identification.
         like: an example sample that all sites' data must match; None: not checked.
+        preparation: how the raw columns of sites' tables become inputs; None: they have none.
         privacy: clipping and noise applied at the sites; None: none.
         baselines: null baselines to evaluate at the end.
         tune_local: whether the step size of the baseline ``local`` is chosen on validation samples.
         site_keys: public keys of the sites, for secure aggregation; None: without it.
         method: name of the method, if the app has several; requests name it.
+        augment: makes what changes the inputs of a site's training batches, for its samples.
     """
 
     algorithm: Algorithm
@@ -68,7 +72,7 @@ class Plan:
     rounds: int
     participation: float = 1.0
     seed: int = 0
-    unseen_agents: int = 0
+    unseen_agents: int | Sequence[str] = 0
     validation: float = 0.0
     test: float = 0.2
     scored_on: ScoredOn = "test"
@@ -82,11 +86,13 @@ class Plan:
     deadline: float = 600.0
     wait: float = 60.0
     like: Samples | None = None
+    preparation: Preparation | None = None
     privacy: Privacy | None = None
     baselines: tuple[str, ...] = ()
     tune_local: bool = False
     site_keys: SiteKeys | None = None
     method: str = ""
+    augment: Callable[[Samples], Augmentation | None] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("agents", 1), ("rounds", 0), ("eval_steps", 0), ("threads", 1)):

@@ -28,7 +28,7 @@ from safetensors.torch import save
 
 from nufed.algorithms.compression import without_residuals
 from nufed.algorithms.protocol import AgentContext, Cost, State
-from nufed.data import Federation, Samples, as_samples, check_single_sample, site_split
+from nufed.data import Federation, Samples, as_samples, check_single_sample, prepare, site_split
 from nufed.data.samples import input_ranges, scale_warnings
 from nufed.errors import InputError, RunError, TrainingError, require, shown
 from nufed.files import make_private, read_sealed, sha256, write_sealed
@@ -219,7 +219,8 @@ class Site:
         self.notes["samples"] = sizes
         listed = ", ".join(f"{size} {part}" for part, size in sizes.items() if size)
         event("data loaded: %d samples (%s)", len(samples), listed, event="data loaded", **sizes)
-        federation = Federation(samples, split, plan.small_agents, plan.scored_on)
+        augment = None if plan.augment is None else plan.augment(samples)
+        federation = Federation(samples, split, plan.small_agents, plan.scored_on, augment)
         method = plan.method or type(plan.algorithm).__name__
         check_single_sample(federation, self.agent, method, plan.algorithm, plan.objective)
         return federation
@@ -243,9 +244,27 @@ class Site:
     def read(self) -> Samples:
         """This site's data, not compared with the federation's; any error is raised."""
         classes = self.plan.like.classes if self.plan.like else ()
-        samples = as_samples(self.load(self.config), classes)
+        samples = self._prepared(as_samples(self.load(self.config), classes))
         samples.check_finite(self.plan.objective.dtype)
         return samples
+
+    def _prepared(self, samples: Samples) -> Samples:
+        """Samples of a table as inputs of the model, in the federation's way."""
+        how = self.plan.preparation
+        if bool(samples.columns) != (how is not None):
+            raise InputError(
+                "this site's data is a table with columns by name, and the configuration has no "
+                "[[data.prepare.columns]]: make them with `nufed data prepare`"
+                if samples.columns
+                else "the configuration has [[data.prepare.columns]], and this site's data has no "
+                "columns by name: load it with nufed.data.as_table"
+            )
+        if how is None:
+            return samples
+        prepared, notes = prepare(samples, how)
+        for note in notes:
+            LOG.warning("at this site, %s", note)
+        return prepared
 
     def _load(self) -> Samples:
         """The same; details of an error are logged at the site only."""

@@ -7,19 +7,30 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 from torch import Tensor
 
-from nufed.data import Samples
+from nufed.data import Preparation, Samples
 from nufed.data.samples import InputRange, as_tensor, as_words, check_finite, class_numbers, listed
 from nufed.errors import InputError, NumericalWarning, shown, visible
+from nufed.lab.config.schema import LoraConfig
 from nufed.lab.runs.json_files import DataclassJson
 from nufed.objective.modules import RunningStats
 
-FORMAT = 2  # version of About; format 1 has no inputs.range
+# version of About: 1 has no inputs.range, only 3 has a preparation or a part that is trained
+FORMAT = 3
 MAX_SIZE = 2**40  # numbers per input; larger values are refused as crafted
 MAX_ARGS_CHARACTERS = 20_000  # of a model's arguments as text
 
@@ -46,6 +57,8 @@ class ModelAbout(_AboutRecord):
     build: str | None
     args: dict[str, Any] = {}
     running_stats: RunningStats = "refuse"
+    train: str = Field(default="all", exclude_if=lambda value: value == "all")
+    lora: LoraConfig | None = Field(default=None, exclude_if=lambda value: value is None)
 
     @field_validator("args")
     @classmethod
@@ -155,7 +168,7 @@ class PersonalAbout(_AboutRecord):
 class About(_AboutRecord):
     """The metadata of a bundle or an adapted model."""
 
-    format: Literal[1, 2] = 2
+    format: Literal[1, 2, 3] = 2
     nufed: str
     name: str
     model: ModelAbout
@@ -169,6 +182,22 @@ class About(_AboutRecord):
     trained: dict[str, Any] = {}
     measured: dict[str, Any] = {}
     personal: PersonalAbout | None = None
+    # of raw columns, which inputs are made from
+    preparation: Annotated[Preparation, BeforeValidator(Preparation.read)] | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
+
+    @model_validator(mode="after")
+    def _widths(self) -> Self:
+        if self.preparation is not None and self.inputs.shape != [self.preparation.width]:
+            raise ValueError(
+                f"its preparation makes {self.preparation.width} inputs, not {self.inputs.shape}"
+            )
+        return self
+
+    @field_serializer("preparation")
+    def _plain(self, preparation: Preparation | None) -> list[dict[str, Any]] | None:
+        return None if preparation is None else preparation.describe()
 
     def samples(self, inputs: Any, targets: Any) -> Samples:
         """The user's data, validated against the model's format."""
@@ -182,7 +211,14 @@ class About(_AboutRecord):
         return Samples(given, right, tuple(self.classes), scale=scale, shift=shift)
 
     def read_inputs(self, inputs: Any) -> Tensor:
-        """The user's inputs, validated against the model's format."""
+        """The user's inputs, validated against the model's format.
+
+        Of a table, columns by name; a tensor holds inputs that are prepared already.
+        """
+        if self.preparation is not None and not isinstance(inputs, Tensor):
+            inputs, notes = self.preparation.apply(self.preparation.table(inputs))
+            for note in notes:
+                warnings.warn(note, NumericalWarning, stacklevel=4)
         return self.inputs.read(inputs, getattr(torch, self.dtype))
 
     def warn_outside(self, inputs: Tensor) -> str | None:
@@ -287,6 +323,9 @@ def _lines(about: About) -> Iterator[str]:
         f"{adapt.batch_size} samples per batch (D)"
     )
     yield f"- inputs: {inputs.dtype} of shape {tuple(inputs.shape)}" + _scaling(about)
+    if about.preparation is not None:
+        names = [column.name for column in about.preparation.columns]
+        yield f"- columns: {_plain(_some(names))}; {about.preparation}, which it does itself"
     if inputs.range is not None:
         yield f"- inputs of training: {inputs.range}"
     if about.classes:

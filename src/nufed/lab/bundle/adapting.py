@@ -254,7 +254,8 @@ class Adapted:
 
     Args:
         about: the metadata of its bundle.
-        module: takes raw inputs, as ``adapt`` does, in the units of the data.
+        module: takes raw inputs, as ``adapt`` does, in the units of the data; of a table those that
+            ``about.preparation`` makes of its columns.
         report: the effect of adapting; None for a model that was not adapted.
     """
 

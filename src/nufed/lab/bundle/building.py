@@ -15,7 +15,8 @@ from nufed.errors import InputError
 from nufed.lab.bundle.about import About, PersonalAbout
 from nufed.lab.config.describe import name_of
 from nufed.lab.config.methods import MethodConfig, make_methods, table_of
-from nufed.lab.config.problem import LOSSES, call_named, find_named
+from nufed.lab.config.problem import LOSSES, call_named, find_named, with_trained_part
+from nufed.lab.config.schema import LoraConfig
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
 from nufed.objective.modules import RunningStats
@@ -49,6 +50,7 @@ def build_model(
             f"its model is built by {build}, code that would be imported: pass trust=True "
             "(--trust) if you trust the author of the bundle"
         )
+    module = with_trained_part(module, about.model.train, about.model.lora or LoraConfig())
     load_state(module, weights)
     return module.eval()
 

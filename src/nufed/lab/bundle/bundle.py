@@ -15,6 +15,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from nufed.data import Preparation
 from nufed.errors import InputError, require
 from nufed.files import unseal, write_sealed
 from nufed.lab.bundle.about import (
@@ -32,6 +33,7 @@ from nufed.lab.bundle.building import (
     load_state,
 )
 from nufed.lab.config.problem import LOSSES, find_named
+from nufed.lab.config.schema import LoraConfig
 from nufed.meta.fine_tuning import Rate, per_coordinate
 from nufed.objective import Loss, Objective
 from nufed.objective.modules import RunningStats
@@ -77,10 +79,13 @@ class Bundle:
         build: str | None = None,
         args: Mapping[str, Any] | None = None,
         running_stats: RunningStats = "refuse",
+        train: str = "all",
+        lora: LoraConfig | None = None,
         name: str = "meta-model",
         trained: Mapping[str, Any] | None = None,
         measured: Mapping[str, Any] | None = None,
         personal: PersonalAbout | None = None,
+        preparation: Preparation | None = None,
     ) -> Bundle:
         """A bundle of any module, however it was trained.
 
@@ -104,19 +109,29 @@ class Bundle:
             build, args: how to build the module: a model of nufed, or
                 ``package.module:function``, which is imported only with ``trust=True``. Without
                 it the module has to be passed when the bundle is loaded.
+            train, lora: what ``[model]`` of the run trains; fine-tuning changes the same part.
             name, trained, measured: for the card.
             personal: of a personal model that is more than a module, what else it needs.
+            preparation: how the raw columns of a table become inputs; ``adapt`` then takes these.
         """
         module = copy.deepcopy(module).eval()
         if weights is not None:
             load_state(module, load_file(weights))
         if loss == "auto":
             loss = "cross_entropy" if classes else "mse"
+        lr = dict(adapt_lr) if isinstance(adapt_lr, Mapping) else adapt_lr
+        adapt = {"steps": adapt_steps, "lr": lr, "lr_scale": lr_scale, "batch_size": batch_size}
         about = checked(
             {
                 "nufed": version("nufed"),
                 "name": name,
-                "model": {"build": build, "args": dict(args or {}), "running_stats": running_stats},
+                "model": {
+                    "build": build,
+                    "args": dict(args or {}),
+                    "running_stats": running_stats,
+                    "train": train,
+                    "lora": lora if train == "lora" else None,
+                },
                 "inputs": {
                     "shape": list(input_shape),
                     "dtype": input_dtype,
@@ -124,12 +139,7 @@ class Bundle:
                     "shift": shift,
                     "range": None if input_range is None else dict(input_range),
                 },
-                "adapt": {
-                    "steps": adapt_steps,
-                    "lr": dict(adapt_lr) if isinstance(adapt_lr, Mapping) else adapt_lr,
-                    "lr_scale": lr_scale,
-                    "batch_size": batch_size,
-                },
+                "adapt": adapt,
                 "loss": loss if isinstance(loss, str) else None,
                 "classes": list(classes),
                 "dtype": _dtype_name(module),
@@ -137,6 +147,8 @@ class Bundle:
                 "trained": dict(trained or {}),
                 "measured": dict(measured or {}),
                 "personal": personal,
+                "preparation": preparation,
+                "format": 2 if preparation is None and train == "all" else 3,
             }
         )
         function: Loss = find_named("loss", loss, LOSSES) if isinstance(loss, str) else loss
@@ -191,7 +203,8 @@ class Bundle:
         verdict is that this harms, it is the unadapted model (``report.refused``).
 
         Args:
-            inputs: one sample per row, in the units of the training data (bytes stay bytes).
+            inputs: one sample per row, in the units of the training data (bytes stay bytes); of a
+                table its raw columns by name, a mapping or a data frame.
             targets: class numbers or names; for regression numbers.
             steps: fine-tuning steps; by default those that the model was trained for. ``"auto"``
                 chooses between 0 and ``max_steps`` by cross-validation.

@@ -87,7 +87,7 @@ def bundle_of(
         steps, scale = run.config.steps_shown, None
     return Bundle.of(
         module,
-        **described(run, objective),
+        **described(run, objective, seed),
         adapt_lr=_rate(method, shipped.adapt_lr, objective, module, scale or 1.0),
         lr_scale=scale,
         adapt_steps=steps,
@@ -130,10 +130,10 @@ def check_inputs(run: Run) -> Inputs:
     return run.inputs
 
 
-def described(run: Run, objective: Objective) -> dict[str, Any]:
+def described(run: Run, objective: Objective, seed: int) -> dict[str, Any]:
     """How a model of the run is built and its inputs' format, as arguments of :meth:`Bundle.of`."""
     inputs, config = check_inputs(run), run.config
-    name = loss_name(config, bool(inputs.classes))
+    name = loss_name(config, bool(inputs.classes), bool(inputs.targets))
     arguments = config.model.args
     if config.model.name in MODELS:
         arguments = {"input_shape": inputs.shape, "outputs": inputs.outputs, **arguments}
@@ -149,6 +149,9 @@ def described(run: Run, objective: Objective) -> dict[str, Any]:
         "build": None if config.model.name == OWN else config.model.name,
         "args": arguments,
         "running_stats": config.model.running_stats,
+        "preparation": run.preparation(seed),
+        "train": config.model.train,
+        "lora": config.model.lora,
     }
 
 
@@ -311,7 +314,7 @@ def make_personal(
             personal = about_algorithm(method, algorithm)
     about = Bundle.of(
         module,
-        **described(run, objective),
+        **described(run, objective, seed),
         adapt_steps=0,  # already fine-tuned
         adapt_lr=0.0,
         batch_size=algorithm.batch_size,

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -239,12 +239,21 @@ def _check_new(out: Path, force: bool) -> None:
 def _read(
     about: About, data: Path, label: str, targets: Path | None, labelled: bool = True
 ) -> Data:
-    """A user's data; images in the shape that the model takes, as bytes or in 0 … 1."""
-    from nufed.lab.readers.files import read_data
+    """A user's data: raw columns of a table, if the model takes them; images in its shape, as
+    bytes or in 0 … 1."""
+    from nufed.lab.readers.files import Data, named_file, read_data
+    from nufed.lab.readers.tables import read_columns
 
+    if about.preparation is not None:
+        if targets is not None:
+            raise InputError(f"--targets {targets}: this model takes a table with a label column")
+        found = read_columns(data, label, labelled)
+        with named_file(data):
+            return Data(about.preparation.table(found.columns), found.labels)
     given = read_data(data, label, labelled, targets=targets, shape=about.inputs.shape)
     if given.images and about.inputs.dtype.startswith("float"):
-        return given._replace(inputs=given.inputs / 255)
+        pixels: Any = given.inputs
+        return given._replace(inputs=pixels / 255)
     return given
 
 

@@ -114,7 +114,10 @@ def complete_listed(incomplete: str) -> list[str]:
 
 def complete_data_set(incomplete: str) -> list[str]:
     """Data sets by name."""
-    return _starting([name for name in catalogue().names["datasets"] if name != "file"], incomplete)
+    return _starting(
+        [name for name in catalogue().names["datasets"] if name not in ("file", "table")],
+        incomplete,
+    )
 
 
 def complete_run(incomplete: str) -> list[str]:

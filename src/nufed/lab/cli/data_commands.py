@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,25 +13,31 @@ import typer
 from nufed.errors import InputError, visible
 from nufed.lab.cli.catalogue import complete_data_set
 from nufed.lab.cli.options import AsJson, Overrides, Source
-from nufed.lab.cli.terminal import console, say
+from nufed.lab.cli.terminal import console, print_table, say, table
 
 if TYPE_CHECKING:
-    from nufed.lab.readers.sources import Stored
+    from nufed.data import Samples, Split
+    from nufed.lab.readers.sources import Origin, Stored
 
 data_app = typer.Typer(
     help="Get data sets, and inspect how they are split among agents.", no_args_is_help=True
 )
 
-OWN_FILE = "file"  # the source of users' own files
+SHOWN_AGENTS = 8  # whose missing values are shown
+OWN_FILES = ("file", "table", "text", "leaf", "hf")  # the sources of users' own files
 
 
 @data_app.command("list")
 def data_list(as_json: AsJson = False) -> None:
     """Show which data sets are present, where nufed looks for them, and how to get the others."""
-    from nufed.lab.readers.sources import SOURCES, STORED, data_directory
+    from nufed.lab.readers.sources import ORIGINS, SOURCES, STORED, data_directory
 
     origin = "NUFED_DATA" if os.environ.get("NUFED_DATA") else "the cache directory"
-    contents = {name: _state(STORED.get(name)) for name in SOURCES if name != OWN_FILE}
+    contents = {
+        name: {**_state(STORED.get(name)), **_origin(ORIGINS.get(name))}
+        for name in SOURCES
+        if name not in OWN_FILES
+    }
     if as_json:
         print(json.dumps({"directory": str(data_directory()), "from": origin, "data": contents}))
         return
@@ -38,6 +45,8 @@ def data_list(as_json: AsJson = False) -> None:
     say(f"data directory: {data_directory()} (from {origin}{hint})")
     for name, state in contents.items():
         say(f"{name:<15}{state['state']:<12}{state['where']}")
+        if state["citation"]:
+            say(f"{'':<15}{state['citation']}; licence: {state['licence']}")
         if state["command"]:
             note = "" if STORED[name].url else " (docs/data.md says how to make it)"
             say(f"{'':<15}get it with: {state['command']}{note}")
@@ -48,7 +57,8 @@ def data_get(
     name: Annotated[
         str,
         typer.Argument(
-            help="A data set (see `nufed data list`).", autocompletion=complete_data_set
+            help="A data set (see `nufed data list`), or hf:MODEL.",
+            autocompletion=complete_data_set,
         ),
     ],
     url: Annotated[str | None, typer.Option(help="Download the archive from here.")] = None,
@@ -56,16 +66,23 @@ def data_get(
         Path | None, typer.Option("--from", help="Use this local file instead of downloading.")
     ] = None,
 ) -> None:
-    """Download a data set, verify it, and store it in the data directory."""
+    """Download a data set, verify it, and store it in the data directory.
+
+    hf:NAME is a pretrained model instead, stored in the cache of Hugging Face.
+    """
     from nufed.lab.cli.progress import show_download
     from nufed.lab.downloads import fetch
+    from nufed.lab.pretrained import PREFIX, download
     from nufed.lab.readers.sources import SOURCES, STORED
     from nufed.registry import suggest
 
-    if name == OWN_FILE:
-        raise InputError(f"{name} is your own file: name it with data.args.path")
+    if name.startswith(PREFIX):
+        say(f"{name}: {download(name.removeprefix(PREFIX))}")
+        return
+    if name in OWN_FILES:
+        raise InputError(f"{name} is for your own files: name them with data.args.path")
     if name not in SOURCES:
-        known = f"; there are {', '.join(name for name in SOURCES if name != OWN_FILE)}"
+        known = f"; there are {', '.join(name for name in SOURCES if name not in OWN_FILES)}"
         raise InputError(f"unknown data set {name!r}{suggest(name, SOURCES) or known}")
     if name not in STORED:
         say(f"{name} is shipped with nufed: nothing to download")
@@ -112,12 +129,74 @@ def data_show(
             raise InputError(f"--out {out}: can't be written ({error.strerror})") from error
     if as_json:
         held = dict(zip(names, counts, strict=True))
-        print(json.dumps({"sha256": split.fingerprint, "classes": classes, "agents": held}))
+        unseen = [split.names[agent] for agent in split.unseen]
+        about = {"sha256": split.fingerprint, "classes": classes, "agents": held, "unseen": unseen}
+        print(json.dumps(about))
         return
     _print_counts(names, split.unseen, classes, counts)
+    if samples.columns:
+        _print_columns(samples, split)
     first = f"the first {len(names)} of " if len(names) < len(split.names) else ""
     total = sum(map(sum, counts))
     say(f"{first}{len(split.names)} agents, {total} samples, {split.fingerprint[:12]}")
+
+
+Listed = Annotated[list[str] | None, typer.Option(help="A column; may be repeated.")]
+
+
+@data_app.command("tally")
+def data_tally(
+    config: Annotated[Path, typer.Argument(help="The federation's configuration.")],
+    data: Annotated[Path, typer.Argument(help="The site's table: a .csv or .parquet.")],
+    site: Annotated[int, typer.Option(min=0, help="The site's number.")],
+    out: Annotated[Path, typer.Option(help="The file to write, a .json.")],
+    label: Annotated[str, typer.Option(help="The column that holds the label.")] = "label",
+    categorical: Listed = None,
+    leave_out: Listed = None,
+) -> None:
+    """Count and sum the columns of a site's training part, to prepare tables in a federation.
+
+    The file holds counts and sums, no row: look at it before it leaves the site.
+    """
+    from nufed.lab.config import load_config
+    from nufed.lab.config.tallies import site_tally, write_tally
+    from nufed.lab.readers.tables import own_table
+
+    found = load_config(config)
+    if site >= found.data.agents:
+        raise InputError(f"--site {site}: must be below {found.data.agents}, as data.agents says")
+    samples = own_table(str(data), label, categorical=categorical or [], leave_out=leave_out or [])
+    columns = site_tally(found.data, samples, site, found.seeds[0])
+    write_tally(out, site, columns)
+    rows = columns[0].present + columns[0].missing
+    say(f"tally: {out}, of {rows} training rows and {len(columns)} columns")
+
+
+@data_app.command("prepare")
+def data_prepare(
+    config: Annotated[Path, typer.Argument(help="The federation's configuration.")],
+    tallies: Annotated[list[Path], typer.Argument(help="The sites' files of `nufed data tally`.")],
+) -> None:
+    """Print the preparation that the tallies of all sites give, to be added to the configuration.
+
+    Needed is a tally of every site that takes part in training.
+    """
+    from nufed.data import choose_unseen
+    from nufed.lab.config import load_config
+    from nufed.lab.config.tallies import as_toml, prepare_columns
+
+    found = load_config(config)
+    agents = found.data.agents
+    unseen = choose_unseen(agents, found.data.held_out, found.seeds[0])
+    seen = [site for site in range(agents) if site not in unseen]
+    preparation = prepare_columns(tallies, seen)
+    print(as_toml(preparation), end="")
+    say(f"{preparation}: add this to {config}, the same at the server and all sites", error=True)
+
+
+def _origin(origin: Origin | None) -> dict[str, str]:
+    """Whom to cite and the licence; empty for generated data."""
+    return asdict(origin) if origin else {"citation": "", "licence": ""}
 
 
 def _state(stored: Stored | None) -> dict[str, str]:
@@ -136,6 +215,26 @@ def _state(stored: Stored | None) -> dict[str, str]:
         return {"state": "present", "where": where, "command": ""}
     state = "missing" if len(missing) == len(stored.files) else "incomplete"
     return {"state": state, "where": where, "command": stored.command}
+
+
+def _print_columns(samples: Samples, split: Split) -> None:
+    """The columns of a table, and the share of missing values at each of some agents."""
+    from nufed.data import rows_by_agent
+    from nufed.data.tables import raw_values
+
+    absent = raw_values(samples).isnan()
+    rows = rows_by_agent(split)[:SHOWN_AGENTS]
+    shares = [absent[own].double().mean(dim=0).tolist() for own in rows]
+    cells = [
+        [
+            visible(column.name),
+            f"{len(column.words)} categories" if column.words else "numbers",
+            *(f"{share[place]:.1%}" if share[place] else "" for share in shares),
+        ]
+        for place, column in enumerate(samples.columns)
+    ]
+    names = [visible(name) for name in split.names[: len(rows)]]
+    print_table(table(cells, ["column", "missing at:", *names]))
 
 
 def _print_counts(names: Any, unseen: Any, classes: Any, counts: list[list[int]]) -> None:

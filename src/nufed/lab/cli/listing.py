@@ -14,6 +14,7 @@ from nufed.algorithms import ALGORITHMS, Algorithm
 from nufed.algorithms.aggregation import AGGREGATIONS
 from nufed.algorithms.protocol import defines
 from nufed.data import PARTITIONS, SHIFTS
+from nufed.data.augmentation import AUGMENTATIONS
 from nufed.errors import InputError
 from nufed.evaluate import METRICS
 from nufed.lab.cli.catalogue import Listing
@@ -102,6 +103,7 @@ def _names() -> dict[str, Iterable[str]]:
         "data.source": SOURCES,
         "data.partition": ("auto", *PARTITIONS),
         "data.shift": ("none", *SHIFTS),
+        "data.augment": ("none", *AUGMENTATIONS),
         "model.name": MODELS,
         "loss": ("auto", *LOSSES),
         "metric": ("auto", *METRICS),

@@ -21,6 +21,7 @@ from nufed.lab.config.describe import input_error, known_settings
 from nufed.lab.config.methods import MethodConfig
 from nufed.lab.config.schema import Config
 from nufed.lab.config.trust import import_methods
+from nufed.meta.curvature import HessianFree
 from nufed.registry import suggest
 
 MAX_KEY_PARTS = 20  # of a dotted key
@@ -45,8 +46,25 @@ def load_config(
     config = read_config(source, overrides)
     import_methods(config)
     config = config.with_objects(methods or {}, shared=config.method)
-    config.algorithms(methods, recorded=False)
+    _check_precision(config, config.algorithms(methods, recorded=False))
     return config.written_out()
+
+
+def _check_precision(config: Config, algorithms: Mapping[str, Algorithm]) -> None:
+    """Refuse mixed precision where it can't work."""
+    if config.precision == "float32":
+        return
+    if config.dtype != "float32":
+        raise InputError(
+            f'= "bfloat16": dtype = "{config.dtype}", and must be "float32"', "precision"
+        )
+    for name, algorithm in algorithms.items():
+        if any(isinstance(value, HessianFree) for value in vars(algorithm).values()):
+            raise InputError(
+                f'= "bfloat16": the finite differences of method {name} drown in its rounding; use '
+                'curvature = "exact" or "first_order", or precision = "float32"',
+                "precision",
+            )
 
 
 def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -65,6 +83,12 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         raise input_error(error, _keys_with_methods(tables), dict(known_fields())) from None
     distinct = len(set(config.seeds)) == len(config.seeds)
     require(distinct, "seeds", config.seeds, "seeds must be distinct")
+    one = not (config.data.unseen and config.data.unseen_agents)
+    allowed = (
+        f"must not be given with data.unseen_agents = {config.data.unseen_agents}; set that to 0, "
+        "or remove one of them"
+    )
+    require(one, "data.unseen", config.data.unseen, allowed)
     return config
 
 

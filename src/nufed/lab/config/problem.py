@@ -8,6 +8,7 @@ if the user trusts it, and data and splits must match the digests recorded there
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,20 +35,28 @@ from nufed.data import (
     check_dealt,
     choose_unseen,
     lazy_split,
+    learn_preparation,
     make_split,
     part_sizes,
+    prepare,
     rows_by_agent,
     settings_taken,
 )
-from nufed.errors import InputError, RunError, in_short, require, shown
+from nufed.data.augmentation import AUGMENTATIONS, Augmentation, augmented
+from nufed.data.text import next_token_loss
+from nufed.errors import InputError, NumericalWarning, RunError, in_short, require, shown
 from nufed.evaluate import METRICS, Measure, Metric
+from nufed.evaluate.metrics import OF_TOKENS
 from nufed.lab.config.methods import GivenInPython
-from nufed.lab.config.schema import AT_SITES, OWN, Config, DataConfig
+from nufed.lab.config.schema import AT_SITES, OWN, Config, DataConfig, LoraConfig
 from nufed.lab.config.split_file import load_split
 from nufed.lab.config.trust import require_trust
-from nufed.lab.readers.sources import SOURCES
+from nufed.lab.pretrained import PREFIX, add_adapters, pretrained
+from nufed.lab.readers.sources import SOURCES, source_of
 from nufed.models import MODELS
+from nufed.models.trainable import share_base, train_only
 from nufed.objective import Loss, Objective
+from nufed.objective.modules import copied
 from nufed.registry import import_named, suggest
 from nufed.seeding import stream, torch_seed
 
@@ -59,7 +68,8 @@ def build_samples(config: DataConfig) -> Samples:
             "the data of this run is at the sites of its federation: commands that need it can't "
             "be run here"
         )
-    return as_samples(call_named("data.source", config.source, SOURCES, config.args))
+    name, place = source_of(config.source)
+    return as_samples(call_named("data.source", name, SOURCES, {**place, **config.args}))
 
 
 def resolved_partition(config: DataConfig, owners: bool) -> str:
@@ -74,12 +84,21 @@ def build_split(
 ) -> Split:
     """The split of ``samples`` among agents that ``[data]`` describes, or by ``partition``."""
     if config.split_file is not None:
+        if config.unseen is not None:
+            raise InputError(
+                f"= {shown(config.unseen)}: the split of data.split_file has unseen agents of its "
+                "own; remove one of the two keys",
+                "data.unseen",
+            )
         path = Path(config.split_file.replace("{seed}", str(seed)))
         return load_split(path, samples.targets.numpy())
+    held_out: int | Sequence[str] = config.held_out
     if partition is None:
         name = resolved_partition(config, samples.owners is not None)
         if name == "dirichlet" and config.reuse == "across_agents" and samples.classes:
             return _split_sharing_samples(config, samples, seed)
+        if name == "given" and config.unseen is None:
+            held_out = config.unseen_agents or samples.unseen_owners
         partition = find_named("data.partition", name, PARTITIONS)
     rows, names = _deal(config, partition, samples, stream(seed, "partition"))
     return make_split(
@@ -87,7 +106,7 @@ def build_split(
         seed,
         validation=config.validation,
         test=config.test,
-        unseen_agents=config.unseen_agents,
+        unseen_agents=held_out,
         names=names,
     )
 
@@ -98,7 +117,7 @@ def _split_sharing_samples(config: DataConfig, samples: Samples, seed: int) -> S
     sizes = part_sizes(size, config.validation, config.test, "0")
     labels = samples.targets.numpy()
     recipe = DirichletReusing(labels, config.agents, sizes, config.dirichlet, seed)
-    return lazy_split(recipe, choose_unseen(config.agents, config.unseen_agents, seed))
+    return lazy_split(recipe, choose_unseen(config.agents, config.held_out, seed))
 
 
 def _deal(
@@ -118,6 +137,29 @@ def _deal(
             "data.partition",
         ) from error
     return check_dealt(dealt, len(samples), config.agents)
+
+
+def build_preparation(config: DataConfig, samples: Samples, split: Split) -> Samples:
+    """Samples whose raw columns, if they have any, are prepared as ``[data.prepare]`` says.
+
+    What is not given there is learned from the training parts of agents that take part in training.
+    """
+    given = config.prepare.given
+    if not samples.columns:
+        if given is not None:
+            raise InputError(
+                f"names {len(given.columns)} columns, and this data has no columns by name: remove "
+                "[data.prepare], or read the data as a table (data.args.table = true)",
+                "data.prepare.columns",
+            )
+        return samples
+    if given is None:
+        seen = (split.train[agent] for agent in split.seen)
+        given = learn_preparation(samples, seen, config.prepare.fill)
+    prepared, notes = prepare(samples, given)
+    for note in notes:
+        warnings.warn(note, NumericalWarning, stacklevel=2)
+    return prepared
 
 
 def build_shift(config: DataConfig, samples: Samples, split: Split, seed: int) -> Samples:
@@ -140,13 +182,25 @@ def build_shift(config: DataConfig, samples: Samples, split: Split, seed: int) -
         ) from error
 
 
+def build_augmentation(config: DataConfig, samples: Samples) -> Augmentation | None:
+    """What ``data.augment`` names, tried on a sample; None if it is off."""
+    if config.augment == "none":
+        return None
+    found = find_named("data.augment", config.augment, AUGMENTATIONS)
+    augment: Augmentation = found(samples) if config.augment in AUGMENTATIONS else found
+    augmented(augment, samples.take(np.arange(min(2, len(samples))))[0], seed=0)
+    return augment
+
+
 def build_federation(
     config: Config, samples: Samples, seed: int, partition: Partition | None = None
 ) -> Federation:
-    """The samples, split among agents, by the user's ``partition`` if any, and shifted."""
+    """The samples, split among agents, by the user's ``partition`` if any, prepared and shifted."""
     split = build_split(config.data, samples, seed, partition)
+    samples = build_preparation(config.data, samples, split)
     samples = build_shift(config.data, samples, split, seed)
-    federation = Federation(samples, split, config.data.small_agents, config.eval_on)
+    augment = build_augmentation(config.data, samples)
+    federation = Federation(samples, split, config.data.small_agents, config.eval_on, augment)
     agents = [0] if split.recipe else split.agents  # in a lazy split all have equal sizes
     empty = next((agent for agent in agents if not len(federation.scored_rows(agent))), None)
     if empty is not None:
@@ -168,11 +222,27 @@ def build_module(
         arguments = {**shapes, **arguments}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch_seed(stream(seed, "model")))
-        module = call_named("model.name", name, MODELS, arguments) if make is None else make()
-    if not isinstance(module, nn.Module):
-        raise InputError(
-            f"the model function returned {type(module).__name__}: it must return a torch.nn.Module"
-        )
+        if make is not None:
+            module = make()
+        elif name.startswith(PREFIX):
+            place = name.removeprefix(PREFIX)
+            module = pretrained(place, **{"outputs": samples.outputs, **arguments})
+        else:
+            module = call_named("model.name", name, MODELS, arguments)
+        if not isinstance(module, nn.Module):
+            raise InputError(
+                f"the model function returned {type(module).__name__}: it must return a "
+                "torch.nn.Module"
+            )
+        return with_trained_part(module, config.model.train, config.model.lora)
+
+
+def with_trained_part(module: nn.Module, train: str, lora: LoraConfig) -> nn.Module:
+    """The module, changed in place such that only what ``model.train`` names is trained."""
+    if train == "lora":
+        return add_adapters(module, **lora.model_dump())
+    if train != "all":
+        train_only(module, train)
     return module
 
 
@@ -181,8 +251,11 @@ def build_objective(config: Config, module: nn.Module, loss: Loss) -> Objective:
     place = {"dtype": getattr(torch, config.dtype), "device": _device(config.device)}
     if isinstance(loss, nn.Module):
         loss = copy.deepcopy(loss).to(**place)
-    module = copy.deepcopy(module).to(**place)
-    return Objective(module, loss, running_stats=config.model.running_stats)
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    moves = any(p.dtype != place["dtype"] or p.device != place["device"] for p in frozen)
+    module = (copy.deepcopy(module) if moves else copied(module)).to(**place)
+    kept = config.model.running_stats
+    return Objective(module, loss, running_stats=kept, precision=config.precision)
 
 
 def _device(name: str) -> torch.device:
@@ -203,12 +276,16 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs, targets.reshape(outputs.shape))
 
 
-LOSSES: dict[str, Loss] = {"cross_entropy": F.cross_entropy, "mse": squared_error}
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": F.cross_entropy,
+    "mse": squared_error,
+    "next_token": next_token_loss,
+}
 
 
 def build_loss(config: Config, samples: Samples) -> Loss:
-    """The loss that ``loss`` names; ``auto``: cross-entropy for classes, else squared error."""
-    name = loss_name(config, bool(samples.classes))
+    """The loss that ``loss`` names; ``auto``: of classes or next tokens, else squared error."""
+    name = loss_name(config, bool(samples.classes), _tokens(samples))
     numbers = not samples.classes and samples.targets.is_floating_point()
     if name == "cross_entropy" and numbers and samples.outputs == 1:
         raise InputError(
@@ -220,25 +297,34 @@ def build_loss(config: Config, samples: Samples) -> Loss:
     return loss
 
 
-def loss_name(config: Config, classes: bool) -> str:
-    """``loss``, with ``auto`` resolved."""
+def loss_name(config: Config, classes: bool, tokens: bool) -> str:
+    """``loss``, with ``auto`` resolved; ``tokens``: targets are whole numbers but not classes."""
     if config.loss == "auto":
-        return "cross_entropy" if classes else "mse"
+        return "cross_entropy" if classes else "next_token" if tokens else "mse"
     return config.loss
 
 
-def build_measure(config: Config, samples: Samples, metric: Metric | None = None) -> Measure:
-    """The measure that ``metric`` names; ``auto``: accuracy for classes, else the loss itself.
+def _tokens(samples: Samples) -> bool:
+    """Whether targets are whole numbers in several dimensions."""
+    return not (samples.classes or samples.targets.is_floating_point())
 
-    ``metric`` was given in Python instead.
+
+def build_measure(config: Config, samples: Samples, metric: Metric | None = None) -> Measure:
+    """The measure that ``metric`` names.
+
+    ``auto``: accuracy for classes, perplexity for tokens with the loss of next tokens, else the
+    loss itself. The argument ``metric`` was given in Python instead.
     """
     if metric is not None:
         return Measure(getattr(metric, "__name__", "metric"), metric, config.metric_better)
     name = config.metric
     if name == "auto":
         name = "accuracy" if samples.classes and config.loss != "mse" else "none"
+        if loss_name(config, bool(samples.classes), _tokens(samples)) == "next_token":
+            name = "perplexity"
     metric = find_named("metric", name, METRICS)
-    if name in METRICS and metric is not None and not samples.classes:
+    suits = samples.classes or (name in OF_TOKENS and _tokens(samples))
+    if name in METRICS and metric is not None and not suits:
         raise InputError(
             f'= "{name}": this data has no classes, its targets are numbers; set metric = '
             '"none" or "auto" to score by the loss, or name your own',
@@ -250,7 +336,7 @@ def build_measure(config: Config, samples: Samples, metric: Metric | None = None
             "metric_better",
         )
     shown_name = "loss" if metric is None else name.rpartition(":")[2]
-    return Measure(shown_name, metric, config.metric_better)
+    return Measure(shown_name, metric, "lower" if name in OF_TOKENS else config.metric_better)
 
 
 def call_named(
@@ -396,6 +482,13 @@ class Problem:
         """The measure that agents are scored by."""
         return build_measure(self.config, self.samples, self.given.metric)
 
+    @property
+    def example(self) -> Samples:
+        """Samples in the format that models take: of tables those prepared for the first seed."""
+        if not self.samples.columns:
+            return self.samples
+        return next(iter(self.federations.values())).samples
+
     def belongs_to(self, seed: int) -> dict[str, str]:
         """Digests that the files of a part must match."""
         return {
@@ -430,10 +523,12 @@ class Problem:
         for federation in federations.values():
             for algorithm in algorithms.values():
                 federation.check_batch_size(algorithm.batch_size)
-        objectives = {
-            seed: build_objective(config, _module(config, given, samples, seed), loss)
-            for seed in seeds
+        modules = {
+            seed: _module(config, given, own.samples, seed) for seed, own in federations.items()
         }
+        for module in modules.values():
+            share_base(modules[next(iter(modules))], module)
+        objectives = {seed: build_objective(config, m, loss) for seed, m in modules.items()}
         return cls(config, samples, federations, objectives, algorithms, given)
 
     @classmethod
@@ -492,7 +587,8 @@ def rebuild_objective(
 
 def _module(config: Config, given: Given, like: Samples, seed: int) -> nn.Module:
     if isinstance(given.model, nn.Module):
-        return given.model
+        own = given.model if config.model.train == "all" else copy.deepcopy(given.model)
+        return with_trained_part(own, config.model.train, config.model.lora)
     return build_module(config, like, seed, given.model)
 
 

@@ -12,11 +12,28 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_serializer,
+)
 
 from nufed.algorithms.compression import CODECS, Codec, TopK
 from nufed.algorithms.protocol import Algorithm
-from nufed.data import PARTITIONS, SHIFTS, Reuse, ScoredOn, SmallAgents
+from nufed.data import (
+    PARTITIONS,
+    SHIFTS,
+    Fill,
+    Preparation,
+    PreparedColumn,
+    Reuse,
+    ScoredOn,
+    SmallAgents,
+)
+from nufed.data.augmentation import AUGMENTATIONS
 from nufed.errors import InputError
 from nufed.evaluate import EvalLr
 from nufed.evaluate.metrics import Better
@@ -24,8 +41,9 @@ from nufed.files import sha256
 from nufed.lab.config.describe import AT_SITES as AT_SITES
 from nufed.lab.config.describe import OWN as OWN
 from nufed.lab.config.describe import Name
+from nufed.lab.config.devices import picked_device
 from nufed.lab.config.methods import MethodConfig, make_methods, with_objects, write_out
-from nufed.objective.modules import RunningStats
+from nufed.objective.modules import Precision, RunningStats
 from nufed.registry import is_code, suggest
 from nufed.simulation.engine import EngineName
 from nufed.simulation.faults import ATTACKS
@@ -145,6 +163,15 @@ def _partition(name: str) -> str:
     raise ValueError(f"one of auto, {PARTITIONS.listed()}{suggest(name, PARTITIONS)}")
 
 
+def _augmentation(name: str) -> str:
+    if name == "none" or name in AUGMENTATIONS or is_code(name):
+        return name
+    names = ["none", *AUGMENTATIONS]
+    raise ValueError(
+        f"one of {', '.join(names)}, or your own as package.module:function{suggest(name, names)}"
+    )
+
+
 def _one_of(known: Mapping[str, Any], *further: str) -> AfterValidator:
     """Accepts the names of ``known``, and ``further`` ones."""
 
@@ -159,6 +186,30 @@ def _one_of(known: Mapping[str, Any], *further: str) -> AfterValidator:
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class PrepareConfig(_Table):
+    """``[data.prepare]``: how the raw columns of a table become inputs of a model."""
+
+    fill: Fill = Field(
+        default="median",
+        description="what numbers are centred at, and what replaces missing ones: the median or "
+        "mean of training",
+    )
+    columns: list[Annotated[PreparedColumn, BeforeValidator(PreparedColumn.read)]] = Field(
+        default=[],
+        exclude_if=lambda value: not value,
+        description="a preparation that was learned before, in place of one learned by this run",
+    )
+
+    @field_serializer("columns")
+    def _plain(self, columns: list[PreparedColumn]) -> list[dict[str, Any]]:
+        return Preparation(tuple(columns)).describe() if columns else []
+
+    @property
+    def given(self) -> Preparation | None:
+        """The preparation that the configuration holds, if any."""
+        return Preparation(tuple(self.columns)) if self.columns else None
 
 
 class DataConfig(_Table):
@@ -197,12 +248,27 @@ class DataConfig(_Table):
     shift_args: dict[str, Any] = Field(
         default={}, exclude_if=lambda value: not value, description="arguments of that shift"
     )
+    augment: Annotated[str, AfterValidator(_augmentation)] = Field(
+        default="none",
+        exclude_if=lambda value: value == "none",
+        description="random changes of the inputs of training batches: none | crop_flip (images), "
+        "or package.module:function",
+    )
     validation: Fraction = 0.0
     test: Annotated[float, Field(gt=0, lt=1)] = 0.2
     unseen_agents: Annotated[int, Field(ge=0)] = Field(
         default=0, description="held out from training"
     )
+    unseen: list[str] | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="names of the agents held out from training, in place of a number; default: "
+        "those that the data source names, if any; []: none",
+    )
     small_agents: SmallAgents = "refuse"
+    prepare: PrepareConfig = Field(
+        default=PrepareConfig(), exclude_if=lambda value: value == PrepareConfig()
+    )
     split_file: str | None = Field(
         default=None,
         description="path of a saved split to use, never written; {seed} is replaced by the seed",
@@ -213,12 +279,39 @@ class DataConfig(_Table):
         """The keys of this table that reach every partition with an argument of that name."""
         return {"concentration": self.dirichlet, "classes_per_agent": self.classes_per_agent}
 
+    @property
+    def held_out(self) -> int | list[str]:
+        """The agents held out from training: how many, or their names."""
+        return self.unseen_agents if self.unseen is None else self.unseen
+
+
+class LoraConfig(_Table):
+    """``[model.lora]``: low-rank adapters, for ``model.train = "lora"``."""
+
+    rank: Count = Field(default=8, description="of an adapter's matrices")
+    alpha: float = Field(
+        default=16.0, gt=0, lt=float("inf"), description="scale: an adapter adds alpha / rank·B·A"
+    )
+    targets: list[str] = Field(
+        default=[], description="ends of names of linear layers; none: as peft knows them"
+    )
+    freeze_a: bool = Field(default=False, description="train B only (FFA-LoRA)")
+    head: bool = Field(default=True, description="train the last layer, too")
+
 
 class ModelConfig(_Table):
     """``[model]``: the network."""
 
-    name: str = Field(default="fcnn", description="a model by name, or package.module:function")
+    name: str = Field(
+        default="fcnn",
+        description="a model by name, hf:FOLDER_OR_NAME (pretrained), or package.module:function",
+    )
     args: dict[str, Any] = Field(default={}, description="arguments of that function")
+    train: str = Field(
+        default="all",
+        description="what is trained: all that is not frozen, a part such as head, or lora",
+    )
+    lora: LoraConfig = Field(default=LoraConfig(), description="adapters, for train = lora")
     running_stats: RunningStats = Field(
         default="refuse", description="of BatchNorm: refused, frozen, or trained with the model"
     )
@@ -340,11 +433,15 @@ class Config(_Table):
         description="the model that results show: of the last round, or of the one with the best "
         "validation score",
     )
-    loss: str = Field(default="auto", description="cross_entropy, mse, or package.module:function")
+    loss: str = Field(
+        default="auto",
+        description="cross_entropy, mse, next_token, or package.module:function",
+    )
     metric: str = Field(
         default="auto",
         description="accuracy, balanced_accuracy, f1 (macro), auc (each class against the rest), "
-        "none (the loss), or package.module:function, called with outputs and targets of an agent",
+        "perplexity, bits_per_character (of classes or tokens), none (the loss), or "
+        "package.module:function, called with outputs and targets of an agent",
     )
     metric_better: Better = Field(
         default="higher",
@@ -352,6 +449,11 @@ class Config(_Table):
         description="whether a higher or a lower value of a metric of your own is better",
     )
     dtype: Literal["float32", "float64"] = "float32"
+    precision: Precision = Field(
+        default="float32",
+        exclude_if=lambda value: value == "float32",
+        description="of the model's products; bfloat16: mixed precision, with vectors in float32",
+    )
     threads: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="torch threads; bits depend on their number"
     )
@@ -361,7 +463,9 @@ class Config(_Table):
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         default="auto", description="processes; bits do not depend on their number"
     )
-    device: str = Field(default="cpu", description="torch device to compute on")
+    device: Annotated[str, AfterValidator(picked_device)] = Field(
+        default="cpu", description="torch device to compute on; auto: cuda, xpu, mps or cpu"
+    )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()

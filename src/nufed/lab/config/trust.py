@@ -7,19 +7,22 @@ from pathlib import Path
 
 from nufed.errors import InputError
 from nufed.lab.config.schema import Config
+from nufed.lab.readers.sources import source_of
 from nufed.registry import import_named
 
 
 def named_code(config: Config) -> dict[str, str]:
     """Every ``package.module:function`` or class that a configuration names, by its key."""
     names = {
-        "data.source": config.data.source,
+        "data.source": source_of(config.data.source)[0],
         "data.partition": config.data.partition,
+        "data.augment": config.data.augment,
         "model.name": config.model.name,
         "loss": config.loss,
         "metric": config.metric,
     }
-    return {key: name for key, name in names.items() if ":" in name} | code_of_methods(config)
+    code = {key: name for key, name in names.items() if ":" in name and not name.startswith("hf:")}
+    return code | code_of_methods(config)
 
 
 def code_of_methods(config: Config) -> dict[str, str]:

@@ -100,7 +100,7 @@ def evaluate(
 def with_fits(setup: Setup, engine: Engine, name: str, final: Final) -> Evaluation:
     """The final scores with the curves of some agents' models, where models are curves."""
     shown, evaluation = final
-    if not can_be_drawn(setup.samples):
+    if not can_be_drawn(setup.problem.example):
         return evaluation
     algorithm = setup.algorithms[name]
     curves = fits(

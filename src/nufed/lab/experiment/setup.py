@@ -268,7 +268,7 @@ def _try_model(setup: Setup) -> None:
                 raise InputError(f"{known} ({in_short(cause)})") from error
             raise InputError(
                 f"the model, loss and metric can't be used on this data, inputs of shape "
-                f"{setup.samples.input_shape}, by the method {name}: {in_short(cause)}"
+                f"{federation.samples.input_shape}, by the method {name}: {in_short(cause)}"
             ) from error
 
 
@@ -388,7 +388,11 @@ def begin_run(setup: Setup, directory: RunDirectory) -> None:
     for seed, federation in setup.problem.federations.items():
         directory.write_split(federation.split, federation.samples, seed)
     Provenance(directory).write(
-        setup.config, setup.measure, setup.engine_names, setup.samples, setup.samples.fingerprint
+        setup.config,
+        setup.measure,
+        setup.engine_names,
+        setup.problem.example,
+        setup.samples.fingerprint,
     )
 
 

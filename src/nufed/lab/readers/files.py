@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
-from nufed.data.samples import Samples, as_samples, as_tensor, check_finite
+from nufed.data.samples import Samples, Table, as_samples, as_tensor, check_finite
 from nufed.errors import InputError, in_short, require, shown
 from nufed.registry import suggest
 
@@ -105,13 +105,13 @@ def _read_array(file: IO[bytes], name: str, limit: int) -> np.ndarray[Any, Any]:
     return array.reshape(shape, order="F" if by_columns else "C")
 
 
-FIRST = 4  # columns named in a message, and the last
+FIRST = 12  # columns named in a message, and the last
 
 
 class Data(NamedTuple):
     """Inputs, one per row, their labels and owners, if any; of images the names of the files."""
 
-    inputs: np.ndarray[Any, Any]
+    inputs: np.ndarray[Any, Any] | Table
     labels: Sequence[str] | np.ndarray[Any, Any] | None
     owners: Sequence[str] | None = None
     images: Sequence[str] = ()
@@ -175,7 +175,7 @@ def read_csv(text: str, label: str, owner: str | None, labelled: bool) -> Data:
 
     With semicolons or tabs, numbers may have a decimal comma.
     """
-    separator = _separator(text)
+    separator = separator_of(text)
     reader = csv.reader(io.StringIO(text), delimiter=separator, strict=True)
     header = next((row for row in reader if row), [])
     header = [name.strip() for name in header]
@@ -198,7 +198,7 @@ def read_csv(text: str, label: str, owner: str | None, labelled: bool) -> Data:
     return Data(inputs, labels if any(labels) else None, owners or None)
 
 
-def _separator(text: str) -> str:
+def separator_of(text: str) -> str:
     line = next((line for line in text.splitlines() if line.strip()), "")
 
     def columns(separator: str) -> int:
@@ -223,7 +223,8 @@ def _numbers(
             what = f"has {shown(word)}, not a finite number" if word.strip() else "is empty"
             raise InputError(
                 f"line {line}, column {shown(header[place])} {what}: every feature must be a "
-                "number; remove that line or column, or impute missing values"
+                "number; remove that line or column, or train on missing values and text with "
+                'data.source = "table"'
             )
         yield value
 
@@ -234,20 +235,26 @@ TEXT_BYTES = 200  # for the label or the owner of a row, besides its characters
 TEXT_COPIES = 4  # of its characters, at the same time
 
 
-def read_parquet(content: bytes, label: str, owner: str | None, labelled: bool) -> Data:
-    """Samples of a Parquet file; its size in memory is checked before it is unpacked."""
+def opened_parquet(content: bytes, dictionaries: Sequence[str] = ()) -> Any:
+    """A Parquet file, of which nothing but its header is read yet."""
     try:
         import pyarrow as pa  # type: ignore[import-untyped]
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
     except ImportError:
         raise InputError('Parquet needs pyarrow: pip install "nufed[frames]"') from None
     try:
-        # text stays as numbers of distinct values, so that repeated ones take no memory
-        text = [name for name in (label, owner) if name is not None]
-        file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=text)
-        names = list(file.schema_arrow.names)
+        return pq.ParquetFile(pa.BufferReader(content), read_dictionary=list(dictionaries))
     except Exception as error:  # of a foreign file
         raise InputError(f"it is not a Parquet file ({in_short(error)})") from None
+
+
+def read_parquet(content: bytes, label: str, owner: str | None, labelled: bool) -> Data:
+    """Samples of a Parquet file; its size in memory is checked before it is unpacked."""
+    # text stays as numbers of distinct values, so that repeated ones take no memory
+    file = opened_parquet(content, [name for name in (label, owner) if name is not None])
+    import pyarrow as pa
+
+    names = list(file.schema_arrow.names)
     places = places_of(names, label, owner, labelled)
     features = [names[place] for place in places.features(len(names))]
     for name in features:
@@ -256,7 +263,7 @@ def read_parquet(content: bytes, label: str, owner: str | None, labelled: bool) 
         if not (is_number or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)):
             raise InputError(
                 f"column {shown(name)} is of type {kind}: every feature must be a number; remove "
-                "that column, or encode it as numbers"
+                'that column, encode it as numbers, or train on text with data.source = "table"'
             )
     rows = file.metadata.num_rows
     if not rows:
@@ -272,23 +279,25 @@ def read_parquet(content: bytes, label: str, owner: str | None, labelled: bool) 
         inputs = np.empty((rows, len(features)))
         for place, name in enumerate(features):
             inputs[:, place] = file.read([name]).column(name).cast(pa.float64()).to_numpy()
-        labels = None if places.label is None else _values(file.read([label]).column(label))
-        owners = None if places.owner is None else _values(file.read([owner]).column(owner))
+        labels = None if places.label is None else parquet_values(file, label)
+        owners = None if owner is None else parquet_values(file, owner)
     except Exception as error:  # of a damaged file
         raise InputError(f"it can't be read as Parquet ({in_short(error)})") from None
     for row, place in np.argwhere(~np.isfinite(inputs))[:1]:
         raise InputError(
             f"row {row} (counted from 0), column {shown(features[place])} is missing or not "
-            "finite: remove that row or column, or impute missing values"
+            "finite: remove that row or column, or train on missing values with data.source = "
+            '"table"'
         )
     named = None if owners is None else [str(name) for name in owners]
-    return Data(inputs, _labels(labels, label, labelled), named)
+    return Data(inputs, label_values(labels, label, labelled), named)
 
 
-def _values(column: Any) -> list[Any]:
+def parquet_values(file: Any, name: str) -> list[Any]:
     """Floating-point numbers or text by row, None if missing; rows with equal text share it."""
     import pyarrow as pa
 
+    column = file.read([name]).column(name)
     if pa.types.is_floating(column.type):
         return list(column.to_pylist())
     texts: list[str | None] = []
@@ -300,7 +309,7 @@ def _values(column: Any) -> list[Any]:
     return texts
 
 
-def _labels(values: list[Any] | None, name: str, labelled: bool) -> Any:
+def label_values(values: list[Any] | None, name: str, labelled: bool) -> Any:
     """Names of classes; numbers, if they are floating-point; None, if all are missing."""
     if values is None or (not labelled and all(value is None for value in values)):
         return None
@@ -439,15 +448,15 @@ def read_data(
     """
     if targets is not None and path.suffix != ".npy":
         raise InputError(f"{targets}: a file of targets is for inputs in a .npy file alone")
-    with _named(path):
+    with named_file(path):
         data = _read(path, label, labelled, owner, shape)
         check_finite(as_tensor(data.inputs), "input")
     if targets is not None:
-        with _named(targets):
+        with named_file(targets):
             if targets.suffix != ".npy":
                 raise InputError("its name must end in .npy")
             data = data._replace(labels=_from_npy(targets))
-    with _named(targets or path):
+    with named_file(targets or path):
         if isinstance(data.labels, np.ndarray) and data.labels.dtype.kind == "f":
             check_finite(as_tensor(data.labels), "target")
         if labelled and data.labels is None:
@@ -458,7 +467,7 @@ def read_data(
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named_file(path: Path) -> Iterator[None]:
     """Errors in reading a file become one sentence that names it."""
     try:
         yield
@@ -546,7 +555,7 @@ def own_file(
     further = None if targets is None else Path(targets)
     data = read_data(Path(path), label, owner=owner, targets=further, shape=shape)
     inputs: Any = torch.from_numpy(np.ascontiguousarray(data.inputs))
-    samples = as_samples((inputs, _targets(data, regression), data.owners))
+    samples = as_samples((inputs, targets_of(data.labels, regression), data.owners))
     if scale is None and not data.images:
         return samples
     if not data.images:
@@ -563,9 +572,8 @@ def _image_shape(folder: Path, size: Sequence[int]) -> tuple[int, ...]:
     return (3, *size)
 
 
-def _targets(data: Data, regression: bool | None) -> Any:
+def targets_of(labels: Any, regression: bool | None) -> Any:
     """Class names, class numbers or numbers to predict."""
-    labels = data.labels
     if isinstance(labels, np.ndarray):
         return labels.astype(float) if regression else labels
     assert labels is not None

@@ -6,6 +6,7 @@ in the user's cache directory. Files with a known SHA-256 are verified each time
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import hashlib
 import os
@@ -20,11 +21,16 @@ import numpy as np
 import torch
 
 from nufed.data.digits import digits
+from nufed.data.omniglot import Characters, omniglot14
 from nufed.data.samples import Samples
 from nufed.data.sinusoid import sinusoid
 from nufed.errors import InputError, require
 from nufed.lab.readers.files import own_file, read_npz
-from nufed.seeding import stream
+from nufed.lab.readers.heart import heart
+from nufed.lab.readers.hugging_face import hugging_face
+from nufed.lab.readers.leaf import leaf
+from nufed.lab.readers.tables import own_table
+from nufed.lab.readers.text import of_texts, own_texts, roles
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,33 @@ class Stored:
         return content
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a data set comes from: whom to cite, and under which licence it is."""
+
+    citation: str
+    licence: str
+
+
+ORIGINS = {
+    "digits": Origin("Alpaydin and Kaynak 1998, UCI Machine Learning Repository", "CC BY 4.0"),
+    "cifar10": Origin("Krizhevsky 2009, Learning Multiple Layers of Features", "none stated"),
+    "cifar100": Origin("Krizhevsky 2009, Learning Multiple Layers of Features", "none stated"),
+    "fashion-mnist": Origin("Xiao, Rasul and Vollgraf 2017", "MIT"),
+    "mnist-writers": Origin(
+        "LeCun et al. 1998; writers: Yadav and Bottou 2019 (QMNIST)", "none stated"
+    ),
+    "omniglot": Origin("Lake, Salakhutdinov and Tenenbaum 2015", "MIT"),
+    "heart": Origin(
+        "Janosi, Steinbrunn, Pfisterer and Detrano 1988, Heart Disease, UCI Machine Learning "
+        "Repository, doi:10.24432/C52P4X",
+        "CC BY 4.0",
+    ),
+    "omniglot14": Origin("Lake, Salakhutdinov and Tenenbaum 2015", "MIT"),
+    "shakespeare": Origin("Shakespeare; file: Karpathy 2015 (char-rnn)", "public domain"),
+}
+
+
 def is_valid(content: bytes, sha256: str) -> bool:
     """Whether bytes have this SHA-256; without one all are valid."""
     return not sha256 or hashlib.sha256(content).hexdigest() == sha256
@@ -103,7 +136,8 @@ def data_directory() -> Path:
 
 _TABLES = tomllib.loads((files("nufed.lab.readers") / "stored.toml").read_text("utf-8"))
 STORED = {name: Stored(name, **table) for name, table in _TABLES.items()}
-CIFAR10, CIFAR100, FASHION_MNIST, MNIST_WRITERS, OMNIGLOT = STORED.values()
+CIFAR10, CIFAR100, FASHION_MNIST, MNIST_WRITERS, OMNIGLOT, SHAKESPEARE = STORED.values()
+OMNIGLOT_PART = "omniglot_8_alphabets.npz"  # of earlier versions, whose runs still resume
 
 Pixels: TypeAlias = Literal["unit", "symmetric", "standardised"]
 # scale and shift of bytes; the last gives CIFAR mean about 0 and standard deviation about 1
@@ -180,6 +214,19 @@ def check_writers(content: bytes, path: Path) -> None:
         _writers(content, part, path)
 
 
+def shakespeare(length: int = 80, least: int = 25, tokenizer: str | None = None) -> Samples:
+    """Tiny Shakespeare, to predict next characters (65): one agent per role with enough text.
+
+    Args:
+        length: characters or tokens of a sample.
+        least: samples that a role must have.
+        tokenizer: the folder of a Hugging Face tokenizer, for tokens instead of characters.
+    """
+    (file,) = SHAKESPEARE.files
+    play = SHAKESPEARE.read(file).decode("ascii")
+    return of_texts(roles(play), length, least, tokenizer, "".join(sorted(set(play))))
+
+
 def _cifar(stored: Stored, labels: int, classes: tuple[str, ...], pixels: Pixels) -> Samples:
     """Records of ``labels`` label bytes, the last of them the class, and a channel-major image."""
     require(pixels in PIXELS, "pixels", pixels, f"must be one of {', '.join(PIXELS)}")
@@ -238,43 +285,27 @@ DRAWN, DRAWING_SIDE = 105, 28  # pixels per side: of a drawing, and of an image
 ARRAYS = ("ink", "alphabet", "character", "drawer", "alphabets")
 
 
-def omniglot(ways: int = 5, seed: int = 0) -> Samples:
-    """Omniglot (Lake et al. 2015): 5-way tasks, each agent with 5 characters of one alphabet.
-
-    The characters of every alphabet are shuffled and dealt out, ``ways`` to an agent, without
-    overlap; those left over are not used. Labels are 0 … ways − 1, so that the same label is
-    another character at every agent: no global model fits all agents without fine-tuning. An agent
-    has all drawings of its characters and is called like its alphabet, for example Greek-0.
+def omniglot(
+    ways: int = 5, samples: int | None = None, tasks: int | None = None, seed: int = 0
+) -> Samples:
+    """Omniglot at 28×28 pixels (Lake et al. 2015): few-shot tasks, as ``omniglot14`` has them.
 
     Drawings of 105×105 bits become 28×28 bytes, 255 for ink: every pixel is the mean over a window
-    of 4 or 5 pixels per side (adaptive average pooling), rounded.
+    of 4 or 5 pixels per side (adaptive average pooling), rounded. Where only the file of earlier
+    versions is there, with some alphabets and none for evaluation, it is used.
 
     Args:
-        ways: classes per agent.
-        seed: of the dealing, independent of the run's seeds.
+        ways, samples, tasks, seed: as for :func:`nufed.data.omniglot.omniglot14`.
     """
-    whole = isinstance(ways, int) and not isinstance(ways, bool)
-    require(whole and ways >= 2, "ways", ways, "must be a whole number, at least 2")
-    (file,) = OMNIGLOT.files
-    arrays = _read(OMNIGLOT.read(file), data_directory() / file)
-    characters = arrays["character"]
-    rows, labels, owners = [], [], []
-    for number, name in enumerate(arrays["alphabets"]):
-        here = arrays["alphabet"] == number
-        dealt = stream(seed, "omniglot", agent=number).permutation(np.unique(characters[here]))
-        for agent in range(len(dealt) // ways):
-            for label, character in enumerate(dealt[agent * ways : (agent + 1) * ways]):
-                rows.append(np.flatnonzero(here & (characters == character)))
-                labels += [label] * len(rows[-1])
-                owners += [f"{name}-{agent}"] * len(rows[-1])
-    require(bool(rows), "ways", ways, "must be at most the number of characters of an alphabet")
-    return Samples(
-        inputs=torch.from_numpy(_images(arrays["ink"][np.concatenate(rows)])),
-        targets=torch.tensor(labels),
-        classes=tuple(map(str, range(ways))),
-        owners=np.array(owners),
-        scale=1 / 255,
+    part = dataclasses.replace(OMNIGLOT, files={OMNIGLOT_PART: ""})
+    stored = part if OMNIGLOT.missing() and not part.missing() else OMNIGLOT
+    (file,) = stored.files
+    arrays = _read(stored.read(file), data_directory() / file)
+    characters = Characters(
+        arrays["alphabet"], arrays["character"], arrays["alphabets"], arrays["evaluation"]
     )
+    dealt = characters.deal(ways, samples, tasks, seed)
+    return dealt.of(_images(arrays["ink"][dealt.rows]), 1 / 255)
 
 
 def check_omniglot(content: bytes, path: Path) -> None:
@@ -284,7 +315,7 @@ def check_omniglot(content: bytes, path: Path) -> None:
 
 def _read(content: bytes, path: Path) -> dict[str, np.ndarray[Any, Any]]:
     try:
-        arrays = read_npz(content, ARRAYS)
+        arrays = read_npz(content, (*ARRAYS, "evaluation"))
         if missing := [name for name in ARRAYS if name not in arrays]:
             raise ValueError(f"{missing[0]} is not in it")
         ink, names = arrays["ink"], arrays["alphabets"]
@@ -298,6 +329,9 @@ def _read(content: bytes, path: Path) -> dict[str, np.ndarray[Any, Any]]:
             raise ValueError("alphabets must hold different names")
         if not 0 <= arrays["alphabet"].min() <= arrays["alphabet"].max() < len(names):
             raise ValueError("alphabet must hold places in alphabets")
+        evaluation = arrays.setdefault("evaluation", np.zeros(len(names), np.uint8))
+        if evaluation.dtype.kind not in "iub" or evaluation.shape != names.shape:
+            raise ValueError("evaluation must hold a 0 or 1 per alphabet")
     except Exception as error:  # zipfile and numpy may raise anything on an invalid file
         raise InputError(
             f"{path} does not have the layout of Omniglot ({error}): docs/data.md says how to "
@@ -326,7 +360,26 @@ SOURCES: dict[str, Callable[..., Samples]] = {
     "cifar100": cifar100,
     "fashion-mnist": fashion_mnist,
     "mnist-writers": mnist_writers,
+    "omniglot14": omniglot14,
     "omniglot": omniglot,
     "sinusoid": sinusoid,
+    "heart": heart,
+    "shakespeare": shakespeare,
+    "text": own_texts,
+    "leaf": leaf,
+    "hf": hugging_face,
     "file": own_file,
+    "table": own_table,
 }
+
+WITH_PLACE = ("leaf", "hf")  # sources that may be written as NAME:PLACE
+
+
+def source_of(name: str) -> tuple[str, dict[str, str]]:
+    """The name of a source and the arguments that are part of it.
+
+    >>> source_of("leaf:data/femnist"), source_of("digits"), source_of("my.module:function")
+    (('leaf', {'path': 'data/femnist'}), ('digits', {}), ('my.module:function', {}))
+    """
+    source, _, place = name.partition(":")
+    return (source, {"path": place}) if source in WITH_PLACE and place else (name, {})

@@ -133,13 +133,14 @@ def _heading(field: Field) -> str:
 def settings_table(run: Run) -> Table:
     """The settings that all methods of a run share, with the paper's letters."""
     config = run.config
-    cohort = max(1, round(config.participation * (run.agents - config.data.unseen_agents)))
+    cohort = max(1, round(config.participation * (run.agents - run.unseen)))
     rows = {
-        "agents (N)": f"{run.agents}, of which {config.data.unseen_agents} unseen in training",
+        "agents (N)": f"{run.agents}, of which {run.unseen} unseen in training{_names(run)}",
         "participation (r)": f"{config.participation:g}, a cohort of {cohort} agents a round",
         "rounds (K)": str(config.rounds),
         "data": f"{config.data.source}; {_partition(run)}",
         "samples per agent": samples_per_agent(run),
+        **_columns(run),
         "parts": f"validation {config.data.validation:g}, test {config.data.test:g}, rest training",
         "model": f"{config.model.name} {config.model.args or ''}, {config.dtype}",
         "fine-tuning steps": steps_shown(run),
@@ -164,11 +165,27 @@ def settings_table(run: Run) -> Table:
 def problem_text(run: Run) -> str:
     """The data and its split, as resolved, in a sentence."""
     config = run.config.data
-    unseen = f", {config.unseen_agents} of them unseen in training" if config.unseen_agents else ""
+    unseen = f", {run.unseen} of them unseen in training{_names(run)}" if run.unseen else ""
     source = "" if config.source == AT_SITES else f"{config.source}, {_partition(run)}: "
     sizes = samples_per_agent(run)
     each = "" if sizes == NOT_SENT else f", {sizes} samples each"
     return f"Data: {source}{run.agents} agents{unseen}{each}."
+
+
+def _columns(run: Run) -> dict[str, str]:
+    """How the raw columns of a table became inputs, if the data is one."""
+    preparation = run.preparation(run.config.seeds[0])
+    if preparation is None:
+        return {}
+    how = "as configured" if run.config.data.prepare.given else "learned from training parts"
+    unused = [column.name for column in preparation.columns if column.empty]
+    without = f"; without a value in training: {', '.join(unused)}" if unused else ""
+    return {"columns": f"{preparation}, {how}{without}"}
+
+
+def _names(run: Run) -> str:
+    """The agents held out from training, in brackets, if they are few."""
+    return f" ({', '.join(run.unseen_names)})" if run.unseen_names else ""
 
 
 def samples_per_agent(run: Run) -> str:
@@ -185,7 +202,7 @@ def samples_per_agent(run: Run) -> str:
 
 
 def _partition(run: Run) -> str:
-    """The partition with its settings, as resolved, and the shift."""
+    """The partition with its settings, as resolved, the shift and the augmentation."""
     config = run.config.data
     name = run.partition
     known = PARTITIONS.working().get(name)
@@ -201,6 +218,8 @@ def _partition(run: Run) -> str:
         text += f" {config.partition_args}"
     if config.shift != "none":
         text += f"; shift {config.shift} {config.shift_args or ''}".rstrip()
+    if config.augment != "none":
+        text += f"; training batches augmented by {config.augment}"
     return text
 
 
@@ -540,7 +559,7 @@ def steps_shown(run: Run) -> str:
 
 def evaluated_agents(run: Run) -> str:
     """The number of agents seen in training that are evaluated, or sites that answered, as text."""
-    seen = run.agents - run.config.data.unseen_agents
+    seen = run.agents - run.unseen
     limit = run.config.eval_agents
     if run.federated:
         (part,) = next(iter(run.methods.values())).values()

@@ -7,7 +7,7 @@
                                     engines, software; written last: without it the run has not
                                     started
     splits/seed-0.safetensors       the rows of every agent, with its SHA-256
-    splits/seed-0.json              class counts of the first 1000 agents
+    splits/seed-0.json              class counts of the first 1000 agents, how a table is prepared
     methods/NAME/seed-0/
         metrics.jsonl               one line per round
         checkpoint-000020.safetensors   sealed; the last two are kept, and the best round's
@@ -161,6 +161,7 @@ class RunDirectory:
             number=len(split.agents),
             agents=agents,
             owners=samples.owners is not None,
+            preparation=samples.preparation,
         )
         write_sealed(self.split_file(seed), record.model_dump())
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nufed.algorithms.gmeta import local_sgd
 from nufed.algorithms.protocol import Algorithm
+from nufed.data import Preparation
 from nufed.errors import RunError, visible
 from nufed.evaluate import Measure
 from nufed.files import read_sealed
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
 
 GROUPS = ("seen", "unseen")
+FEW_UNSEEN = 4  # agents held out that are listed by name
 BASELINES = {
     "majority": "always the agent's most frequent class",
     "local": "trained on the agent's data alone, τ·K updates with the first method's settings, "
@@ -87,11 +89,30 @@ class Run:
     @property
     def groups(self) -> list[str]:
         """The groups of agents: seen, and unseen if any were held out."""
-        return list(GROUPS) if self.config.data.unseen_agents else ["seen"]
+        return list(GROUPS) if self.unseen else ["seen"]
 
     @property
     def agents(self) -> int:
         return next(iter(self.splits.values())).number
+
+    def preparation(self, seed: int) -> Preparation | None:
+        """How the raw columns of a table became inputs; None: the data has none."""
+        return self.splits[seed].preparation or self.config.data.prepare.given
+
+    @property
+    def unseen(self) -> int:
+        """The number of agents held out from training."""
+        return len(next(iter(self.splits.values())).unseen)
+
+    @property
+    def unseen_names(self) -> list[str]:
+        """The names of the agents held out, if they are few and the same for every seed."""
+        listed = [
+            [split.agents[agent].name for agent in split.unseen if agent < len(split.agents)]
+            for split in self.splits.values()
+        ]
+        same = all(names == listed[0] for names in listed)
+        return listed[0] if same and len(listed[0]) == self.unseen <= FEW_UNSEEN else []
 
     @property
     def partition(self) -> str:

@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_serializer,
+    model_validator,
+)
 
 from nufed.algorithms.protocol import Algorithm, State
+from nufed.data import Preparation
 from nufed.data.samples import InputRange
 from nufed.evaluate import AgentScores, Evaluation, Fit, Measure, StepSizes, summarise
 from nufed.lab.runs.json_files import (
@@ -93,6 +101,7 @@ class SplitRecord(Record):
     """``splits/seed-0.json``; ``agents`` are the first 1000 of ``number``.
 
     ``owners``: whether the data names the owner of every sample; None in older runs.
+    ``preparation``: how the columns of a table became inputs, learned from training rows.
     """
 
     sha256: str
@@ -101,6 +110,13 @@ class SplitRecord(Record):
     number: Count
     agents: list[AgentCounts]
     owners: bool | None = None
+    preparation: Annotated[Preparation, BeforeValidator(Preparation.read)] | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
+
+    @field_serializer("preparation")
+    def _plain(self, preparation: Preparation | None) -> list[dict[str, Any]] | None:
+        return None if preparation is None else preparation.describe()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

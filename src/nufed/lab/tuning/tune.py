@@ -311,6 +311,11 @@ def _setup(config: Config, session: Session) -> Setup:
     fixed = {"seeds": seeds, "eval_steps": config.steps_shown, "baselines": [], "tune_local": False}
     setup = session.setup(config.model_copy(update=fixed))
     for seed in seeds:
+        if config.tune.agents == "unseen" and not setup.federations[seed].split.unseen:
+            raise InputError(
+                'tune.agents = "unseen": no agents are held out from training; set '
+                "data.unseen_agents, for example to 5"
+            )
         if not scored_agents(setup, seed, config.tune.agents):
             raise InputError(
                 f"data.validation = {config.data.validation:g}: no {config.tune.agents} agent has "
@@ -324,11 +329,6 @@ def _check_validation(config: Config) -> None:
         raise InputError(
             "data.validation = 0: tuning needs a validation part, because trials are scored on it "
             "and never on test samples; set data.validation, for example to 0.2"
-        )
-    if config.tune.agents == "unseen" and not config.data.unseen_agents:
-        raise InputError(
-            'tune.agents = "unseen": no agents are held out from training; set '
-            "data.unseen_agents, for example to 5"
         )
 
 

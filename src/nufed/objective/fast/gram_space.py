@@ -103,7 +103,7 @@ def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer 
     """
     # an empty parameter, as logistic regression has no others
     module = nn.Sequential(objective.module(objective.initial()))
-    module.register_parameter("none", nn.Parameter(torch.empty(0, dtype=objective.dtype)))
+    module.register_parameter("none", nn.Parameter(objective.initial().new_empty(0)))
     every = [p for _, p in module.named_parameters(remove_duplicate=False)]
     start = 0
     for name, parameter in module.named_parameters():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nufed.objective.modules import has_hooks
+from nufed.objective.modules import has_hooks, logits_of
 
 ELEMENTWISE = (
     nn.ELU, nn.GELU, nn.Identity, nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Tanh,
@@ -75,8 +75,8 @@ def _any_module(
     arguments: tuple[Tensor, ...],
     keywords: Mapping[str, Tensor],
 ) -> Tensor:
-    def outputs(p: dict[str, Tensor], a: tuple[Tensor, ...], k: dict[str, Tensor]) -> Any:
-        return functional_call(module, p, a, k, tie_weights=False)
+    def outputs(p: dict[str, Tensor], a: tuple[Tensor, ...], k: dict[str, Tensor]) -> Tensor:
+        return logits_of(functional_call(module, p, a, k, tie_weights=False))
 
     # either container may be empty, which vmap accepts
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no batching rule

@@ -1,0 +1,134 @@
+"""The memory of a run whose model is mostly frozen, summed over its processes (PSS).
+
+    python benchmarks/frozen_memory.py            # 23 million parameters, 0.2 million trained
+
+Trains a network of which only the head is trained, with 50 agents and two workers, once with a
+large and once with a tiny frozen part. Prints the increase of the peak, in sizes of the frozen
+part: 1 would be one copy for everything. Linux only (/proc).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import nufed
+
+INPUTS, TRAINED, AGENTS = 64, 512, 50
+LARGE, TINY = 40_000, 8  # width of the frozen layers
+INTERVAL = 0.05  # seconds between two looks
+
+
+class Mostly(nn.Module):
+    """Frozen layers of 576 × ``width`` numbers, and a trained head of 0.2 million."""
+
+    def __init__(self, width):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):  # as a pretrained part: the same for every seed
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(INPUTS, width), nn.Linear(width, TRAINED)
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        self.mix, self.head = nn.Linear(TRAINED, 384), nn.Linear(384, 10)
+
+    def forward(self, x):
+        return self.head(self.mix(self.down(self.up(x).relu()).tanh()).relu())
+
+
+def run(width, method):
+    """Train, with the peak of memory that was seen."""
+    rng = np.random.default_rng(0)
+    data = rng.random((20 * AGENTS, INPUTS), dtype=np.float32), rng.integers(0, 10, 20 * AGENTS)
+    config = {
+        "rounds": 3,
+        "participation": 0.2,
+        "seeds": [0, 1],
+        "workers": 2,
+        "engine": "direct",
+        "data": {"agents": AGENTS, "partition": "iid", "test": 0.2},
+        "method": {"batch_size": 4, "local_steps": 2},
+        "methods": {"m": method},
+    }
+    peak, done = [0], threading.Event()
+
+    def watch():
+        while not done.wait(INTERVAL):
+            peak[0] = max(peak[0], proportional(os.getpid()))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    with tempfile.TemporaryDirectory() as folder:
+        watcher.start()
+        nufed.run(config, data=data, model=lambda: Mostly(width), out=f"{folder}/run", figures=None)
+        done.set()
+        watcher.join()
+    frozen = sum(p.nbytes for p in Mostly(width).parameters() if not p.requires_grad)
+    trained = sum(p.numel() for p in Mostly(width).parameters() if p.requires_grad)
+    return {"peak": peak[0], "frozen": frozen, "trained": trained}
+
+
+def proportional(process):
+    """The proportional set size of a process and its children, in bytes."""
+    total = 0
+    for child in [process, *children(process)]:
+        try:
+            lines = Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def children(process):
+    """All processes that descend from one."""
+    found = []
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        try:
+            direct = [int(child) for child in task.read_text().split()]
+        except OSError:
+            continue
+        found += [each for child in direct for each in (child, *children(child))]
+    return found
+
+
+def measure(large=LARGE, tiny=TINY, method="fedavg"):
+    """The increase of the peak from a tiny to a large frozen part, in sizes of this part."""
+    rows = []
+    for width in (large, tiny):
+        words = [sys.executable, __file__, "--width", str(width), "--method", method]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+    increase = (rows[0]["peak"] - rows[1]["peak"]) / (rows[0]["frozen"] - rows[1]["frozen"])
+    return {"increase": increase, **rows[0], "tiny_peak": rows[1]["peak"]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, help="measure one run with this width")
+    parser.add_argument("--method", default="fedavg")
+    options = parser.parse_args()
+    methods = {
+        "fedavg": {"algorithm": "fedavg"},
+        "first_order": {"algorithm": "gmeta", "curvature": "first_order"},
+        "exact": {"algorithm": "gmeta", "curvature": "exact"},
+    }
+    if options.width:
+        print(json.dumps(run(options.width, methods[options.method])))
+        return
+    for name in methods:
+        row = measure(method=name)
+        print(
+            f"{name}: {row['frozen'] / 4e6:.1f} million frozen and {row['trained'] / 1e6:.1f} "
+            f"million trained parameters; the peak is {row['increase']:.2f} frozen parts higher"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Omniglot as few-shot tasks: every agent tells apart a few characters under labels of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from nufed.data.samples import Samples
+from nufed.errors import require
+from nufed.seeding import stream
+
+Array: TypeAlias = np.ndarray[Any, Any]
+SIDE = 14  # pixels of a shipped drawing
+
+
+def omniglot14(
+    ways: int = 5, samples: int | None = None, tasks: int | None = None, seed: int = 0
+) -> Samples:
+    """Omniglot at 14×14 bits, shipped with nufed (Lake et al. 2015): few-shot tasks per agent.
+
+    Every agent has ``ways`` characters of one alphabet, labelled 0 … ways − 1: the same label is
+    another character at every agent, so that no global model fits all agents without fine-tuning.
+    An agent is called like its alphabet, for example Greek-0. Those of the 20 official evaluation
+    alphabets are held out from training.
+
+    Args:
+        ways: characters per agent.
+        samples: drawings of each character, drawn at random; all 20 by default.
+        tasks: agents of every alphabet, each with characters drawn at random: agents of one
+            alphabet may share some. By default characters are dealt out, without overlap.
+        seed: of these draws, independent of the run's seeds.
+
+    >>> data = omniglot14()
+    >>> len(data), data.input_shape, len(set(data.owners)), len(data.unseen_owners)
+    (30900, (14, 14), 309, 128)
+    """
+    with as_file(files("nufed.data") / "omniglot14.npz") as path, np.load(path) as archive:
+        ink = archive["ink"]
+        characters = Characters(
+            archive["alphabet"], archive["character"], archive["alphabets"], archive["evaluation"]
+        )
+    dealt = characters.deal(ways, samples, tasks, seed)
+    bits = np.unpackbits(ink[dealt.rows], axis=1, count=SIDE * SIDE)
+    return dealt.of(bits.reshape(-1, SIDE, SIDE), 1.0)
+
+
+class Tasks(NamedTuple):
+    """The rows of drawings that agents hold, their labels, and whose they are."""
+
+    rows: Array
+    labels: list[int]
+    owners: list[str]
+    unseen: tuple[str, ...]
+    ways: int
+
+    def of(self, images: Array, scale: float) -> Samples:
+        """The samples, from the images of these rows."""
+        return Samples(
+            inputs=torch.from_numpy(images),
+            targets=torch.tensor(self.labels),
+            classes=tuple(map(str, range(self.ways))),
+            owners=np.array(self.owners),
+            scale=scale,
+            unseen_owners=self.unseen,
+        )
+
+
+@dataclass(frozen=True)
+class Characters:
+    """Which character every drawing is of.
+
+    Args:
+        alphabet: of a drawing, as a place in ``alphabets``.
+        character: of a drawing, as a number within its alphabet.
+        alphabets: their names.
+        evaluation: which alphabets only unseen agents have.
+    """
+
+    alphabet: Array
+    character: Array
+    alphabets: Array
+    evaluation: Array
+
+    def deal(self, ways: int, samples: int | None, tasks: int | None, seed: int) -> Tasks:
+        """The tasks of all agents; the arguments are those of :func:`omniglot14`."""
+        for name, value, least in (("ways", ways, 2), ("samples", samples, 1), ("tasks", tasks, 1)):
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            optional = value is None and name != "ways"
+            require(whole or optional, name, value, f"must be a whole number, at least {least}")
+        rows, labels, owners, unseen = [], [], [], []
+        for number, name in enumerate(self.alphabets):
+            rng = stream(seed, "omniglot", agent=number)
+            drawings = self._drawings(number)
+            for task, characters in enumerate(_draw(list(drawings), ways, tasks, rng)):
+                owner = f"{name}-{task}"
+                unseen += [owner] * bool(self.evaluation[number])
+                for label, character in enumerate(characters):
+                    own = drawings[character]
+                    if samples is not None:
+                        own = np.sort(rng.permutation(own)[:samples])
+                    rows.append(own)
+                    labels += [label] * len(own)
+                    owners += [owner] * len(own)
+        require(bool(rows), "ways", ways, "must be at most the number of characters of an alphabet")
+        return Tasks(np.concatenate(rows), labels, owners, tuple(unseen), ways)
+
+    def _drawings(self, alphabet: int) -> dict[int, Array]:
+        """The rows of every character of an alphabet."""
+        own = np.flatnonzero(self.alphabet == alphabet)
+        of = self.character[own]
+        return {int(each): own[of == each] for each in np.unique(of)}
+
+
+def _draw(
+    characters: list[int], ways: int, tasks: int | None, rng: np.random.Generator
+) -> list[Sequence[int]]:
+    """The characters of every task of an alphabet."""
+    if len(characters) < ways:
+        return []
+    if tasks is not None:
+        return [rng.choice(characters, ways, replace=False).tolist() for _ in range(tasks)]
+    dealt = rng.permutation(characters).tolist()
+    return [dealt[ways * task : ways * (task + 1)] for task in range(len(dealt) // ways)]

@@ -1,0 +1,90 @@
+"""How often host and device wait for each other, and what is copied between them.
+
+Samples are copied to the device once, and the indices of an agent's batches once per round. The
+host reads the largest magnitude of every vector that agents send or that the server holds, and the
+norm of its change. Neither copies nor waits grow with the number of local steps.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+import accelerator
+from accelerator import NAME, counting
+from conformance.cases import CASES
+from conformance.test_algorithms import evaluate
+from nufed import Objective
+from nufed.algorithms.server_optimizer import OPTIMIZER_STATE
+from nufed.simulation import Engines, Training
+from support import federation, mlp
+
+COHORT, EVALUATED = 3, 6
+ENGINES = [
+    (c, e) for c, a in CASES.items() for e in ("direct", "batched") if a.combines or e == "direct"
+]
+DECIDES = {"fedala": 11, "fedl2p": 0}
+"""Algorithms whose loops end when a loss does, with the waits of a round that this takes."""
+
+
+class Trainer:
+    """Rounds of a training on the device, after a first one that fills caches."""
+
+    def __init__(self, case, engine, **settings):
+        objective = Objective(mlp().to(NAME))
+        self.algorithm = replace(CASES[case], **settings)
+        self.engine = Engines(objective, federation(unseen=1), seed=5).get(engine)
+        self.training = Training(self.algorithm, self.engine, 0.6)
+        self.progress = self.training.start(objective.initial())
+        self.round()
+
+    def round(self):
+        """Copies and waits of another round."""
+        with counting() as found:
+            self.progress = self.training.round(self.progress)
+        assert len(self.progress.cohort) == COHORT
+        return found
+
+
+@pytest.mark.parametrize("case, engine", ENGINES)
+def test_a_round(case, engine):
+    trainers = [Trainer(case, engine, local_steps=steps) for steps in (2, 5)]
+    few, many = (trainer.round() for trainer in trainers)
+    sent = len(trainers[0].progress.server.keys() - set(OPTIMIZER_STATE))
+    if case != "fedl2p":  # draws batches between steps: its number of them is not known before
+        assert few["to_device"] <= 1 + sent + 2 * COHORT and many["to_device"] == few["to_device"]
+    assert few["to_host"] <= sent * (COHORT + 2) + 1 and many["to_host"] == few["to_host"]
+    curvature = getattr(CASES[case], "curvature", None)
+    products = getattr(CASES[case], "adapt_steps", 0) * COHORT
+    if getattr(curvature, "fd_step", None) == "auto":  # it looks whether a product crosses a kink
+        assert few["synchronised"] <= 2 * products and many["synchronised"] <= 5 * products
+    elif hasattr(curvature, "fd_step"):  # a fixed step is checked at products 1, 10, 100, …
+        assert few["synchronised"] <= 6 and many["synchronised"] <= 6
+    else:
+        assert few["synchronised"] <= DECIDES.get(case, 0), accelerator.waits
+        assert many["synchronised"] == few["synchronised"]
+
+
+@pytest.mark.parametrize("case, engine", ENGINES)
+def test_an_evaluation(case, engine):
+    """Scores: the losses of an agent, and its outputs. Besides indices and rows to the device."""
+    trainer = Trainer(case, engine)
+    with counting() as found:
+        evaluate(trainer.algorithm, trainer.engine, trainer.progress)
+    assert found["to_host"] == 2 * EVALUATED
+    few = {"knn_per": 9}.get(case, 5)  # its constants are made anew for each prediction
+    assert found["to_device"] <= few * EVALUATED
+    if case not in ("fedala", "scalefl"):  # a choice of weights, or of exits, needs numbers
+        assert found["synchronised"] == 0, accelerator.waits
+
+
+def test_samples_are_copied_once():
+    objective = Objective(mlp().to(NAME))
+    engine = Engines(objective, federation(), seed=5).get("direct")
+    data = engine.federation
+    with counting() as found:
+        data.scored(0)
+        first = found
+    with counting() as found:
+        data.scored(1)
+        data.scoring("validation").take([0, 3])
+    assert first["to_device"] == 3 and found["to_device"] == 2  # inputs, targets, indices
