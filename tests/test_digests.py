@@ -40,6 +40,7 @@ from nufed.flower.secure_sum.terms import SumTerms
 from nufed.lab.config import load_config
 from nufed.lab.export.wandb_runs import run_id
 from nufed.lab.runs.read_run import version_of
+from nufed.models.trainable import base_digest
 from nufed.seeding import stream
 
 SOURCE = Path(nufed.__file__).parent
@@ -53,6 +54,7 @@ binary = st.binary(max_size=4) | st.text("ab/\n", max_size=4).map(str.encode)
 shape = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 kinds = st.sampled_from(["float32", "int64", "uint8"])
 named_shapes = st.dictionaries(text, st.tuples(kinds, shape, small), max_size=3)
+names = st.text("a1/\n \"',[]", min_size=1, max_size=4)  # of parameters, which have no dots
 plain = st.recursive(
     st.none() | st.booleans() | small | st.sampled_from([1.0, 0.5, -0.0]) | text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
@@ -63,6 +65,13 @@ attempts = st.tuples(hexadecimal, small, hexadecimal, st.sets(small, min_size=3,
 
 def tensors(shapes):
     return {n: torch.full(s, v, dtype=getattr(torch, k)) for n, (k, s, v) in shapes.items()}
+
+
+def frozen(shapes):
+    module = torch.nn.Module()
+    for name, tensor in tensors(shapes).items():
+        module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    return base_digest(module)
 
 
 def samples(content):
@@ -141,6 +150,10 @@ DIGESTS = {
         samples,
     ),
     "data/partition.py": (st.lists(st.integers(-1, 300), min_size=1, max_size=4), labels),
+    "models/trainable.py": (
+        st.dictionaries(names, st.tuples(kinds, shape, small), min_size=1, max_size=3),
+        frozen,
+    ),
     "data/split.py": (
         st.lists(
             st.tuples(text, *[st.lists(st.integers(0, 2**40), max_size=3)] * 3),

@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
+from nufed.files import canonical
 from nufed.objective.modules import norm_layers
 from nufed.objective.parts import find_part
 
@@ -47,7 +48,7 @@ def base_digest(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         tensor = parameter.detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(canonical([name, str(tensor.dtype), list(tensor.shape)]))
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

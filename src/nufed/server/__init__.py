@@ -18,7 +18,7 @@ from nufed.server.rounds import (
     to_send,
     update_norm,
 )
-from nufed.server.states import AgentStates, MemoryStates, StatesOf
+from nufed.server.states import AgentStates, MemoryStates, StatesOf, on_device
 
 __all__ = [
     "TOO_LATE",
@@ -36,6 +36,7 @@ __all__ = [
     "counted_parameters",
     "initial_server",
     "next_server",
+    "on_device",
     "open_round",
     "server_model",
     "sums_suffice",

@@ -27,11 +27,14 @@ def change_norm(vector: Tensor, before: Tensor, counted: int | None = None) -> f
 
     With ``counted`` only so many of the first numbers count (:meth:`nufed.Objective.counted`).
     """
-    both = (where_wide(each.detach().flatten()[:counted]) for each in (vector, before))
-    pieces = (torch.split(each, PIECE) for each in both)
-    changes = (a.to(torch.float64, copy=True).sub_(b) for a, b in zip(*pieces, strict=True))
-    squares = [torch.dot(change, change) for change in changes]
-    return math.sqrt(math.fsum(torch.stack(squares).tolist())) if squares else 0.0
+    after, start = (where_wide(each.detach().flatten()[:counted]) for each in (vector, before))
+    pieces = list(zip(*(torch.split(each, PIECE) for each in (after, start)), strict=True))
+    squares = after.new_zeros(len(pieces), dtype=torch.float64)  # read at once, by one copy
+    buffer = after.new_empty(min(PIECE, after.numel()), dtype=torch.float64)
+    for square, (a, b) in zip(squares, pieces, strict=True):
+        change = buffer[: a.numel()].copy_(a).sub_(b)
+        torch.dot(change, change, out=square)
+    return math.sqrt(math.fsum(squares.tolist()))
 
 
 class NormBound:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+import torch
+
 from nufed.algorithms.compression import without_residuals
 from nufed.algorithms.protocol import State
 
@@ -23,6 +25,11 @@ class AgentStates(Protocol):
 
     def agents(self) -> Iterator[int]:
         """The agents that have a state, in order."""
+
+
+def on_device(state: State, device: str | torch.device) -> State:
+    """The state with its vectors on the device; those that are there already are not copied."""
+    return {name: vector.to(device) for name, vector in state.items()}
 
 
 class StatesOf(Mapping[int, State | None]):

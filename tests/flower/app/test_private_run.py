@@ -82,7 +82,7 @@ def test_a_private_run_reports_what_it_spent_and_no_scores(tmp_path):
     assert f"epsilon {told} of the released model" in log
     assert f"<td>{told}: for anyone who sees the models" in page and "Sites sent no scores" in page
     assert "<td>samples per agent</td><td>not sent by the sites</td>" in page
-    assert problem_text(load_run(run)) == "Data: 4 agents, 1 of them unseen in training."
+    assert problem_text(load_run(run)) == "Data: 4 agents, 1 of them unseen in training (2)."
     assert json.loads((run / "results.json").read_text())["rows"] == []
     trained = nufed.load_bundle(run / "bundles" / "gmeta.nufed").about.trained
     assert told in trained["privacy"]

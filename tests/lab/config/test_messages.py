@@ -39,7 +39,7 @@ KEYS = {
     "model.hidden": None,
     "model.width": None,
     "data.clients": None,
-    "data.alpha": None,
+    "data.alpha": "model.lora.alpha",
     "data.path": None,
 }
 NAMES = {

@@ -257,14 +257,14 @@ def test_what_cannot_run_is_refused_before_anything_is_written(override, message
 
 
 class Wrapped(torch.nn.Module):
-    """Gives an object with ``logits``, as models of transformers do."""
+    """Gives an object that holds its outputs."""
 
     def __init__(self):
         super().__init__()
         self.inner = torch.nn.Linear(4, 3)
 
     def forward(self, x):
-        return SimpleNamespace(logits=self.inner(x))
+        return SimpleNamespace(scores=self.inner(x))
 
 
 def linear():
@@ -282,7 +282,7 @@ HF = SimpleNamespace(column_names=["pixels", "label"], with_format=lambda kind: 
         ({"data": (X, Y.astype("float32")), "loss": F.cross_entropy}, "are floating-point numbers"),
         ({"data": (X, Y[:, None]), "loss": F.cross_entropy}, r"shape \(60, 1\): .*reshape\(-1\)"),
         ({"data": (X.astype(int), Y)}, r"the inputs are int64, .*astype\("),
-        ({"data": (X, Y), "model": Wrapped}, "gives a SimpleNamespace .* returns its .logits"),
+        ({"data": (X, Y), "model": Wrapped}, "a SimpleNamespace .* returns one of its tensors"),
         ({"data": HF}, r"a Hugging Face .*\['pixels', 'label'\]\): give arrays of its columns"),
     ],
 )

@@ -28,6 +28,7 @@ from nufed.meta.fine_tuning import Rate
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
 from nufed.objective.threads import torch_threads
+from nufed.server import on_device
 from nufed.settings import settings_of, text_of
 
 INPUT_TYPES = ("uint8", "int32", "int64", "float32", "float64")
@@ -337,12 +338,12 @@ def _personal_model(
     federation = problem.federations[seed]
     folder = run.path / "methods" / method / f"seed-{seed}"
     device = objective.initial().device
-    received = _on(device, read_received(folder / "model.safetensors", algorithm, objective))
+    received = on_device(read_received(folder / "model.safetensors", algorithm, objective), device)
     round = run.methods[method][seed].round
     state = final_state(folder, problem.belongs_to(seed), round, agent)
     batches = federation.batches(agent, seed, "evaluate")
     context = evaluation_context(federation, objective, batches, batches.samples)
-    before = None if state is None else _on(device, state)
+    before = None if state is None else on_device(state, device)
     sizes = run.methods[method][seed].step_sizes
     scale = sizes.scale(steps) if sizes else 1.0
     return personal_after(algorithm, context, received, before, steps, scale)
@@ -353,10 +354,6 @@ def final_state(
 ) -> State | None:
     """The agent's state after so many rounds; None if it had not taken part."""
     return StoredStates(folder, belongs_to, [rounds]).get(agent)
-
-
-def _on(device: Any, state: State) -> State:
-    return {name: vector.to(device) for name, vector in state.items()}
 
 
 def _agent_measured(run: Run, method: str, seed: int, agent: int, steps: int) -> Mapping[str, Any]:

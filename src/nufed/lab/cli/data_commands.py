@@ -13,7 +13,7 @@ import typer
 from nufed.errors import InputError, visible
 from nufed.lab.cli.catalogue import complete_data_set
 from nufed.lab.cli.options import AsJson, Overrides, Source
-from nufed.lab.cli.terminal import console, print_table, say, table
+from nufed.lab.cli.terminal import console, print_plain, print_table, say, table
 
 if TYPE_CHECKING:
     from nufed.data import Samples, Split
@@ -190,7 +190,7 @@ def data_prepare(
     unseen = choose_unseen(agents, found.data.held_out, found.seeds[0])
     seen = [site for site in range(agents) if site not in unseen]
     preparation = prepare_columns(tallies, seen)
-    print(as_toml(preparation), end="")
+    print_plain(as_toml(preparation))
     say(f"{preparation}: add this to {config}, the same at the server and all sites", error=True)
 
 

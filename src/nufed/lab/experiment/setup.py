@@ -288,10 +288,9 @@ def _known_cause(objective: Objective, federation: Federation) -> str | None:
     with suppress(Exception):
         outputs = objective.predict(w, inputs)
     if outputs is not None and not isinstance(outputs, Tensor):
-        part = "its .logits" if hasattr(outputs, "logits") else "one of its tensors"
         return (
             f"the model gives a {type(outputs).__name__} and not a tensor: wrap it in a module "
-            f"whose forward returns {part}"
+            "whose forward returns one of its tensors"
         )
     if targets.ndim == 2 and targets.shape[1] == 1:
         return (

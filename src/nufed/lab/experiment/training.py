@@ -119,7 +119,8 @@ class MethodJob(Job):
             higher, best = setup.measure.higher_is_better, setup.config.keep == "best"
             scores = ValidationScores(higher, setup.config.stop_when, best)
         folder = self.directory.part("methods", name, seed)
-        return {name: PartFiles(folder, setup.problem.belongs_to(seed), scores)}
+        belongs_to, device = setup.problem.belongs_to(seed), setup.config.device
+        return {name: PartFiles(folder, belongs_to, scores, device)}
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nufed.algorithms.protocol import AgentContext, Algorithm, State
 from nufed.errors import RunError
 from nufed.files import cannot_write, make_private, read_sealed, seal, sync_directory, write_sealed
+from nufed.server import on_device
 
 FOLDER = "states"
 CACHE_BYTES = 32 * 2**20
@@ -70,6 +72,7 @@ class StoredStates:
             last, and newer states are ignored.
         cache_bytes: size of the cache in memory.
         best: the earlier round that is kept for a checkpoint's; None: none.
+        device: where states that are read are placed.
     """
 
     def __init__(
@@ -79,8 +82,9 @@ class StoredStates:
         kept: Sequence[int] = (),
         cache_bytes: int = CACHE_BYTES,
         best: Callable[[int], int | None] = no_best,
+        device: str | torch.device = "cpu",
     ) -> None:
-        self._best = best
+        self._best, self._device = best, device
         self._part, self._folder = folder, folder / FOLDER
         self._belongs_to, self._kept, self._limit = dict(belongs_to), list(kept), cache_bytes
         self._cache: OrderedDict[int, tuple[int, State]] = OrderedDict()  # with the round
@@ -192,7 +196,7 @@ class StoredStates:
                     f"{path} is not the state of agent {agent} after round {round} of this run, "
                     f"its {key} differs; {self._what_to_do()}"
                 )
-        return sealed.tensors
+        return on_device(sealed.tensors, self._device)
 
     def _prune(self, agent: int, rounds: tuple[int, ...]) -> tuple[int, ...]:
         """Remove the agent's files that no checkpoint needs; return the rounds of the others."""

@@ -58,7 +58,7 @@ from nufed.lab.runs.records import (
     round_line,
 )
 from nufed.objective import Objective
-from nufed.server import Progress, initial_server, to_send
+from nufed.server import Progress, initial_server, on_device, to_send
 
 
 @dataclass
@@ -249,6 +249,7 @@ class PartFiles:
         folder: its path.
         belongs_to: digests of the configuration, data and split, which a checkpoint must match.
         validation: scores for early stopping and for keeping the best round; None: neither.
+        device: where vectors that are read are placed.
 
     ``warnings`` are the numerical problems found, each with its round; checkpoints include them.
     ``states`` are the agents' states.
@@ -259,11 +260,13 @@ class PartFiles:
         folder: Path,
         belongs_to: Mapping[str, str],
         validation: ValidationScores | None = None,
+        device: str = "cpu",
     ) -> None:
         self.folder, self.belongs_to, self.validation = folder, belongs_to, validation
+        self.device = device
         self._best = validation.keeps if validation else no_best
         self.warnings: list[WarningLine] = []
-        self.states = StoredStates(folder, belongs_to)
+        self.states = StoredStates(folder, belongs_to, device=device)
         self._metrics: IO[bytes] | None = None
         self._hash, self._length = hashlib.sha256(), 0
 
@@ -321,7 +324,9 @@ class PartFiles:
                 return self.begin(rounds, eval_every)
         warned = checkpoint.notes.get("warnings", ()) if checkpoint else ()
         self.warnings = [checked(WarningLine, line, self.folder) for line in warned]
-        self.states = StoredStates(self.folder, self.belongs_to, kept, best=self._best)
+        self.states = StoredStates(
+            self.folder, self.belongs_to, kept, best=self._best, device=self.device
+        )
         self.states.begin(checkpoint.states if checkpoint else Inventory())
         try:
             (self.folder / DONE).unlink(missing_ok=True)
@@ -387,7 +392,8 @@ class PartFiles:
                 f"({error})",
                 "remove that directory",
             ) from error
-        return server, StoredStates(self.folder, self.belongs_to, [round])
+        states = StoredStates(self.folder, self.belongs_to, [round], device=self.device)
+        return on_device(server, self.device), states
 
     def finish(self, rounds: int, evaluation: Evaluation, last: Progress, shown: Progress) -> None:
         """Write the final scores and states, then mark the part as done.
@@ -558,7 +564,8 @@ class Recorder:
         saved.check_fits(like(), self.files.folder)
         self.notes, self._resumed = saved.notes, saved.round
         medians = next((line.median_norms for line in reversed(self.files.lines())), {})
-        return Progress(saved.round, saved.server, self.files.states, medians=medians)
+        server = on_device(saved.server, self.files.device)
+        return Progress(saved.round, server, self.files.states, medians=medians)
 
     def is_done(self, progress: Progress) -> bool:
         """Whether a round is complete because training resumed from it.

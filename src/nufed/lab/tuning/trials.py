@@ -61,8 +61,10 @@ class TrialJob(MethodJob):
     checks_curvature = False
 
     def files(self) -> dict[str, PartFiles]:
-        belongs_to = self.setup.problem.belongs_to(self.trial.seed)
-        return {self.trial.method: PartFiles(self.directory.path / self.folder, belongs_to)}
+        setup, folder = self.setup, self.directory.path / self.folder
+        belongs_to = setup.problem.belongs_to(self.trial.seed)
+        files = PartFiles(folder, belongs_to, device=setup.config.device)
+        return {self.trial.method: files}
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
