@@ -49,7 +49,7 @@ def test_numbers(tmp_path):
     assert promised.smoothness == theory.meta_smoothness(CONSTANTS, 0.1, 2)
     assert promised.bias == theory.exact_error(CONSTANTS, 0.1, BatchSizes.equal(8, 2)).bias
     assert promised.admissible
-    assert promised.total == pytest.approx(sum(dict(promised.terms).values()))
+    assert promised.total == pytest.approx(sum(promised.terms.values()))
     assert not bounds_notes(found)
     (tmp_path / "n.toml").write_text(NUMBERS.format(meta_lr=1.0))
     over = bounds_of_numbers(tmp_path / "n.toml")

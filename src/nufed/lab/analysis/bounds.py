@@ -20,7 +20,7 @@ from nufed.algorithms import GMeta
 from nufed.algorithms.protocol import Algorithm, TheorySettings
 from nufed.errors import InputError, NumericalWarning
 from nufed.files import write_sealed
-from nufed.lab.analysis.estimate import Estimator, LowerEstimate, spread
+from nufed.lab.analysis.estimate import Estimator, spread
 from nufed.lab.config.describe import input_error
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.runs import Run
@@ -37,7 +37,6 @@ from nufed.lab.runs.records import (
     Promise,
     Stationarity,
     StepsRow,
-    Terms,
 )
 from nufed.meta.curvature import CURVATURES, HessianFree
 from nufed.objective.threads import torch_threads
@@ -113,7 +112,7 @@ def promise(
         error=error.second_moment**0.5,
         dissimilarity=dissimilarity,
         trivial=(constants.gradient * (1 + alpha * constants.smoothness) ** steps) ** 2,
-        terms=Terms(**asdict(terms)),
+        terms=asdict(terms),
         total=terms.total,
     )
 
@@ -236,15 +235,14 @@ def bounds_of_run(run: Run, *, given: Given | None = None, trust: bool = False) 
     smooth = estimator.is_smooth(ends[0])
     estimates = _estimates(estimator, _distinct(ends), smooth)
     # without ρ, only bounds that do not use it are valid
-    constants = ProblemConstants(**{n: 0.0 if e is None else e.value for n, e in estimates.items()})
+    values = {n: 0.0 if e is None else float(e.value or 0.0) for n, e in estimates.items()}
+    constants = ProblemConstants(**values)
     first = next(iter(methods))
     most = max(covered.adapt_steps for covered in methods.values()) if smooth else -1
     largest = max(fd_step(covered) for covered in methods.values())
     paper = {name: _paper_algorithm(covered) for name, covered in methods.items()}
     return BoundsRecord(
-        constants={
-            n: None if e is None else ConstantRecord(**asdict(e)) for n, e in estimates.items()
-        },
+        constants=estimates,
         smooth=smooth,
         seed=seed,
         by_steps_of=first,
@@ -340,7 +338,7 @@ def _distinct(models: list[Tensor]) -> list[Tensor]:
 
 def _estimates(
     estimator: Estimator, models: list[Tensor], smooth: bool
-) -> dict[str, LowerEstimate | None]:
+) -> dict[str, ConstantRecord | None]:
     few = [models[0], models[-1]]  # curvature is costly: only at an initial and a final model
     gradient_noise, gradient_kurtosis = estimator.gradient_noise(few)
     hessian_noise, hessian_kurtosis = estimator.hessian_noise(few[-1:])

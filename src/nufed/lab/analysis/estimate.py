@@ -17,6 +17,7 @@ from torch import Tensor
 from nufed.algorithms import GMeta
 from nufed.data import Federation
 from nufed.errors import require
+from nufed.lab.runs.records import ConstantRecord
 from nufed.meta.curvature import Exact, Operator, spectral_norm
 from nufed.meta.fine_tuning import adapt
 from nufed.meta.meta_gradient import MetaBatch, meta_gradient
@@ -30,19 +31,6 @@ KINKS = (
     "huber", "fmax", "fmin",
 )  # fmt: skip
 SMOOTH = ("gelu", "logsumexp", "softmax")
-
-
-@dataclass(frozen=True)
-class LowerEstimate:
-    """A lower estimate of a constant: the largest of ``samples`` measurements, and their spread."""
-
-    value: float
-    samples: int
-    spread: float
-
-    @classmethod
-    def largest(cls, values: Sequence[float]) -> LowerEstimate:
-        return cls(max(values), len(values), float(np.std(values)))
 
 
 @dataclass(frozen=True)
@@ -102,19 +90,19 @@ class Estimator:
         kinked = (any(k in n for k in KINKS) and not any(k in n for k in SMOOTH) for n in names)
         return not any(kinked)
 
-    def gradient(self, models: Sequence[Tensor]) -> LowerEstimate:
+    def gradient(self, models: Sequence[Tensor]) -> ConstantRecord:
         """B: the norm of ∇f_i."""
-        return LowerEstimate.largest(
+        return ConstantRecord.largest(
             [float(self.objective.grad(w, s.full).norm()) for w in models for s in self.parts]
         )
 
-    def smoothness(self, models: Sequence[Tensor]) -> LowerEstimate:
+    def smoothness(self, models: Sequence[Tensor]) -> ConstantRecord:
         """L: the largest absolute eigenvalue of ∇²f_i, by Lanczos."""
-        return LowerEstimate.largest(
+        return ConstantRecord.largest(
             [self._norm(self._hessian(w, s.full)) for w in models for s in self.parts]
         )
 
-    def hessian_lipschitz(self, models: Sequence[Tensor]) -> LowerEstimate:
+    def hessian_lipschitz(self, models: Sequence[Tensor]) -> ConstantRecord:
         """ρ: ‖∇²f_i(w + r) − ∇²f_i(w)‖/‖r‖ over short steps r where curvature changes most."""
         values = []
         for place, w in enumerate(models):
@@ -126,7 +114,7 @@ class Estimator:
                     there, here = (self._hessian(x, part.full) for x in (w + r, w))
                     change = self._norm(lambda v, t=there, h=here: t(v) - h(v))  # type: ignore[misc]
                     values.append(change / float(r.norm()))
-        return LowerEstimate.largest(values)
+        return ConstantRecord.largest(values)
 
     def _sharpest_direction(
         self, w: Tensor, batch: Batch, v: Tensor, iterations: int = 8
@@ -148,7 +136,7 @@ class Estimator:
         most: Tensor = v / v.norm()
         return most
 
-    def gradient_noise(self, models: Sequence[Tensor]) -> tuple[LowerEstimate, LowerEstimate]:
+    def gradient_noise(self, models: Sequence[Tensor]) -> tuple[ConstantRecord, ConstantRecord]:
         """σ_G and κ_G: standard deviation and fourth moment of one sample's gradient."""
         deviations, fourths = [], []
         for w in models:
@@ -157,11 +145,11 @@ class Estimator:
                 squares = (values - values.mean(dim=0)).square().sum(dim=1)
                 deviations.append(float(squares.mean().sqrt()))
                 fourths.append(float(squares.square().mean()))
-        return LowerEstimate.largest(deviations), LowerEstimate.largest(fourths)
+        return ConstantRecord.largest(deviations), ConstantRecord.largest(fourths)
 
     def hessian_noise(
         self, models: Sequence[Tensor], probes: int = 4
-    ) -> tuple[LowerEstimate, LowerEstimate]:
+    ) -> tuple[ConstantRecord, ConstantRecord]:
         """σ_H and κ_H of one sample's Hessian.
 
         σ_H² is the largest E‖(∇²ℓ − ∇²f)v‖² over unit vectors v, by Lanczos: what the tight bounds
@@ -190,13 +178,13 @@ class Estimator:
                 pairs = squares.sum(dim=0).square() - squares.square().sum(dim=0)
                 probed = float(pairs.mean()) / (probes * (probes - 1))
                 fourths.append(max(probed, deviations[-1] ** 4))
-        return LowerEstimate.largest(deviations), LowerEstimate.largest(fourths)
+        return ConstantRecord.largest(deviations), ConstantRecord.largest(fourths)
 
-    def gradient_dissimilarity(self, models: Sequence[Tensor]) -> LowerEstimate:
+    def gradient_dissimilarity(self, models: Sequence[Tensor]) -> ConstantRecord:
         """γ_G: the standard deviation of ∇f_i over agents."""
-        return LowerEstimate.largest([spread(self._gradients(w)) for w in models])
+        return ConstantRecord.largest([spread(self._gradients(w)) for w in models])
 
-    def hessian_dissimilarity(self, models: Sequence[Tensor]) -> LowerEstimate:
+    def hessian_dissimilarity(self, models: Sequence[Tensor]) -> ConstantRecord:
         """γ_H: the root mean square over agents of ‖∇²f_i − ∇²f‖, by Lanczos."""
         values = []
         for w in models:
@@ -207,7 +195,7 @@ class Estimator:
 
             norms = [self._norm(lambda v, h=h: h(v) - mean(v), 8) for h in hessians]  # type: ignore[misc]
             values.append(float(np.sqrt(np.mean(np.square(norms)))))
-        return LowerEstimate.largest(values)
+        return ConstantRecord.largest(values)
 
     def meta_gradients(
         self, w: Tensor, algorithm: GMeta, batches: Sequence[Batch] | None = None

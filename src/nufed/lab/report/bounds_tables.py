@@ -119,7 +119,7 @@ def _theorem(methods: Sequence[tuple[str, Promise]]) -> Table:
         ["β of the run", *(_cell(bound.meta_lr, 2) for bound in promised)],
         ["largest admissible β", *(_cell(bound.largest_meta_lr, 2) for bound in promised)],
         *(
-            [words, *(_cell(getattr(bound.terms, term)) for bound in promised)]
+            [words, *(_cell(bound.terms[term]) for bound in promised)]
             for term, words in TERMS.items()
         ),
         ["total", *(_cell(bound.total) for bound in promised)],

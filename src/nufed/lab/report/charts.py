@@ -716,8 +716,8 @@ def bounds_charts(bounds: BoundsRecord) -> Iterator[Chart]:
         {"method": row.method, "term": TERMS[term], "value": value}
         for row in bounds.methods
         if row.promised
-        for term, value in row.promised.terms
-        if math.isfinite(value)
+        for term, value in row.promised.terms.items()
+        if value is not None and math.isfinite(value)
     ]
     if terms:
         scale = alt.Scale(domain=order, range=Styles.of(order).colours(order))

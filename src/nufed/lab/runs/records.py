@@ -6,8 +6,10 @@ Also the lines of metrics that every engine records, one per round.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -34,7 +36,7 @@ from nufed.lab.runs.json_files import (
 )
 from nufed.server import Progress
 from nufed.simulation.engine import EngineName
-from nufed.theory import GREEK
+from nufed.theory import GREEK, TheoremTerms
 
 LISTED = 1000  # agents of a split whose counts are recorded
 
@@ -298,6 +300,12 @@ def _check_constant(name: str) -> str:
     return name
 
 
+def _check_terms(terms: dict[str, float]) -> dict[str, float]:
+    names = [field.name for field in fields(TheoremTerms)]
+    require_fit(sorted(terms) == sorted(names), f"its terms must be {', '.join(names)}")
+    return terms
+
+
 class UnboundedRecord(Record):
     """Bounds may be infinite; these are written as null."""
 
@@ -305,11 +313,19 @@ class UnboundedRecord(Record):
 
 
 class ConstantRecord(UnboundedRecord):
-    """A constant of the paper: the maximum over ``samples`` measurements, or given (0 samples)."""
+    """A constant of the paper: the maximum over ``samples`` measurements, or given (0 samples).
+
+    ``spread`` is the standard deviation of the measurements.
+    """
 
     value: Number
     samples: Whole = 0
     spread: Number = 0.0
+
+    @classmethod
+    def largest(cls, values: Sequence[float]) -> ConstantRecord:
+        """A lower estimate of a supremum, from measurements."""
+        return cls(value=max(values), samples=len(values), spread=float(np.std(values)))
 
 
 class GradientErrors(UnboundedRecord):
@@ -337,17 +353,6 @@ class MeasuredErrors(UnboundedRecord):
     dissimilarity: Number
 
 
-class Terms(UnboundedRecord):
-    """Terms of the bound of Theorem 1."""
-
-    initial_gap: Number
-    bias: Number
-    drift_dissimilarity: Number
-    drift_noise: Number
-    agent_sampling: Number
-    gradient_noise: Number
-
-
 class Promise(UnboundedRecord):
     """The bound of Theorem 1, at ``meta_lr`` if admissible, else at the largest admissible value.
 
@@ -362,7 +367,7 @@ class Promise(UnboundedRecord):
     error: Number
     dissimilarity: Number
     trivial: Number
-    terms: Terms
+    terms: Annotated[dict[str, Number], AfterValidator(_check_terms)]
     total: Number
 
 
