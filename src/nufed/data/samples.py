@@ -239,6 +239,10 @@ class Samples:
     def _copies(self) -> dict[torch.device, tuple[Inputs, Tensor]]:
         return {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes, which make copies on their own devices."""
+        return {name: value for name, value in vars(self).items() if name != "_copies"}
+
     def fill(self, table: Tensor, rows: np.ndarray[Any, Any]) -> None:
         """Write the inputs of these rows, flattened, into the rows of a table."""
         assert isinstance(self.inputs, Tensor)

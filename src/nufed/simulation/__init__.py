@@ -10,7 +10,13 @@ from nufed.simulation.gram_engine import GramEngine
 from nufed.simulation.loop import Training, replay, train
 from nufed.simulation.ray_cluster import RayCluster, RayEngine
 from nufed.simulation.worker_engine import WorkerEngine
-from nufed.simulation.worker_pool import Workers, start_method, unsendable, usable_cores
+from nufed.simulation.worker_pool import (
+    Workers,
+    device_count,
+    start_method,
+    unsendable,
+    usable_cores,
+)
 
 __all__ = [
     "ENGINES",
@@ -27,6 +33,7 @@ __all__ = [
     "Training",
     "WorkerEngine",
     "Workers",
+    "device_count",
     "replay",
     "start_method",
     "train",

@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from math import prod
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -147,6 +148,18 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def device_count(name: str) -> int:
+    """How many processes can use a device at a time: one each of its type, unless it has an index.
+
+    >>> device_count("cpu"), device_count("cuda:1")
+    (1, 1)
+    """
+    device = torch.device(name)
+    if device.type == "cpu" or device.index is not None:
+        return 1
+    return max(1, torch.get_device_module(device).device_count())
+
+
 class Pool(Protocol):
     """Workers that perform tasks: processes here (:class:`Workers`) or actors on other machines."""
 
@@ -162,15 +175,36 @@ class Pool(Protocol):
     def close(self) -> Callable[[], object]: ...
 
 
+@dataclass(frozen=True)
+class _UsesDevice:
+    """Sent to a spawned child before its work, which is then rebuilt on that child's device."""
+
+    device: torch.device
+    number: int
+
+    def __reduce__(self) -> tuple[Callable[[str, int], None], tuple[str, int]]:
+        return _use_device, (str(self.device), self.number)
+
+
+def _use_device(name: str, number: int) -> None:
+    """Let a device's name without an index mean the one of that number."""
+    if device_count(name) > 1:
+        torch.get_device_module(name).set_device(number)
+
+
 class Workers:
     """``count`` processes that call ``work(task, notify)``.
 
     What a child passes to ``notify`` reaches the parent while the task is still running, and so do
     its records of the logger "nufed". Children end with :meth:`close`, and when the parent dies.
+
+    With a ``device`` other than the CPU, children are spawned, because devices do not survive a
+    fork, and each uses another device of that type.
     """
 
-    def __init__(self, count: int, work: Callable[[Any, Notify], Any]) -> None:
+    def __init__(self, count: int, work: Callable[[Any, Notify], Any], device: str = "cpu") -> None:
         self._links: dict[Connection, BaseProcess] = {}
+        self._device = torch.device(device)
         self.close = weakref.finalize(self, _end, os.getpid(), self._links)
         try:
             for _ in range(count):
@@ -183,13 +217,14 @@ class Workers:
             ) from error
 
     def _start(self, work: Callable[[Any, Notify], Any]) -> None:
-        method = start_method()
+        method = start_method() if self._device.type == "cpu" else "spawn"
         context: Any = multiprocessing.get_context(method)
         mine, theirs = context.Pipe()
         inherited = [*self._links, mine] if method == "fork" else []
         process = context.Process(
             target=_serve,
-            args=(theirs, inherited, work, torch.get_num_threads()),
+            args=(theirs, inherited, _UsesDevice(self._device, len(self._links)), work),
+            kwargs={"threads": torch.get_num_threads()},
             name="nufed worker",
         )
         with warnings.catch_warnings(), _hidden_main() if method == "spawn" else nullcontext():
@@ -302,7 +337,9 @@ def _end(owner: int, links: dict[Connection, BaseProcess]) -> None:
 def _serve(
     link: Connection,
     others: list[Connection],
+    device: _UsesDevice | None,
     work: Callable[[Any, Notify], Any],
+    *,
     threads: int,
 ) -> None:
     """The main loop of a child."""

@@ -1,6 +1,8 @@
 """A site's process and the forks of its app, with a server that is a dictionary."""
 
 import hashlib
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -143,6 +145,27 @@ def test_every_message_is_answered_by_a_fork_and_the_context_is_kept(federation,
     server.ask("one", run=8)
     site.answer_next()
     assert server.reply().content["about"]["said"] == ["one"]
+
+
+def test_a_fork_imports_nothing_slow():
+    """Else every message costs that again."""
+    code = """
+import sys
+from importlib import import_module
+from nufed.flower.ops.site_process import IMPORTED_EARLY
+for name in IMPORTED_EARLY:
+    import_module(name)
+before = set(sys.modules)
+import torch
+from nufed import Objective
+from nufed.flower import App
+objective = Objective(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+w, batch = objective.initial(), (torch.ones(3, 2), torch.zeros(3, 1))
+objective.hvp(w, batch, objective.grad(w, batch))
+slow = {name.partition(".")[0] for name in sys.modules.keys() - before}
+assert not slow & {"nufed", "torch", "sympy", "flwr", "pydantic"}, slow
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_app_that_raises_or_dies_is_named_and_the_site_goes_on(federation):

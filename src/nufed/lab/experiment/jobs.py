@@ -98,7 +98,8 @@ def run_jobs(
 
     The number of workers changes no bit. After a signal that ``stop`` handles, running jobs save a
     checkpoint and the others are not started. On a cluster, jobs go to its nodes; one alone,
-    or fewer than half of its slots, run one by one, and the agents of each are spread.
+    or fewer than half of its slots, run one by one, and the agents of each are spread. On a device
+    other than the CPU agents are never spread.
     """
     cluster = jobs[0].setup.cluster if jobs else None
     if cluster is not None:
@@ -111,7 +112,7 @@ def run_jobs(
         return
     for job in jobs:
         if not stop():
-            job(partial(listener, job), workers, stop)
+            job(partial(listener, job), workers if job.setup.config.device == "cpu" else 1, stop)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,9 @@ class _ProcessWork:
 def _run_in_processes(spread: _Spread[JobT], workers: int) -> None:
     """Run several jobs at the same time, in worker processes, the longest first."""
     jobs, processes = spread.jobs, min(workers, len(spread.jobs))
-    pool = Workers(processes, _ProcessWork(jobs, workers // processes, spread.stop))
+    device = jobs[0].setup.config.device
+    of_each = workers // processes if device == "cpu" else 1
+    pool = Workers(processes, _ProcessWork(jobs, of_each, spread.stop), device)
     try:
         pool.map(
             spread.longest_first(),

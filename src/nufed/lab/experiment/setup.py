@@ -35,6 +35,7 @@ from nufed.simulation import (
     Engines,
     Faults,
     RayCluster,
+    device_count,
     start_method,
     unsendable,
     usable_cores,
@@ -328,22 +329,30 @@ def _evaluated(config: Config, split: Split, seed: int) -> list[int]:
 
 
 def worker_count(config: Config) -> int:
-    """``workers`` as a number; ``auto`` is one per core if processes can be used."""
-    obstacles = [
-        (config.threads > 1, f"threads = {config.threads}, which one process uses"),
-        (config.device != "cpu", f"device = {config.device!r}, which one process uses at a time"),
-    ]
-    reasons = [reason for applies, reason in obstacles if applies]
+    """``workers`` as a number; ``auto`` is one per core, or per accelerator of this machine."""
+    devices = device_count(config.device)
+    reason = None
+    if config.threads > 1:
+        most, reason = 1, f"threads = {config.threads}, which one process uses"
+    elif config.device != "cpu":
+        most = devices
+        reason = f"device = {config.device!r}, and there are as many of these: one for each process"
+        if devices == 1:
+            reason = f"device = {config.device!r}, which one process uses at a time"
+    else:
+        most = usable_cores()
     if config.workers == "auto":
-        return 1 if reasons else usable_cores()
-    if config.workers > 1 and reasons:
-        raise InputError(f"workers = {config.workers}: must be 1, because {reasons[0]}")
+        return most
+    if reason and config.workers > most:
+        allowed = "1" if most == 1 else f"{most} or fewer"
+        raise InputError(f"workers = {config.workers}: must be {allowed}, because {reason}")
     return config.workers
 
 
 def _startable_workers(setup: Setup) -> int:
     """The number of workers; 1, with a warning, if spawned processes can't get the setup."""
-    if setup.workers == 1 or start_method() == "fork":
+    spawned = setup.config.device != "cpu" or start_method() == "spawn"
+    if setup.workers == 1 or not spawned:
         return setup.workers
     reason = unsendable(setup)
     if reason is None:
