@@ -166,14 +166,14 @@ class AdamWSteps(Steps):
         self._squares: Tensor | float = 0.0
 
     def _step(self, w: Tensor, g: Tensor) -> Tensor:
-        own = self._adamw
+        adamw = self._adamw
         self._taken += 1
-        mean: Tensor = own.beta1 * self._mean + (1 - own.beta1) * g
-        squares: Tensor = own.beta2 * self._squares + (1 - own.beta2) * g * g
+        mean: Tensor = adamw.beta1 * self._mean + (1 - adamw.beta1) * g
+        squares: Tensor = adamw.beta2 * self._squares + (1 - adamw.beta2) * g * g
         self._mean, self._squares = mean, squares
-        of_squares = squares / (1 - own.beta2**self._taken)
-        direction = mean / (1 - own.beta1**self._taken) / (of_squares.sqrt() + own.epsilon)
-        decayed = w * (1 - self._rate * own.weight_decay) if own.weight_decay else w
+        of_squares = squares / (1 - adamw.beta2**self._taken)
+        direction = mean / (1 - adamw.beta1**self._taken) / (of_squares.sqrt() + adamw.epsilon)
+        decayed = w * (1 - self._rate * adamw.weight_decay) if adamw.weight_decay else w
         return descend(decayed, self._rate, direction)
 
 

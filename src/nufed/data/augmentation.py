@@ -94,5 +94,5 @@ AUGMENTATIONS: dict[str, Callable[[Samples], Augmentation]] = {"crop_flip": Crop
 """Those that a configuration knows by name, each made for the samples of a run."""
 
 
-def _shapes(found: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {tuple(shape)} {dtype}" for name, (shape, dtype) in found.items())
+def _shapes(shapes: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {tuple(shape)} {dtype}" for name, (shape, dtype) in shapes.items())

@@ -243,4 +243,4 @@ class AgentBatches:
             return picks
         index = as_index(np.concatenate([pick.rows for pick in picks]), device)
         parts = torch.split(index, [len(pick.rows) for pick in picks])
-        return [pick._replace(there=own) for pick, own in zip(picks, parts, strict=True)]
+        return [pick._replace(there=there) for pick, there in zip(picks, parts, strict=True)]

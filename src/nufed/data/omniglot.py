@@ -100,20 +100,20 @@ class Characters:
                 owner = f"{name}-{task}"
                 unseen += [owner] * bool(self.evaluation[number])
                 for label, character in enumerate(characters):
-                    own = drawings[character]
+                    drawn = drawings[character]
                     if samples is not None:
-                        own = np.sort(rng.permutation(own)[:samples])
-                    rows.append(own)
-                    labels += [label] * len(own)
-                    owners += [owner] * len(own)
+                        drawn = np.sort(rng.permutation(drawn)[:samples])
+                    rows.append(drawn)
+                    labels += [label] * len(drawn)
+                    owners += [owner] * len(drawn)
         require(bool(rows), "ways", ways, "must be at most the number of characters of an alphabet")
         return Tasks(np.concatenate(rows), labels, owners, tuple(unseen), ways)
 
     def _drawings(self, alphabet: int) -> dict[int, Array]:
         """The rows of every character of an alphabet."""
-        own = np.flatnonzero(self.alphabet == alphabet)
-        of = self.character[own]
-        return {int(each): own[of == each] for each in np.unique(of)}
+        rows = np.flatnonzero(self.alphabet == alphabet)
+        characters = self.character[rows]
+        return {int(each): rows[characters == each] for each in np.unique(characters)}
 
 
 def _draw(

@@ -56,10 +56,10 @@ def windows(tokens: Mapping[str, Sequence[int]], length: int = 80, least: int = 
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         require(whole, name, value, "must be a whole number, at least 1")
     inputs, targets, owners = [], [], []
-    for owner, own in tokens.items():
-        count = (len(own) - 1) // length
+    for owner, words in tokens.items():
+        count = (len(words) - 1) // length
         if count >= least:
-            line = torch.from_numpy(np.fromiter(own, np.int64, len(own)))
+            line = torch.from_numpy(np.fromiter(words, np.int64, len(words)))
             inputs.append(line[: count * length].view(count, length))
             targets.append(line[1 : count * length + 1].view(count, length))
             owners += [owner] * count

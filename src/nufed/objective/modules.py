@@ -158,12 +158,12 @@ def holding(slots: Slots, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     places = [slots[name] for name in tensors]
     before = [holder[key] for holder, key in places]
     try:
-        for (own, key), tensor in zip(places, tensors.values(), strict=True):
-            own[key] = tensor
+        for (holder, key), tensor in zip(places, tensors.values(), strict=True):
+            holder[key] = tensor
         yield
     finally:
-        for (own, key), tensor in zip(places, before, strict=True):
-            own[key] = tensor
+        for (holder, key), tensor in zip(places, before, strict=True):
+            holder[key] = tensor
 
 
 class MovedStatistics:

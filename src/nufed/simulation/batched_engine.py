@@ -43,8 +43,8 @@ class BatchedEngine(ChunkedEngine):
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
         draws = algorithm.update_draws()
-        own = (self.federation.batches(a, self.seed, "train", context.round) for a in states)
-        batches = StackedBatches([each.ahead(draws) for each in own])
+        by_agent = (self.federation.batches(a, self.seed, "train", context.round) for a in states)
+        batches = StackedBatches([each.ahead(draws) for each in by_agent])
         result = algorithm.agent_update(
             AgentContext.of(context, self.objective, batches, batches.samples),
             stack([received] * len(states)),
@@ -169,7 +169,7 @@ def _stacked(batches: Sequence[Batch]) -> Batch:
 
 def take_stacked(federation: Federation, rows: Sequence[Rows | Tensor]) -> tuple[Inputs, Tensor]:
     """The samples of several agents with equally many rows each, stacked."""
-    index = [own for own in rows if isinstance(own, Tensor)]  # all of them, or none
+    index = [each for each in rows if isinstance(each, Tensor)]  # all of them, or none
     inputs, targets = federation.take(torch.cat(index) if index else np.concatenate(rows))
 
     def stacked(x: Tensor) -> Tensor:

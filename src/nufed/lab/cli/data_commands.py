@@ -162,11 +162,11 @@ def data_tally(
     from nufed.lab.config.tallies import site_tally, write_tally
     from nufed.lab.readers.tables import own_table
 
-    found = load_config(config)
-    if site >= found.data.agents:
-        raise InputError(f"--site {site}: must be below {found.data.agents}, as data.agents says")
+    loaded = load_config(config)
+    if site >= loaded.data.agents:
+        raise InputError(f"--site {site}: must be below {loaded.data.agents}, as data.agents says")
     samples = own_table(str(data), label, categorical=categorical or [], leave_out=leave_out or [])
-    columns = site_tally(found.data, samples, site, found.seeds[0])
+    columns = site_tally(loaded.data, samples, site, loaded.seeds[0])
     write_tally(out, site, columns)
     rows = columns[0].present + columns[0].missing
     say(f"tally: {out}, of {rows} training rows and {len(columns)} columns")
@@ -185,9 +185,9 @@ def data_prepare(
     from nufed.lab.config import load_config
     from nufed.lab.config.tallies import as_toml, prepare_columns
 
-    found = load_config(config)
-    agents = found.data.agents
-    unseen = choose_unseen(agents, found.data.held_out, found.seeds[0])
+    loaded = load_config(config)
+    agents = loaded.data.agents
+    unseen = choose_unseen(agents, loaded.data.held_out, loaded.seeds[0])
     seen = [site for site in range(agents) if site not in unseen]
     preparation = prepare_columns(tallies, seen)
     print_plain(as_toml(preparation))

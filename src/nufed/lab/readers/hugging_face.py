@@ -48,11 +48,11 @@ def hugging_face(
     try:
         with _offline():
             if (Path(path) / "dataset_dict.json").exists():
-                found = datasets.load_from_disk(path)[split]
+                data = datasets.load_from_disk(path)[split]
             elif (Path(path) / "dataset_info.json").exists():
-                found = datasets.load_from_disk(path)
+                data = datasets.load_from_disk(path)
             else:
-                found = datasets.load_dataset(path, name, split=split)
+                data = datasets.load_dataset(path, name, split=split)
     except Exception as error:  # datasets may raise anything
         raise InputError(
             f"= {shown(f'hf:{path}')}: can't be read as split {shown(split)} ({in_short(error)}); "
@@ -60,7 +60,7 @@ def hugging_face(
             "data.source",
         ) from None
     return from_datasets(
-        found, inputs=inputs, target=target, owner=owner, tokenizer=tokenizer, length=length
+        data, inputs=inputs, target=target, owner=owner, tokenizer=tokenizer, length=length
     )
 
 
@@ -245,6 +245,6 @@ def _tokens(texts: Sequence[str], tokenizer: str, length: int) -> torch.Tensor:
     encode = read_tokenizer(tokenizer)
     tokens = np.zeros((len(texts), length), np.int64)
     for row, text in enumerate(texts):
-        own = encode(text)[:length]
-        tokens[row, : len(own)] = own
+        encoded = encode(text)[:length]
+        tokens[row, : len(encoded)] = encoded
     return torch.from_numpy(tokens)

@@ -85,10 +85,10 @@ def _array(rows: list[Any], name: str, user: str) -> np.ndarray[Any, Any]:
         if len({len(row) for row in rows}) > 1 or not rows[0]:
             raise ValueError(f"the texts of {name} of user {user} have different lengths: pad them")
         return np.array([list(row) for row in rows])
-    found = np.asarray(rows)
-    if found.dtype.kind not in "biuf":
+    values = np.asarray(rows)
+    if values.dtype.kind not in "biuf":
         raise ValueError(f"{name} of user {user} must hold numbers in equal shapes, or texts")
-    return found
+    return values
 
 
 def _joined(path: str, by_part: dict[str, dict[str, tuple[Any, Any]]]) -> Samples:
