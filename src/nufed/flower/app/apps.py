@@ -223,8 +223,16 @@ def _like(config: Config) -> Samples:
     federation = config.federation
     shape = _input_shape(config)
     assert shape is not None
-    inputs = torch.zeros(1, *shape, dtype=getattr(torch, config.dtype))
-    targets = torch.zeros(1).long() if federation.classes else torch.zeros(1, federation.outputs)
+    texts = federation.vocabulary
+    if texts:  # the largest identifier that sites may have
+        one = torch.full((1, *shape), texts - 1)
+    else:
+        one = torch.zeros(1, *shape, dtype=getattr(torch, config.dtype))
+    if federation.classes:
+        targets = torch.zeros(1).long()
+    else:  # the next token at every place, or numbers
+        targets = one if texts else torch.zeros(1, federation.outputs)
+    inputs = dict.fromkeys(federation.inputs, one) if federation.inputs else one
     return Samples(inputs, targets, tuple(federation.classes))
 
 

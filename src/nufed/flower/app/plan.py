@@ -13,7 +13,8 @@ from nufed.algorithms.compression import initial_residuals, update_bytes
 from nufed.algorithms.protocol import Algorithm, Context, State
 from nufed.data import Preparation, Samples, ScoredOn, SmallAgents, choose_unseen
 from nufed.data.augmentation import Augmentation
-from nufed.errors import InputError, require
+from nufed.data.samples import named_inputs
+from nufed.errors import InputError, require, shown
 from nufed.evaluate import GROUPS, RESAMPLES, EvalLr, Measure, accuracy
 from nufed.flower.app.payload import MAX_SCALES
 from nufed.flower.app.privacy import Privacy
@@ -237,20 +238,35 @@ class Plan:
         """The measure on a part: with resamples on that of results, if sites are few."""
         return self.measure.resampled(self.agents) if part == self.scored_on else self.measure
 
+    def _check_inputs(self, samples: Samples, like: Samples) -> None:
+        given, wanted = (named_inputs(each.inputs) for each in (samples, like))
+        if given.keys() != wanted.keys():
+            raise InputError(
+                f"this site's inputs are {_names(samples)}: federation.inputs says {_names(like)}"
+            )
+        for name, array in given.items():
+            if array.shape[1:] != wanted[name].shape[1:]:
+                raise InputError(
+                    f"this site's inputs have shape {tuple(array.shape[1:])}: "
+                    f"federation.input_shape is {list(wanted[name].shape[1:])}"
+                )
+            if array.dtype == torch.uint8:
+                raise InputError(
+                    "this site's inputs are uint8: convert them to floating point, for example "
+                    "inputs / 255"
+                )
+            largest = wanted[name]  # of tokens
+            if not largest.is_floating_point() and not _are_tokens(array, int(largest.max())):
+                raise InputError(
+                    "this site's inputs must be identifiers of tokens, whole numbers from 0 to "
+                    f"{int(largest.max())}, as federation.vocabulary says"
+                )
+
     def check_data(self, samples: Samples) -> None:
         """Refuse a site's data that does not match the federation's."""
         if self.like is None:
             return
-        if samples.input_shape != self.like.input_shape:
-            raise InputError(
-                f"this site's inputs have shape {samples.input_shape}: federation.input_shape is "
-                f"{list(self.like.input_shape)}"
-            )
-        if isinstance(samples.inputs, Tensor) and samples.inputs.dtype == torch.uint8:
-            raise InputError(
-                "this site's inputs are uint8: convert them to floating point, for example "
-                "inputs / 255"
-            )
+        self._check_inputs(samples, self.like)
         if bool(samples.classes) != bool(self.like.classes):
             raise InputError(
                 "this site's targets are "
@@ -267,3 +283,13 @@ class Plan:
                 f"this site's targets need {samples.outputs} outputs: the federation has "
                 f"{self.like.outputs}"
             )
+
+
+def _names(samples: Samples) -> str:
+    inputs = samples.inputs
+    return ", ".join(map(shown, inputs)) if isinstance(inputs, Mapping) else "one array"
+
+
+def _are_tokens(array: Tensor, largest: int) -> bool:
+    whole = not array.is_floating_point()
+    return whole and (not array.numel() or 0 <= int(array.min()) <= int(array.max()) <= largest)

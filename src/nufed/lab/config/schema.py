@@ -332,6 +332,14 @@ class FederationConfig(_Table):
     """``[federation]``: format of the sites' data, and timeouts, for ``nufed federate``."""
 
     input_shape: list[Count] | None = Field(default=None, description="of one sample")
+    vocabulary: Count | None = Field(
+        default=None,
+        description="texts: inputs are identifiers of so many tokens; without classes, targets are "
+        "the next tokens",
+    )
+    inputs: list[str] = Field(
+        default=[], description='names of several inputs, such as ["input_ids", "attention_mask"]'
+    )
     classes: list[str] = Field(default=[], description="class names, by number; none: regression")
     outputs: Count = Field(default=1, description="numbers per target, for regression")
     deadline: float = Field(
