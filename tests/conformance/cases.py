@@ -19,6 +19,7 @@ CASES = {
     },
     "gmeta-exact-learned": ALGORITHMS["gmeta"](adapt_steps=2, rates_lr=0.5, **SETTINGS),
     "scaffold": ALGORITHMS["scaffold"](**SETTINGS),
+    "feddyn": ALGORITHMS["feddyn"](weight=0.5, **SETTINGS),
     **{
         name: ALGORITHMS[name](**SETTINGS)
         for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi")

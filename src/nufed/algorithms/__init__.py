@@ -8,6 +8,7 @@ from nufed.algorithms.ditto import Ditto
 from nufed.algorithms.fedala import FedALA
 from nufed.algorithms.fedbabu import FedBABU
 from nufed.algorithms.fedbn import FedBN
+from nufed.algorithms.feddyn import FedDyn
 from nufed.algorithms.fedl2p import FedL2P
 from nufed.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from nufed.algorithms.fedper import FedPer
@@ -52,6 +53,7 @@ ALGORITHMS: Registry[type[Algorithm]] = Registry(
         "reptile": Reptile,
         "fedprox": FedProx,
         "scaffold": Scaffold,
+        "feddyn": FedDyn,
         "fedavgm": FedAvgM,
         "fedadagrad": FedAdagrad,
         "fedadam": FedAdam,
@@ -94,6 +96,7 @@ __all__ = [
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedDyn",
     "FedL2P",
     "FedPer",
     "FedProx",
