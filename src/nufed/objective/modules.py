@@ -21,6 +21,9 @@ RunningStats: TypeAlias = Literal["refuse", "frozen", "tracked"]
 """How running statistics are treated; see :class:`nufed.Objective`."""
 Precision: TypeAlias = Literal["float32", "bfloat16"]
 """In which a module is computed; see :class:`nufed.Objective`."""
+MemoryFormat: TypeAlias = Literal["contiguous", "channels_last"]
+"""How images and kernels are laid out in memory; see :class:`nufed.Objective`."""
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 Slots: TypeAlias = dict[str, tuple[dict[str, Any], str]]
 """Where a module keeps its tensors: of each name the mapping and its key."""
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -41,6 +44,18 @@ def cast_like(tensor: Tensor, like: Tensor) -> Tensor:
     if tensor.dtype == dtype and tensor.device == like.device:  # `to` takes longer to find out
         return tensor
     return tensor.to(like.device, dtype)
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """A tensor of images or kernels with their channels last in memory; others as they are."""
+    if tensor.ndim not in CHANNELS_LAST:
+        return tensor
+    return tensor.contiguous(memory_format=CHANNELS_LAST[tensor.ndim])
+
+
+def has_kernels(module: nn.Module) -> bool:
+    """Whether it has parameters that :func:`channels_last` lays out in another way."""
+    return any(parameter.ndim in CHANNELS_LAST for parameter in module.parameters())
 
 
 def has_hooks(layer: nn.Module) -> bool:

@@ -56,7 +56,7 @@ from nufed.lab.readers.sources import SOURCES, source_of
 from nufed.models import MODELS
 from nufed.models.trainable import share_base, train_only
 from nufed.objective import Loss, Objective
-from nufed.objective.modules import copied
+from nufed.objective.modules import copied, has_kernels
 from nufed.registry import import_named, suggest
 from nufed.seeding import stream, torch_seed
 
@@ -254,8 +254,19 @@ def build_objective(config: Config, module: nn.Module, loss: Loss) -> Objective:
     frozen = [p for p in module.parameters() if not p.requires_grad]
     moves = any(p.dtype != place["dtype"] or p.device != place["device"] for p in frozen)
     module = (copy.deepcopy(module) if moves else copied(module)).to(**place)
-    kept = config.model.running_stats
-    return Objective(module, loss, running_stats=kept, precision=config.precision)
+    if config.memory_format != "contiguous" and not has_kernels(module):
+        raise InputError(
+            f'= "{config.memory_format}": the model has no convolution of two or three dimensions; '
+            "remove the key",
+            "memory_format",
+        )
+    return Objective(
+        module,
+        loss,
+        running_stats=config.model.running_stats,
+        precision=config.precision,
+        memory_format=config.memory_format,
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -43,7 +43,7 @@ from nufed.lab.config.describe import OWN as OWN
 from nufed.lab.config.describe import Name
 from nufed.lab.config.devices import picked_device
 from nufed.lab.config.methods import MethodConfig, make_methods, with_objects, write_out
-from nufed.objective.modules import Precision, RunningStats
+from nufed.objective.modules import MemoryFormat, Precision, RunningStats
 from nufed.registry import is_code, suggest
 from nufed.simulation.engine import EngineName
 from nufed.simulation.faults import ATTACKS
@@ -461,6 +461,12 @@ class Config(_Table):
         default="float32",
         exclude_if=lambda value: value == "float32",
         description="of the model's products; bfloat16: mixed precision, with vectors in float32",
+    )
+    memory_format: MemoryFormat = Field(
+        default="contiguous",
+        exclude_if=lambda value: value == "contiguous",
+        description="of convolutions' images and kernels; channels_last, on the engine direct, is "
+        "often faster and agrees to rounding",
     )
     threads: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="torch threads; bits depend on their number"

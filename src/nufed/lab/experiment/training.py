@@ -24,6 +24,8 @@ from nufed.lab.experiment.session import Stop
 from nufed.lab.experiment.setup import Setup
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.part_files import PartFiles, Recorder, ValidationScores, is_due
+from nufed.objective import Batch
+from nufed.objective.modules import has_kernels
 from nufed.server import Progress, initial_server
 from nufed.simulation import Engine, EngineName, RayEngine, Training, WorkerEngine
 
@@ -54,6 +56,7 @@ def jobs_of(setup: Setup, directory: RunDirectory) -> list[Job]:
     return [job_of(setup, directory, part) for part in parts_of(setup)]
 
 
+LAYOUT_TURNS = 5  # gradients in each memory format that a trial times
 Finish: TypeAlias = Callable[[], None]
 """Writes the results of a training after its last round."""
 
@@ -136,7 +139,8 @@ class MethodJob(Job):
             self.directory.write_failure(name, seed, str(error), files.warnings)
         else:
             seconds = time.perf_counter() - began
-            self.directory.write_timing(method=name, seed=seed, seconds=seconds)
+            times = {"seconds": seconds} | self._layout_trial()
+            self.directory.write_timing(method=name, seed=seed, **times)
 
     def evaluate(
         self, engine: Engine, progress: Progress, recorder: Recorder
@@ -152,6 +156,29 @@ class MethodJob(Job):
             recorder.finish(with_fits(setup, engine, name, final), progress, final.shown)
 
         return entries, finish
+
+    def _layout_trial(self) -> dict[str, float]:
+        """How many times as fast a gradient is in channels-last, where that could be set."""
+        setup, name, seed = self.setup, self.part.method, self.part.seed
+        objective, federation = setup.objectives[seed], setup.federations[seed]
+        usual = setup.config.memory_format == "contiguous" and setup.config.device == "cpu"
+        if not (usual and setup.engine_names[name] == "direct"):
+            return {}
+        w = objective.initial()
+        if not has_kernels(objective.module(w)):
+            return {}
+        rows, size = federation.batch_rows(
+            federation.split.seen[0], setup.algorithms[name].batch_size
+        )
+        batch = Batch(*federation.take(rows[:size]), seed=0)
+        objectives = (objective, objective.variant(memory_format="channels_last"))
+        times: list[list[float]] = [[], []]
+        for _ in range(LAYOUT_TURNS):
+            for each, own in zip(objectives, times, strict=True):
+                began = time.process_time()
+                each.grad(w, batch)
+                own.append(time.process_time() - began)
+        return {"channels_last": min(times[0]) / min(times[1])}
 
     def _doubt(self, files: PartFiles, round: int, message: str) -> None:
         files.warn(round, message)

@@ -230,7 +230,11 @@ def _columns(runs: Sequence[Run]) -> str:
 
 def _result_notes(scored: Sequence[Run]) -> list[str]:
     methods = ", ".join(without_global(scored))
-    notes = [text for run in scored for text in (*run.step_size_notes(), *run.model_notes())]
+    notes = [
+        text
+        for run in scored
+        for text in (*run.step_size_notes(), *run.model_notes(), *run.speed_notes())
+    ]
     return [note("without_global", methods=methods) if methods else "", *dict.fromkeys(notes)]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from nufed.algorithms.gmeta import local_sgd
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
 
 GROUPS = ("seen", "unseen")
+WORTH_SETTING = 1.1  # times as fast, from which another memory format is recommended
 FEW_UNSEEN = 4  # agents held out that are listed by name
 BASELINES = {
     "majority": "always the agent's most frequent class",
@@ -268,6 +270,16 @@ class Run:
             for name, part in self.methods.items()
             for seed, trained in part.items()
             if trained.metrics
+        ]
+
+    def speed_notes(self) -> list[str]:
+        """Whether another memory format would be worth setting, by trials after training."""
+        tried = [line.channels_last for line in self.timing if line.channels_last is not None]
+        if not tried or median(tried) < WORTH_SETTING:
+            return []
+        return [
+            f'memory_format = "channels_last" would make a gradient {median(tried):.2f} × as fast '
+            "here (measured on one batch after training), with the same results to rounding."
         ]
 
     def rejected(self) -> list[str]:

@@ -256,11 +256,15 @@ class MetricsLine(Record):
 
 
 class TimingLine(Record):
-    """A line of ``timing.jsonl``."""
+    """A line of ``timing.jsonl``.
+
+    ``channels_last`` is how many times as fast a gradient is in that memory format, if tried.
+    """
 
     method: str
     seed: Whole
     seconds: Annotated[float, Field(ge=0)]
+    channels_last: Annotated[float, Field(gt=0)] | None = None
 
 
 def _same_length(curves: Curves | AgentScores) -> None:
