@@ -151,10 +151,8 @@ def test_a_fork_imports_nothing_slow():
     """Else every message costs that again."""
     code = """
 import sys
-from importlib import import_module
-from nufed.flower.ops.site_process import IMPORTED_EARLY
-for name in IMPORTED_EARLY:
-    import_module(name)
+from nufed.flower.ops.site_process import import_early
+import_early()
 before = set(sys.modules)
 import torch
 from nufed import Objective

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from io import BufferedRWPair
 from logging import getLogger
 from pathlib import Path
@@ -42,9 +41,6 @@ from nufed.flower.ops.approvals import Approvals, bundle_digest
 from nufed.flower.ops.site_runner import Health, RefusedConnection, health_file
 
 LOG = getLogger("nufed")
-# imported once, and not by the fork of every message: what the app imports, and what torch does
-# for its first Hessian-vector product
-IMPORTED_EARLY = ("nufed.flower.app.apps", "torch.fx.experimental.symbolic_shapes")
 DIED = "the app's process died; see the site's log"
 MIN_PAUSE, MAX_PAUSE = 0.3, 3.0  # seconds between two polls; a SuperNode's is 3
 PAUSE_SHARE = 0.05  # of the time since the last message
@@ -240,11 +236,17 @@ class AppProcess:
         os.waitpid(self._pid, 0)
 
 
+def import_early() -> None:
+    """Import once, and not in the fork of every message, what handling a message imports."""
+    import torch.fx.experimental.symbolic_shapes  # by torch's first Hessian-vector product
+
+    import nufed.flower.app.apps  # noqa: F401
+
+
 def _fork_for_each(control: socket.socket) -> None:
     """Fork for every message that the site announces, until the site closes its end."""
     _end_with_parent()
-    for name in IMPORTED_EARLY:
-        import_module(name)
+    import_early()
     while True:
         mark, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not mark:
