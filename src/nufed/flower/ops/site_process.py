@@ -238,7 +238,7 @@ class AppProcess:
 
 def import_early() -> None:
     """Import once, and not in the fork of every message, what handling a message imports."""
-    import torch.fx.experimental.symbolic_shapes  # by torch's first Hessian-vector product
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401 (by a first Hessian-vector product)
 
     import nufed.flower.app.apps  # noqa: F401
 
