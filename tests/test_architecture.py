@@ -180,6 +180,12 @@ def test_the_house_does_not_grow_unnoticed(capsys, monkeypatch):
     assert house["members"](found, "Algorithm") <= 24
     assert not [place for module in found for place in house["parsed_messages"](module)]
     assert max(calls for _, calls in house["walks"]()) <= 13
+    assert not [name for module in found for name in house["vague_names"](module)]
+    every = [node for module in found for _, node in house["functions"](module)]
+    assert all(house["body_lines"](node) <= 60 for node in every)
+    called = house["public"](found)
+    free = [n for n in every if n not in called and not house["is_command"](n)]
+    assert all(house["parameters"](node) <= 8 for node in free)
     monkeypatch.setattr(sys, "argv", ["house.py", "--list"])
     house["main"]()
     assert f"all         {len(found)} files" in capsys.readouterr().out

@@ -81,9 +81,9 @@ def tokens(texts: Sequence[str], name: str, length: int = 64) -> dict[str, Tenso
             "example to its end-of-text token"
         )
     padded = {"padding": "max_length", "truncation": True, "max_length": length}
-    found = tokenizer(list(texts), return_tensors="pt", **padded)
-    longest = int(found["attention_mask"].sum(dim=1).max())
-    return {key: value[:, :longest] for key, value in found.items()}
+    encoded = tokenizer(list(texts), return_tensors="pt", **padded)
+    longest = int(encoded["attention_mask"].sum(dim=1).max())
+    return {key: value[:, :longest] for key, value in encoded.items()}
 
 
 class WithoutPadding(nn.Module):

@@ -1,5 +1,6 @@
 """Whole runs: reproducible, blind to test data, with the user's own model and data."""
 
+import inspect
 import json
 import math
 import warnings
@@ -568,3 +569,14 @@ def test_bad_settings_of_engines_are_refused(override, message, tmp_path):
 def test_processes_and_threads_do_not_mix(tmp_path):
     with pytest.raises(InputError, match="workers = 2: must be 1, because threads = 2"):
         nufed.run(SMALL, ["workers=2", "threads=2"], out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("function", ["run", "resume", "sweep", "resume_sweep", "tune"])
+def test_what_all_calls_take_is_in_their_signatures_and_nothing_else_is_taken(function):
+    called = getattr(nufed, function)
+    options = {"model", "data", "loss", "metric", "methods", "partition", "ray", "on_stop"}
+    shown = inspect.signature(called).parameters
+    assert options < shown.keys() and "options" not in shown
+    assert all(shown[name].default is None for name in options)
+    with pytest.raises(TypeError, match="unexpected argument 'modle'; did you mean 'model'"):
+        called("quickstart", modle=None)

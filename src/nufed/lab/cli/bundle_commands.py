@@ -247,9 +247,9 @@ def _read(
     if about.preparation is not None:
         if targets is not None:
             raise InputError(f"--targets {targets}: this model takes a table with a label column")
-        found = read_columns(data, label, labelled)
+        read = read_columns(data, label, labelled)
         with named_file(data):
-            return Data(about.preparation.table(found.columns), found.labels)
+            return Data(about.preparation.table(read.columns), read.labels)
     given = read_data(data, label, labelled, targets=targets, shape=about.inputs.shape)
     if given.images and about.inputs.dtype.startswith("float"):
         pixels: Any = given.inputs

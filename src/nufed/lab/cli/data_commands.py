@@ -224,7 +224,7 @@ def _print_columns(samples: Samples, split: Split) -> None:
 
     absent = raw_values(samples).isnan()
     rows = rows_by_agent(split)[:SHOWN_AGENTS]
-    shares = [absent[own].double().mean(dim=0).tolist() for own in rows]
+    shares = [absent[of_agent].double().mean(dim=0).tolist() for of_agent in rows]
     cells = [
         [
             visible(column.name),

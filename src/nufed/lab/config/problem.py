@@ -186,8 +186,8 @@ def build_augmentation(config: DataConfig, samples: Samples) -> Augmentation | N
     """What ``data.augment`` names, tried on a sample; None if it is off."""
     if config.augment == "none":
         return None
-    found = find_named("data.augment", config.augment, AUGMENTATIONS)
-    augment: Augmentation = found(samples) if config.augment in AUGMENTATIONS else found
+    named = find_named("data.augment", config.augment, AUGMENTATIONS)
+    augment: Augmentation = named(samples) if config.augment in AUGMENTATIONS else named
     augmented(augment, samples.take(np.arange(min(2, len(samples))))[0], seed=0)
     return augment
 
@@ -535,7 +535,7 @@ class Problem:
             for algorithm in algorithms.values():
                 federation.check_batch_size(algorithm.batch_size)
         modules = {
-            seed: _module(config, given, own.samples, seed) for seed, own in federations.items()
+            seed: _module(config, given, each.samples, seed) for seed, each in federations.items()
         }
         for module in modules.values():
             share_base(modules[next(iter(modules))], module)
@@ -598,8 +598,8 @@ def rebuild_objective(
 
 def _module(config: Config, given: Given, like: Samples, seed: int) -> nn.Module:
     if isinstance(given.model, nn.Module):
-        own = given.model if config.model.train == "all" else copy.deepcopy(given.model)
-        return with_trained_part(own, config.model.train, config.model.lora)
+        module = given.model if config.model.train == "all" else copy.deepcopy(given.model)
+        return with_trained_part(module, config.model.train, config.model.lora)
     return build_module(config, like, seed, given.model)
 
 

@@ -4,49 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from torch import nn
-
-from nufed.algorithms.protocol import Algorithm
-from nufed.data import Partition
 from nufed.errors import InputError
-from nufed.evaluate import Metric
 from nufed.files import locked
 from nufed.lab.config import Config
-from nufed.lab.config.problem import Given
 from nufed.lab.experiment.array import Share, check_share, end_sharing, shared_run
 from nufed.lab.experiment.finish import finish
 from nufed.lab.experiment.jobs import run_jobs
 from nufed.lab.experiment.observers import Listener, Observer
-from nufed.lab.experiment.session import Session
+from nufed.lab.experiment.session import Options, Session, takes_options
 from nufed.lab.experiment.setup import Setup, begin_run, load_one_run, reopen_run
 from nufed.lab.experiment.training import job_of, jobs_of
 from nufed.lab.report.notebook import ShownRun
 from nufed.lab.runs import RunDirectory, load_run
 from nufed.lab.runs.provenance import Provenance
-from nufed.objective import Loss
 from nufed.objective.threads import torch_threads
 
 
+@takes_options
 def run(
     config: str | Path | Mapping[str, Any] = "quickstart",
     overrides: Sequence[str] = (),
     *,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
-    data: Any = None,
-    loss: Loss | None = None,
-    metric: Metric | None = None,
-    methods: Mapping[str, Algorithm] | None = None,
-    partition: Partition | None = None,
     out: str | Path | None = None,
     part: Share | None = None,
-    ray: str | None = None,
     figures: bool | None = True,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
-    on_stop: Callable[[], None] | None = None,
     observers: Sequence[Observer] = (),
+    **options: Unpack[Options],
 ) -> ShownRun:
     """Train and evaluate every method of a configuration, as ``nufed run`` does.
 
@@ -80,20 +67,14 @@ def run(
     Returns:
         The finished run, read back from its directory (``run.path``, ``run.rows()``).
     """
-    checked = load_one_run(config, overrides, methods)
+    session = Session.of(
+        options, figures=figures, on_start=on_start, on_progress=on_progress, observers=observers
+    )
+    checked = load_one_run(config, overrides, session.given.methods)
     if part is not None and out is None:
         raise InputError("a part of a run needs the directory that all parts share: give --out DIR")
-    session = Session(
-        Given(model, data, loss, metric, methods, partition),
-        ray=ray,
-        figures=figures,
-        on_start=on_start,
-        on_progress=on_progress,
-        on_stop=on_stop,
-        observers=observers,
-    )
     with torch_threads(checked.threads):
-        setup = session.setup(checked).on_ray(ray)
+        setup = session.setup(checked).on_ray(session.ray)
         if part is not None and out is not None:
             return _run_share(setup, Path(out), check_share(part), session)
         directory = RunDirectory.create(checked.name, None if out is None else Path(out))
@@ -109,49 +90,41 @@ def run(
             return run
 
 
+@takes_options
 def resume(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
-    data: Any = None,
-    loss: Loss | None = None,
-    metric: Metric | None = None,
-    methods: Mapping[str, Algorithm] | None = None,
-    partition: Partition | None = None,
     trust: bool = False,
-    ray: str | None = None,
     figures: bool | None = True,
     on_start: Callable[[Config, Path], None] | None = None,
     on_progress: Listener | None = None,
-    on_stop: Callable[[], None] | None = None,
     observers: Sequence[Observer] = (),
+    **options: Unpack[Options],
 ) -> ShownRun:
     """Resume a stopped or killed run, to the same bits as an uninterrupted one.
 
     Args:
         path: the run directory.
         overrides: only ``rounds=…``, larger than before, to train longer.
-        model, data, loss, metric, methods, partition: the same objects that were passed to
-            :func:`run`.
         trust: allow importing the functions that the directory's configuration names, if any:
             whoever wrote the directory can have changed it.
-        ray, figures, on_start, on_progress, on_stop, observers: as for :func:`run`.
+        figures, on_start, on_progress, observers, options: as for :func:`run`, with the same
+            objects (``model``, ``data``, ``loss``, ``metric``, ``methods``, ``partition``).
     """
-    session = Session(
-        Given(model, data, loss, metric, methods, partition),
+    session = Session.of(
+        options,
         trust=trust,
-        ray=ray,
         figures=figures,
         on_start=on_start,
         on_progress=on_progress,
-        on_stop=on_stop,
         observers=observers,
     )
     directory = RunDirectory(Path(path))
     with locked(directory.existing()):
         end_sharing(directory)
-        setup = reopen_run(directory, overrides, session.given, trust=trust).on_ray(ray)
+        setup = reopen_run(directory, overrides, session.given, trust=trust)
+        setup = setup.on_ray(session.ray)
         with torch_threads(setup.config.threads):
             Provenance(directory).write_resumed(setup.config)
             with session.observed(setup.config, directory.path) as listeners:

@@ -5,20 +5,27 @@ On Ctrl-C or SIGTERM a run saves a checkpoint before it ends.
 
 from __future__ import annotations
 
+import inspect
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from nufed.data import Samples
+from torch import nn
+
+from nufed.algorithms.protocol import Algorithm
+from nufed.data import Partition, Samples
 from nufed.errors import ResumableError
+from nufed.evaluate import Metric
 from nufed.lab.config import Config
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.experiment.observers import Observer, Observers
 from nufed.lab.experiment.setup import Setup
+from nufed.objective import Loss
+from nufed.registry import suggest
 from nufed.simulation.worker_pool import shared_bytes
 
 
@@ -85,10 +92,37 @@ def resumed_by(command: str) -> Iterator[None]:
         raise error.resumed_by(command) from error
 
 
+class Options(TypedDict, total=False):
+    """What run, resume, sweep, resume_sweep and tune all take: see :func:`nufed.run`."""
+
+    model: Callable[[], nn.Module] | nn.Module | None
+    data: Any
+    loss: Loss | None
+    metric: Metric | None
+    methods: Mapping[str, Algorithm] | None
+    partition: Partition | None
+    ray: str | None
+    on_stop: Callable[[], None] | None
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def takes_options(function: FunctionT) -> FunctionT:
+    """The function, whose signature names its options, for ``help`` and completion."""
+    signature = inspect.signature(function)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name, kind in get_type_hints(Options).items():
+        named.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        )
+    function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    return function
+
+
 @dataclass(frozen=True)
 class Session:
-    """What the user gave to :func:`nufed.run`, ``resume``, ``sweep``, ``resume_sweep`` or ``tune``
-    beside the configuration.
+    """A call of :func:`nufed.run`, ``resume``, ``sweep``, ``resume_sweep`` or ``tune``.
 
     Args:
         given: the objects.
@@ -107,6 +141,18 @@ class Session:
     on_progress: Callable[..., None] | None = None
     on_stop: Callable[[], None] | None = None
     observers: Sequence[Observer] = ()
+
+    @classmethod
+    def of(cls, options: Options, **others: Any) -> Session:
+        """From the options that all of these functions take, and some that only this one does."""
+        given: dict[str, Any] = dict(options)
+        for name in given:
+            if name not in Options.__annotations__:
+                raise TypeError(
+                    f"unexpected argument {name!r}{suggest(name, Options.__annotations__)}"
+                )
+        objects = {field.name: given.pop(field.name, None) for field in fields(Given)}
+        return cls(Given(**objects), **given, **others)
 
     def setup(self, config: Config, samples: Samples | None = None) -> Setup:
         """Everything that training needs, on this machine."""

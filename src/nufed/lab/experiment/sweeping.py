@@ -8,14 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from torch import nn
-
-from nufed.algorithms.protocol import Algorithm
-from nufed.data import Partition, Samples, as_samples
+from nufed.data import Samples, as_samples
 from nufed.errors import InputError, RunError, TrainingError, in_short
-from nufed.evaluate import Metric
 from nufed.files import locked
 from nufed.lab.config.load import read_config
 from nufed.lab.config.problem import Given, Recorded, build_samples
@@ -25,7 +21,7 @@ from nufed.lab.config.trust import named_code, require_trust
 from nufed.lab.experiment.finish import finish
 from nufed.lab.experiment.jobs import BASELINE_PART, Job, run_jobs
 from nufed.lab.experiment.observers import Event, Listener
-from nufed.lab.experiment.session import Session, Stop, resumed_by
+from nufed.lab.experiment.session import Options, Session, Stop, resumed_by, takes_options
 from nufed.lab.experiment.setup import Setup, begin_run, check_simulated, reopen_run, worker_count
 from nufed.lab.experiment.training import job_of, parts_of
 from nufed.lab.report.result_files import write_results
@@ -33,7 +29,6 @@ from nufed.lab.runs import Run, RunDirectory, load_run
 from nufed.lab.runs.part_files import PartFiles
 from nufed.lab.runs.provenance import Provenance
 from nufed.lab.runs.sweep_record import MANIFEST, Sweep, read_manifest, run_path, write_manifest
-from nufed.objective import Loss
 from nufed.objective.threads import torch_threads
 
 LOG = logging.getLogger("nufed")
@@ -175,24 +170,18 @@ class SweepStart:
     names_code: bool
 
 
+@takes_options
 def sweep(
     config: str | Path | Mapping[str, Any] = "quickstart",
     values: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     *,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
-    data: Any = None,
-    loss: Loss | None = None,
-    metric: Metric | None = None,
-    methods: Mapping[str, Algorithm] | None = None,
-    partition: Partition | None = None,
     out: str | Path | None = None,
     max_runs: int = MAX_RUNS,
-    ray: str | None = None,
     figures: bool = True,
     on_start: Callable[[SweepStart], None] | None = None,
     on_progress: Callable[[str, Event], None] | None = None,
-    on_stop: Callable[[], None] | None = None,
+    **options: Unpack[Options],
 ) -> Sweep:
     """Run a configuration for every combination of the values of some keys, as ``nufed sweep``.
 
@@ -201,28 +190,19 @@ def sweep(
             may hold keys and values.
         values: dotted keys, each with a list of values or a range such as ``"0..5"``.
         overrides: ``key=value`` for all runs, or ``key=a,b,c`` and ``key=a..b`` to sweep.
-        model, data, loss, metric, methods, partition: as for :func:`nufed.run`, in all runs.
         out: the directory to create; by default the next free ``runs/NAME-sweep-001``.
         max_runs: the largest number of runs to accept.
-        ray: as for :func:`nufed.run`; the parts of all runs go to the nodes.
         figures: whether to also write the charts of the sweep's page as SVG and PNG files.
         on_start: called with a :class:`SweepStart` before training.
         on_progress: called with the run's name and its :class:`nufed.lab.experiment.Event`.
-        on_stop: called on Ctrl-C or SIGTERM: current rounds are then finished and saved before
-            KeyboardInterrupt is raised, and :func:`resume_sweep` resumes from there.
+        options: as for :func:`nufed.run`, for all runs; :func:`resume_sweep` resumes a stopped
+            sweep.
 
     Returns:
         The finished sweep, read back from its directory (``sweep.runs``, ``sweep.records()``).
     """
-    grid = make_grid(config, values, overrides, max_runs=max_runs, methods=methods)
-    session = Session(
-        Given(model, data, loss, metric, methods, partition),
-        ray=ray,
-        figures=figures,
-        on_start=on_start,
-        on_progress=on_progress,
-        on_stop=on_stop,
-    )
+    session = Session.of(options, figures=figures, on_start=on_start, on_progress=on_progress)
+    grid = make_grid(config, values, overrides, max_runs=max_runs, methods=session.given.methods)
     loaded = LoadedSamples(session.given)
     with torch_threads(grid.base.threads):
         setups = []
@@ -245,22 +225,16 @@ def sweep(
             return _train(path, grid, prepared, session)
 
 
+@takes_options
 def resume_sweep(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
-    data: Any = None,
-    loss: Loss | None = None,
-    metric: Metric | None = None,
-    methods: Mapping[str, Algorithm] | None = None,
-    partition: Partition | None = None,
     trust: bool = False,
-    ray: str | None = None,
     figures: bool = True,
     on_start: Callable[[SweepStart], None] | None = None,
     on_progress: Callable[[str, Event], None] | None = None,
-    on_stop: Callable[[], None] | None = None,
+    **options: Unpack[Options],
 ) -> Sweep:
     """Resume a stopped or killed sweep, to the same bits as an uninterrupted one.
 
@@ -269,24 +243,16 @@ def resume_sweep(
     Args:
         path: the sweep's directory.
         overrides: only ``workers=…``.
-        model, data, loss, metric, methods, partition: the same objects that were passed to
-            :func:`sweep`.
         trust: allow importing the code that the directory names, if any: whoever wrote the
             directory can have changed it.
-        ray, figures, on_start, on_progress, on_stop: as for :func:`sweep`.
+        figures, on_start, on_progress, options: as for :func:`sweep`, with the same objects.
     """
+    session = Session.of(
+        options, trust=trust, figures=figures, on_start=on_start, on_progress=on_progress
+    )
     path = Path(path)
     grid = read_manifest(path)
     workers = _changed_workers(grid, overrides)
-    session = Session(
-        Given(model, data, loss, metric, methods, partition),
-        trust=trust,
-        ray=ray,
-        figures=figures,
-        on_start=on_start,
-        on_progress=on_progress,
-        on_stop=on_stop,
-    )
     for point in grid.points:
         require_trust(path, session.given.with_placeholders(point.config), trust)
     loaded = LoadedSamples(session.given)

@@ -50,7 +50,7 @@ def read_tokenizer(place: str) -> Callable[[str], list[int]]:
     except ImportError:
         raise InputError('a tokenizer needs transformers: pip install "nufed[hf]"') from None
     try:
-        found = AutoTokenizer.from_pretrained(
+        loaded = AutoTokenizer.from_pretrained(
             place, local_files_only=True, trust_remote_code=False, use_fast=True
         )
     except Exception as error:  # transformers may raise anything
@@ -60,7 +60,7 @@ def read_tokenizer(place: str) -> Callable[[str], list[int]]:
         ) from None
 
     def encode(text: str) -> list[int]:
-        return list(found(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(loaded(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     return encode
 

@@ -13,21 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from torch import nn
-
-from nufed.algorithms.protocol import Algorithm
-from nufed.data import Partition
 from nufed.errors import InputError, NumericalWarning, RunError, shown, visible
-from nufed.evaluate import Metric
 from nufed.files import locked, write_durably, write_sealed
 from nufed.lab.config import Config, load_config
 from nufed.lab.config.load import read_config
-from nufed.lab.config.problem import Given
 from nufed.lab.config.schema import BudgetUnit, TunedTable, TuneTable
 from nufed.lab.config.trust import require_trust
-from nufed.lab.experiment.session import Session, resumed_by
+from nufed.lab.experiment.session import Options, Session, resumed_by, takes_options
 from nufed.lab.experiment.setup import Setup, check_simulated
 from nufed.lab.runs import RunDirectory, load_run
 from nufed.lab.runs.json_files import check_entries, read_record
@@ -43,7 +37,6 @@ from nufed.lab.runs.tuning_record import (
 from nufed.lab.tuning.ranges import Predictor, Smoothness, configured, matters, ranges_of_methods
 from nufed.lab.tuning.search import check_budget, resolve_sampler, rungs_of, search
 from nufed.lab.tuning.trials import Trainer, TuneListener, scored_agents, with_settings
-from nufed.objective import Loss
 from nufed.objective.threads import torch_threads
 
 SEARCH = "search.json"
@@ -199,6 +192,7 @@ class Tuning:
         return f"Tuning({str(self.path)!r}, {len(self.trials)} trials, choices={self.choices})"
 
 
+@takes_options
 def tune(
     config: str | Path | Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
@@ -206,20 +200,13 @@ def tune(
     budget: float | None = None,
     per: BudgetUnit | None = None,
     bounds: str | Path | None = None,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
-    data: Any = None,
-    loss: Loss | None = None,
-    metric: Metric | None = None,
-    methods: Mapping[str, Algorithm] | None = None,
-    partition: Partition | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     trust: bool = False,
-    ray: str | None = None,
     figures: bool = True,
     on_start: Callable[[Path], None] | None = None,
     on_progress: TuneListener | None = None,
-    on_stop: Callable[[], None] | None = None,
+    **options: Unpack[Options],
 ) -> Tuning:
     """Search the settings of every method with the same budget, as ``nufed tune`` does.
 
@@ -233,24 +220,16 @@ def tune(
         per: ``"trial"``: the budget is a number of trials instead; by default ``[tune] per``.
         bounds: a run directory with the results of ``nufed bounds`` for this problem: declared
             ranges of step sizes then end at 2/L, with its estimated smoothness L.
-        model, data, loss, metric, methods, partition: as for :func:`nufed.run`.
         out: the directory to create; by default the next free ``runs/NAME-tune-001``.
         resume: the directory of a stopped or killed search, which is continued to the same bits;
             ``config`` may be left out.
         trust: allow importing the code that the directories ``resume`` and ``bounds`` name, if any.
-        ray: as for :func:`nufed.run`; trials go to the nodes.
         figures: whether to also write the page's charts as SVG and PNG files.
-        on_start, on_progress, on_stop: called with the directory, after every round, and on Ctrl-C
-            or SIGTERM: checkpoints are then saved before KeyboardInterrupt is raised.
+        on_start, on_progress: called with the directory, and after every round.
+        options: as for :func:`nufed.run`.
     """
-    session = Session(
-        Given(model, data, loss, metric, methods, partition),
-        trust=trust,
-        ray=ray,
-        figures=figures,
-        on_start=on_start,
-        on_progress=on_progress,
-        on_stop=on_stop,
+    session = Session.of(
+        options, trust=trust, figures=figures, on_start=on_start, on_progress=on_progress
     )
     overrides = [*overrides, *([] if per is None else [f"tune.per={per}"])]
     checked = _configuration(config, overrides, budget, resume, session)
@@ -275,7 +254,7 @@ def tune(
                 write_sealed(path / SEARCH, plan.model_dump())
             if on_start:
                 on_start(path)
-            record = _search(setup.on_ray(ray), plan, path, predict, session)
+            record = _search(setup.on_ray(session.ray), plan, path, predict, session)
             return _finish(checked, record, path, figures)
 
 
