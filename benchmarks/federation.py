@@ -20,12 +20,12 @@ from pathlib import Path
 
 import tomli_w
 
-from nufed.files import sha256_of
 from nufed.flower.ops.flower_processes import flower, free_ports
 from nufed.flower.ops.link import Link
 from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.submit import follow
 from nufed.flower.ops.superlink import start_superlink
+from nufed.lab.files import sha256_of
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "federation"
 Command = Callable[[SiteOptions, Link], list[str]]

@@ -230,7 +230,7 @@ def test_the_contracts_hold(imports):
         ("nufed.meta.curvature", "nufed.algorithms.gmeta", "layers"),
         ("nufed.lab.runs.results", "nufed.lab.report.tables", "layers"),
         ("nufed.data.split", "nufed.models", "layers"),
-        ("nufed.errors", "nufed.files", "layers"),
+        ("nufed.errors", "nufed.lab.files", "layers"),
         ("nufed.theory.lemmas", "torch", "forbidden"),
         ("nufed.theory.lemmas", "numpy", "forbidden"),
         ("nufed.theory.lemmas", "nufed.errors", "forbidden"),

@@ -21,7 +21,6 @@ import nufed
 from flower.ops.test_approvals import zipped
 from nufed.data import Samples, Split
 from nufed.data.partition import DirichletReusing
-from nufed.files import canonical, seal, sha256, tensor_pieces
 from nufed.flower.app import registry as authentication
 from nufed.flower.app import signatures
 from nufed.flower.app.registry import SECURE_SUM, SiteKeys
@@ -39,6 +38,7 @@ from nufed.flower.secure_sum.masking import (
 from nufed.flower.secure_sum.terms import SumTerms
 from nufed.lab.config import load_config
 from nufed.lab.export.wandb_runs import run_id
+from nufed.lab.files import canonical, seal, sha256, tensor_pieces
 from nufed.lab.runs.read_run import version_of
 from nufed.models.trainable import base_digest
 from nufed.seeding import stream

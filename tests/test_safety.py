@@ -13,9 +13,9 @@ import nufed
 from lab.experiment.test_resume import CONFIG, begun
 from nufed import InputError, Split
 from nufed.errors import RunError
-from nufed.files import read_sealed, write_sealed
 from nufed.lab.config import load_config
 from nufed.lab.config.split_file import split_bytes
+from nufed.lab.files import read_sealed, write_sealed
 from nufed.lab.runs import RunDirectory, load_run
 from nufed.lab.runs.part_files import check_done, load_checkpoint
 from support import federation

@@ -8,7 +8,7 @@ import nufed
 from accelerator import NAME
 from nufed.algorithms.aggregation import AGGREGATIONS
 from nufed.algorithms.compression import CODECS
-from nufed.files import read_sealed
+from nufed.lab.files import read_sealed
 from support import Killed, file_hashes, without_report
 
 CONFIG = {

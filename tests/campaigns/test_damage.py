@@ -7,8 +7,8 @@ import pytest
 import nufed
 from campaigns.test_kills import CONFIG
 from nufed.errors import InputError, RunError
-from nufed.files import read_sealed
 from nufed.lab.config.split_file import load_split
+from nufed.lab.files import read_sealed
 from nufed.lab.runs import load_run
 from nufed.lab.runs.json_files import write_json
 from nufed.lab.runs.part_files import load_checkpoint

@@ -15,7 +15,7 @@ import pytest
 
 import nufed
 from nufed.errors import NufedError, RunError
-from nufed.files import SEALED_TEXT, ZERO_DIGEST, read_sealed, sha256, unseal, write_sealed
+from nufed.lab.files import SEALED_TEXT, ZERO_DIGEST, read_sealed, sha256, unseal, write_sealed
 from nufed.lab.report import run_page
 from nufed.lab.runs import load_run
 from nufed.lab.runs.part_files import load_checkpoint

@@ -13,8 +13,8 @@ from flower.app.in_memory import RUN, agents_data, federation_of, plan_of, site_
 from nufed import Objective
 from nufed.algorithms import AgentUpdate
 from nufed.evaluate import RESAMPLES, Measure
-from nufed.files import sha256
 from nufed.flower.app.server_app import Server
+from nufed.lab.files import sha256
 from nufed.lab.runs.agent_states import StoredStates
 from nufed.lab.runs.part_files import Checkpoint, load_checkpoint, save_checkpoint
 from nufed.server import Progress, initial_server, next_server, to_send

@@ -19,7 +19,7 @@ from nufed.algorithms import Scaffold
 from nufed.algorithms.protocol import AgentResult, Cost
 from nufed.errors import NufedError, TrainingError, UpdateError
 from nufed.evaluate import Measure
-from nufed.files import read_sealed
+from nufed.lab.files import read_sealed
 from nufed.models import fcnn
 from nufed.objective.fast.gram_space import first_layer
 from nufed.server import to_send

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from nufed.errors import InputError, shown, visible
-from nufed.files import cannot_write
+from nufed.lab.files import cannot_write
 
 LOG = logging.getLogger("nufed")
 LogFormat: TypeAlias = Literal["text", "json"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import torch
 from torch import nn
 
-from nufed.files import canonical
 from nufed.objective.modules import norm_layers
 from nufed.objective.parts import find_part
 
@@ -48,7 +48,7 @@ def base_digest(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         tensor = parameter.detach().cpu().contiguous()
-        digest.update(canonical([name, str(tensor.dtype), list(tensor.shape)]))
+        digest.update(json.dumps([[name, str(tensor.dtype), list(tensor.shape)]]).encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

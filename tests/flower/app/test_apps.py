@@ -15,10 +15,10 @@ import nufed
 from flower.app.in_memory import MemoryGrid, agents_data
 from flower.ops.small_app import files_of
 from nufed.errors import InputError, RunError, TrainingError
-from nufed.files import read_sealed
 from nufed.flower import App
 from nufed.lab.cli.result_commands import report
 from nufed.lab.config.problem import build_samples
+from nufed.lab.files import read_sealed
 from nufed.lab.runs import load_run
 from support import Killed, file_hashes, json_lines
 

@@ -7,7 +7,7 @@ import pytest
 from flower.app.test_apps import AGENTS, TEXT, app_of, start
 from flower.app.test_faults import is_training
 from nufed.errors import RunError, TrainingError
-from nufed.files import sha256_of
+from nufed.lab.files import sha256_of
 from nufed.lab.runs.audit_log import audit
 from support import Killed
 

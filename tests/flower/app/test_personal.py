@@ -8,9 +8,9 @@ from flower.app.in_memory import RUN, MemoryGrid, agents_data, client_app, feder
 from nufed import GMeta
 from nufed.algorithms import Ditto, Scaffold
 from nufed.evaluate import evaluation_context
-from nufed.files import read_sealed
 from nufed.flower.app.privacy import Privacy
 from nufed.flower.app.server_app import Server
+from nufed.lab.files import read_sealed
 from nufed.lab.runs.agent_states import personal_after
 from nufed.server import to_send
 from nufed.simulation import DirectEngine, train

@@ -13,9 +13,9 @@ from flower.app.test_apps import AGENTS, TEXT, app_of, start
 from flower.app.test_private import in_round, kept, lost, recording, releases, untouched
 from nufed import InputError
 from nufed.errors import RunError, TrainingError
-from nufed.files import read_sealed, sha256
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.privacy import Privacy, planned
+from nufed.lab.files import read_sealed, sha256
 from nufed.lab.report.tables import problem_text
 from nufed.lab.runs import load_run
 from nufed.lab.runs.part_files import saved_rounds

@@ -22,7 +22,6 @@ from nufed.algorithms.aggregation import Mean, Median
 from nufed.algorithms.compression import Int8
 from nufed.algorithms.scalefl import ScaleFL
 from nufed.errors import InputError, TrainingError
-from nufed.files import write_sealed
 from nufed.flower.app import site_app as site_training
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.app.payload import ARRAYS
@@ -35,6 +34,7 @@ from nufed.flower.secure_sum import site as secure_site
 from nufed.flower.secure_sum.messages import SECURE, WORDS, Survivors, secure_record
 from nufed.flower.secure_sum.site import SecureRecord, _load, _save
 from nufed.flower.secure_sum.terms import SumTerms
+from nufed.lab.files import write_sealed
 from nufed.lab.runs.federation_records import read_activity, read_status, read_traffic
 from nufed.server import Progress, Rules
 from support import json_lines

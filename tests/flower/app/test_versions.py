@@ -7,10 +7,10 @@ from flower.app.test_apps import AGENTS, COHORT, app_of, start, trains
 from flower.ops.small_app import files_of
 from nufed.algorithms import fedavg
 from nufed.errors import TrainingError
-from nufed.files import read_sealed, sha256
 from nufed.flower.app import payload, roster, site_app
 from nufed.flower.app.payload import PayloadError, content, read_identity
 from nufed.lab.config import Config
+from nufed.lab.files import read_sealed, sha256
 from nufed.lab.runs import provenance
 from support import Killed
 

@@ -54,7 +54,7 @@ def finish(out, part):
 
 
 def fail(out, part):
-    from nufed.files import write_sealed
+    from nufed.lab.files import write_sealed
 
     write_sealed(part / "failure.json", {{"reason": "no site came within 3 seconds"}})
     raise RuntimeError("training ended")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from nufed.errors import InputError, RunError
-from nufed.files import write_sealed
 from nufed.flower.ops import submit
 from nufed.flower.ops.keys import make_authority, make_site_key
 from nufed.flower.ops.link import Link, error_message
@@ -17,6 +16,7 @@ from nufed.flower.ops.local import data_of, sites_of
 from nufed.flower.ops.site_runner import SiteOptions, site_command
 from nufed.flower.ops.submit import Tail, failures, report_of, wait_for_server
 from nufed.flower.ops.superlink import superlink_command
+from nufed.lab.files import write_sealed
 
 SECURE, OPEN = Link("fed.example.org:8000", Path("/k/ca.crt")), Link("127.0.0.1:8000", None)
 

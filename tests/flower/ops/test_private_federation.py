@@ -8,9 +8,9 @@ import pytest
 
 from flower.ops.commands import TIMEOUT, Federation, find, home_of, rounds_done
 from flower.ops.small_app import write_app
-from nufed.files import read_sealed
 from nufed.flower.app.epsilon import server_epsilon
 from nufed.flower.ops.flower_processes import wait
+from nufed.lab.files import read_sealed
 from nufed.lab.runs import load_run
 from processes import descendants
 

@@ -5,7 +5,7 @@ import torch
 
 from flower.ops.commands import TIMEOUT, nufed_federate
 from flower.ops.small_app import files_of, simulate, write_app
-from nufed.files import read_sealed
+from nufed.lab.files import read_sealed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 

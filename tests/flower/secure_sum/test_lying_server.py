@@ -38,7 +38,6 @@ import torch
 from flwr.app import RecordDict
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 
-from nufed.files import canonical
 from nufed.flower.app.payload import ARRAYS
 from nufed.flower.app.registry import SECURE_SUM, SiteKeys
 from nufed.flower.app.signatures import sign
@@ -60,6 +59,7 @@ from nufed.flower.secure_sum.messages import (
 from nufed.flower.secure_sum.site import SecureRecord, _load
 from nufed.flower.secure_sum.terms import SecureSumError, SumTerms, threshold
 from nufed.flower.secure_sum.words import add, encode, mask, shape_of, subtract
+from nufed.lab.files import canonical
 
 BEFORE = {"model": torch.zeros(3)}
 VECTORS = [{"model": torch.tensor([1.0, 0.1, -2.0]) * 3.0**site} for site in range(6)]

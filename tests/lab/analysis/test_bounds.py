@@ -7,9 +7,9 @@ import pytest
 import nufed
 from nufed import InputError, theory
 from nufed.errors import RunError
-from nufed.files import write_sealed
 from nufed.lab.analysis.bounds import bounds_of_numbers, bounds_of_run
 from nufed.lab.config import load_config
+from nufed.lab.files import write_sealed
 from nufed.lab.report.bounds_tables import bounds_notes, bounds_tables
 from nufed.lab.report.run_page import build_report
 from nufed.lab.runs import load_run

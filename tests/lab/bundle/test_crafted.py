@@ -7,8 +7,8 @@ from safetensors.torch import save
 from torch import nn
 
 from nufed import Bundle, InputError, load_adapted, load_bundle
-from nufed.files import read_sealed, write_sealed
 from nufed.lab.bundle import bundle as bundle_file
+from nufed.lab.files import read_sealed, write_sealed
 
 
 @pytest.fixture(scope="module")

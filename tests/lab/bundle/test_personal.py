@@ -10,9 +10,9 @@ import nufed
 from nufed import GMeta, InputError, load_adapted
 from nufed.algorithms import Ditto
 from nufed.errors import RunError
-from nufed.files import read_sealed, unseal, write_sealed
 from nufed.lab.bundle.from_run import make_personal
 from nufed.lab.config.problem import Problem
+from nufed.lab.files import read_sealed, unseal, write_sealed
 from nufed.lab.runs import load_run
 
 METHODS = {

@@ -9,8 +9,8 @@ from torch import nn
 
 from nufed import Bundle, load_adapted, load_bundle
 from nufed.errors import NumericalWarning
-from nufed.files import read_sealed, write_sealed
 from nufed.lab.bundle.adapting import Report, Score
+from nufed.lab.files import read_sealed, write_sealed
 
 RANGE = {"low": 0.0, "high": 1.0, "mean": 0.5, "std": 0.3}
 

@@ -13,9 +13,9 @@ from lab.analysis.test_bounds import NUMBERS
 from nufed.algorithms import ALGORITHMS
 from nufed.algorithms.aggregation import AGGREGATIONS
 from nufed.data import PARTITIONS, SHIFTS
-from nufed.files import read_sealed
 from nufed.lab.config import presets
 from nufed.lab.config.load import known_fields
+from nufed.lab.files import read_sealed
 from nufed.lab.readers.sources import SOURCES
 from nufed.lab.report.charts import counts_chart
 from nufed.lab.report.figures import save_chart

@@ -7,12 +7,12 @@ import pytest
 import nufed
 from nufed import InputError
 from nufed.errors import RunError
-from nufed.files import read_sealed, write_sealed
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import Problem
 from nufed.lab.experiment.array import LOCKS, check_share, parse_share, shared_run, slurm_share
 from nufed.lab.experiment.jobs import BASELINE_PART
 from nufed.lab.experiment.setup import Setup
+from nufed.lab.files import read_sealed, write_sealed
 from processes import Child
 from support import Killed, file_hashes, without_report
 

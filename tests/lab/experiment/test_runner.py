@@ -19,11 +19,11 @@ import nufed
 from nufed import InputError
 from nufed.algorithms.aggregation import Mean
 from nufed.errors import TrainingError
-from nufed.files import read_sealed
 from nufed.lab.config import load_config
 from nufed.lab.config import problem as build
 from nufed.lab.config.split_file import load_split, split_bytes
 from nufed.lab.experiment import training
+from nufed.lab.files import read_sealed
 from nufed.lab.readers.sources import SOURCES
 from support import context, file_hashes, json_lines, with_figures
 

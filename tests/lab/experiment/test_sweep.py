@@ -13,12 +13,12 @@ import pytest
 import nufed
 from nufed import InputError
 from nufed.errors import RunError
-from nufed.files import read_sealed, write_sealed
 from nufed.lab.analysis import comparison
 from nufed.lab.analysis.comparison import keyed_scores, marginal_scores
 from nufed.lab.config.sweep_grid import make_grid
 from nufed.lab.experiment import sweeping as sweep_runs
 from nufed.lab.experiment.training import MethodJob
+from nufed.lab.files import read_sealed, write_sealed
 from nufed.lab.report.result_files import write_results
 from nufed.lab.report.sweep_page import sweep_charts, sweep_headline, sweep_notes, sweep_table
 from nufed.simulation import start_method

@@ -20,9 +20,9 @@ import torch
 import nufed as library
 from nufed import InputError, load_bundle, load_run
 from nufed.data import Preparation, learn_preparation, prepare
-from nufed.files import read_sealed
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import Problem
+from nufed.lab.files import read_sealed
 from nufed.lab.readers.files import LIMIT
 from nufed.lab.readers.sources import SOURCES
 from nufed.lab.readers.tables import CELL_GROWTH

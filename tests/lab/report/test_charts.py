@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import nufed as library
-from nufed.files import read_sealed
 from nufed.lab.analysis.comparison import one_differing_key, value_of
 from nufed.lab.config import load_config
+from nufed.lab.files import read_sealed
 from nufed.lab.report import figures, page
 from nufed.lab.report.charts import all_charts, signal_chart
 from nufed.lab.report.run_page import build_report

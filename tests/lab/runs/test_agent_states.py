@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nufed.errors import RunError
-from nufed.files import seal
+from nufed.lab.files import seal
 from nufed.lab.runs.agent_states import OVERHEAD, Inventory, StoredStates
 
 BELONGS = {"configuration": "a", "data": "b", "split": "c"}

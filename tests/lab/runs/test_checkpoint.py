@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from nufed.errors import RunError
-from nufed.files import locked, sha256, write_durably
+from nufed.lab.files import locked, sha256, write_durably
 from nufed.lab.runs.agent_states import Inventory
 from nufed.lab.runs.part_files import Checkpoint, PartFiles, load_checkpoint, save_checkpoint
 
@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch,
 
 def test_a_second_run_is_refused_and_a_crash_leaves_no_lock(tmp_path):
     hold = (
-        "import time\nfrom pathlib import Path\nfrom nufed.files import locked\n"
+        "import time\nfrom pathlib import Path\nfrom nufed.lab.files import locked\n"
         f"with locked(Path({str(tmp_path)!r})):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(60)\n"

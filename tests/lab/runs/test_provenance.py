@@ -8,7 +8,7 @@ import pytest
 import nufed as library
 from lab.experiment.test_resume import Killed
 from nufed.errors import NumericalWarning, RunError
-from nufed.files import read_sealed, sha256, write_durably, write_sealed
+from nufed.lab.files import read_sealed, sha256, write_durably, write_sealed
 from nufed.lab.report.tables import settings_table
 from nufed.lab.runs import load_run, provenance
 from support import file_hashes, without_report

@@ -18,7 +18,7 @@ from campaigns.test_damage import damaged
 from lab.experiment.test_resume import Killed
 from lab.runs.test_provenance import CONFIG
 from nufed.errors import RunError
-from nufed.files import read_sealed, sha256, write_sealed
+from nufed.lab.files import read_sealed, sha256, write_sealed
 from nufed.lab.report.charts import rounds_chart
 from nufed.lab.runs import load_run
 from nufed.lab.runs.federation_records import FederationRecord

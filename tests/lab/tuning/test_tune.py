@@ -12,9 +12,9 @@ import pytest
 import nufed
 from nufed import InputError
 from nufed.errors import RunError
-from nufed.files import read_sealed, write_sealed
 from nufed.lab.config import load_config
 from nufed.lab.config import problem as build
+from nufed.lab.files import read_sealed, write_sealed
 from nufed.lab.runs.directory import BOUNDS
 from nufed.lab.runs.json_files import read_record
 from nufed.lab.runs.records import BoundsRecord, ConstantRecord

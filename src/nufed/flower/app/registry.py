@@ -38,7 +38,6 @@ from flwr.app import ConfigRecord, RecordDict
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from nufed.errors import InputError, shown
-from nufed.files import write_durably
 from nufed.flower.app.payload import MAX_NAME_LENGTH, PayloadError
 from nufed.flower.app.signatures import (
     checked_public,
@@ -48,6 +47,7 @@ from nufed.flower.app.signatures import (
     sign,
     verify,
 )
+from nufed.lab.files import write_durably
 from nufed.lab.runs.json_files import Record
 
 SITES = "sites.toml"

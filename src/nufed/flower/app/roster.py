@@ -17,7 +17,6 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from nufed.errors import TrainingError
-from nufed.files import read_sealed, write_sealed
 from nufed.flower.app.events import Excluded, Joined, Left, Recording, SitesSeen
 from nufed.flower.app.payload import (
     VERSION,
@@ -31,6 +30,7 @@ from nufed.flower.app.payload import (
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.registry import Authentication
 from nufed.flower.app.replies import POLL_INTERVAL, Pending
+from nufed.lab.files import read_sealed, write_sealed
 from nufed.lab.runs.federation_records import Exclusion, ExclusionsRecord
 from nufed.lab.runs.json_files import checked
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
 from nufed.errors import InputError
-from nufed.files import canonical
+from nufed.lab.files import canonical
 
 PREFIX = "nufed site signature"
 HASH = ec.ECDSA(hashes.SHA384())

@@ -31,11 +31,11 @@ from nufed.algorithms.protocol import AgentContext, Cost, State
 from nufed.data import Federation, Samples, as_samples, check_single_sample, prepare, site_split
 from nufed.data.samples import input_ranges, scale_warnings
 from nufed.errors import InputError, RunError, TrainingError, require, shown
-from nufed.files import make_private, read_sealed, sha256, write_sealed
 from nufed.flower.app.epsilon import is_positive
 from nufed.flower.app.payload import read_about, read_int, read_run, read_vectors
 from nufed.flower.app.plan import Plan
 from nufed.flower.logs import event
+from nufed.lab.files import make_private, read_sealed, sha256, write_sealed
 
 
 def default_folder() -> Path:

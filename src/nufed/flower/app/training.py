@@ -20,7 +20,6 @@ from flwr.serverapp import Grid
 
 from nufed.errors import NufedError, NumericalWarning, RunError, TrainingError
 from nufed.evaluate import Evaluation, chooses, summarise
-from nufed.files import cannot_write, locked, read_sealed, sha256, sha256_of, write_sealed
 from nufed.flower.app.events import EventLog, MethodStarted, RoundRecorded
 from nufed.flower.app.payload import VERSION
 from nufed.flower.app.plan import Plan
@@ -32,6 +31,7 @@ from nufed.flower.app.scoring import Outcome
 from nufed.flower.app.server_app import Cohorts, Server
 from nufed.flower.logs import event, log_to
 from nufed.lab.config import Config
+from nufed.lab.files import cannot_write, locked, read_sealed, sha256, sha256_of, write_sealed
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.audit_log import AUDIT, AuditLog
 from nufed.lab.runs.directory import PRIVACY

@@ -11,7 +11,6 @@ from flwr.serverapp import Grid
 
 from nufed.algorithms.protocol import State
 from nufed.errors import Fault
-from nufed.files import sha256, tensor_pieces
 from nufed.flower.app.events import Answered, Asked, Recording
 from nufed.flower.app.payload import (
     ARRAYS,
@@ -28,6 +27,7 @@ from nufed.flower.app.replies import LOG, Pending
 from nufed.flower.app.roster import Exclusions, Refusals, Roster
 from nufed.flower.secure_sum.messages import TRAINS
 from nufed.flower.secure_sum.server import Replies
+from nufed.lab.files import sha256, tensor_pieces
 from nufed.lab.runs.federation_records import Phase, TrafficLine
 from nufed.server import TOO_LATE, to_send
 

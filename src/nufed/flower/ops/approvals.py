@@ -22,9 +22,9 @@ from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 from nufed.errors import InputError, in_short, shown, visible
-from nufed.files import canonical, make_private, sha256, write_durably
 from nufed.flower.internals import build_fab_from_disk
 from nufed.lab.config.schema import Config, within
+from nufed.lab.files import canonical, make_private, sha256, write_durably
 
 MANIFEST = ".info/CONTENT"  # derived from the other files, and not unpacked to the app
 MAX_BYTES = 50 * 2**20  # unpacked; Flower's limit of a bundle is 10 MiB

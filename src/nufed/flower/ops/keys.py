@@ -27,8 +27,8 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nufed.errors import InputError
-from nufed.files import make_private
 from nufed.flower.ops.link import Link
+from nufed.lab.files import make_private
 
 AHEAD = timedelta(days=30)
 CONNECT_TIMEOUT = 10  # seconds

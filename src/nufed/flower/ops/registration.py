@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nufed.errors import InputError, RunError
-from nufed.files import write_durably
 from nufed.flower.app.registry import (
     NODES,
     SITES,
@@ -27,6 +26,7 @@ from nufed.flower.app.registry import (
 )
 from nufed.flower.app.signatures import fingerprint, load_public, read_public
 from nufed.flower.ops.link import Link, control_of
+from nufed.lab.files import write_durably
 from nufed.lab.runs.audit_log import AUDIT, AuditLog
 
 

@@ -26,7 +26,6 @@ from threading import Event, Thread
 from typing import NoReturn
 
 from nufed.errors import InputError, RunError
-from nufed.files import make_private
 from nufed.flower.app.site import default_folder
 from nufed.flower.logs import LogFormat
 from nufed.flower.ops.approvals import Approvals
@@ -34,6 +33,7 @@ from nufed.flower.ops.flower_processes import flower, python_module
 from nufed.flower.ops.keys import check_private, link_expiry
 from nufed.flower.ops.link import Link, existing_file
 from nufed.flower.ops.prometheus import serving, site_metrics
+from nufed.lab.files import make_private
 from nufed.lab.runs.federation_records import read_activity
 
 TOUCH_INTERVAL = 10.0  # seconds

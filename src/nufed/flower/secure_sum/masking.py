@@ -18,10 +18,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from nufed.files import canonical
 from nufed.flower.internals import create_shares
 from nufed.flower.secure_sum.terms import SecureSumError, SumTerms, as_json
 from nufed.flower.secure_sum.words import KEY_BYTES, Words, add, mask, subtract
+from nufed.lab.files import canonical
 
 Sign: TypeAlias = Callable[[bytes], bytes]
 Verify: TypeAlias = Callable[[int, bytes, bytes], bool]  # site, message, signature

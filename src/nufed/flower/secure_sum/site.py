@@ -23,7 +23,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from nufed.algorithms.protocol import State
 from nufed.errors import InputError, RunError
-from nufed.files import canonical, locked, make_private, read_sealed, sha256, write_sealed
 from nufed.flower.app.payload import read_run
 from nufed.flower.app.registry import SECURE_SUM, SiteKeys
 from nufed.flower.app.signatures import checked_public, sign
@@ -51,6 +50,7 @@ from nufed.flower.secure_sum.messages import (
 )
 from nufed.flower.secure_sum.terms import PROTOCOL, SecureSumError, SumTerms, as_json
 from nufed.flower.secure_sum.words import encode
+from nufed.lab.files import canonical, locked, make_private, read_sealed, sha256, write_sealed
 
 SUMS = "secure-sums-"  # files in a site's folder, with its number
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pydantic import ConfigDict, with_config
 
 from nufed.errors import TrainingError
-from nufed.files import canonical
+from nufed.lab.files import canonical
 
 PROTOCOL = 2  # version: since 2, confirmations cover all keys, and attempt ids are used once
 MIN_SITES = 3  # with the sum of two, each of them knows the other's update

@@ -19,10 +19,10 @@ from nufed import theory
 from nufed.algorithms import GMeta
 from nufed.algorithms.protocol import Algorithm, TheorySettings
 from nufed.errors import InputError, NumericalWarning
-from nufed.files import write_sealed
 from nufed.lab.analysis.estimate import Estimator, spread
 from nufed.lab.config.describe import input_error
 from nufed.lab.config.problem import Given, Problem
+from nufed.lab.files import write_sealed
 from nufed.lab.runs import Run
 from nufed.lab.runs.directory import BOUNDS
 from nufed.lab.runs.part_files import read_received

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from nufed.data import Federation, Samples, Split
 from nufed.data.samples import scaled
 from nufed.errors import InputError
-from nufed.files import unseal, write_sealed
 from nufed.lab.bundle.about import About, InputsAbout, read_about
 from nufed.lab.bundle.building import MissingPartError, build_model, build_personal
+from nufed.lab.files import unseal, write_sealed
 from nufed.meta.fine_tuning import trajectory
 from nufed.seeding import stream
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from nufed.data import Preparation
 from nufed.errors import InputError, require
-from nufed.files import unseal, write_sealed
 from nufed.lab.bundle.about import (
     About,
     PersonalAbout,
@@ -34,6 +33,7 @@ from nufed.lab.bundle.building import (
 )
 from nufed.lab.config.problem import LOSSES, find_named
 from nufed.lab.config.schema import LoraConfig
+from nufed.lab.files import unseal, write_sealed
 from nufed.meta.fine_tuning import Rate, per_coordinate
 from nufed.objective import Loss, Objective
 from nufed.objective.modules import RunningStats

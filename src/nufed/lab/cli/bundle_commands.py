@@ -296,7 +296,7 @@ def _print(answers: list[Prediction], labels: list[str], names: Sequence[str]) -
 
 
 def _write(out: Path, answers: list[Prediction], names: Sequence[str] = ()) -> None:
-    from nufed.files import write_durably
+    from nufed.lab.files import write_durably
     from nufed.lab.readers.files import to_cell
 
     if out.suffix != ".csv":

@@ -37,12 +37,12 @@ from nufed.data.augmentation import AUGMENTATIONS
 from nufed.errors import InputError
 from nufed.evaluate import EvalLr
 from nufed.evaluate.metrics import Better
-from nufed.files import sha256
 from nufed.lab.config.describe import AT_SITES as AT_SITES
 from nufed.lab.config.describe import OWN as OWN
 from nufed.lab.config.describe import Name
 from nufed.lab.config.devices import picked_device
 from nufed.lab.config.methods import MethodConfig, make_methods, with_objects, write_out
+from nufed.lab.files import sha256
 from nufed.objective.modules import MemoryFormat, Precision, RunningStats
 from nufed.registry import is_code, suggest
 from nufed.simulation.engine import EngineName

@@ -12,7 +12,7 @@ from nufed.data import Split
 from nufed.data.partition import DirichletReusing, Rows
 from nufed.data.split import PARTS, lazy_split
 from nufed.errors import InputError
-from nufed.files import seal, unseal
+from nufed.lab.files import seal, unseal
 
 
 def split_bytes(split: Split) -> bytes:

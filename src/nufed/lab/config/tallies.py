@@ -16,8 +16,8 @@ from pathlib import Path
 
 from nufed.data import ColumnTally, Preparation, Samples, pooled, site_split, tally
 from nufed.errors import InputError
-from nufed.files import write_durably
 from nufed.lab.config.schema import DataConfig
+from nufed.lab.files import write_durably
 from nufed.lab.readers.files import read_bounded
 
 MOST_BYTES = 2**26  # of a tally

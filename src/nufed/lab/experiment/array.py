@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nufed.errors import InputError, RunError, in_short, shown
-from nufed.files import locked, make_private
 from nufed.lab.config.trust import named_code
 from nufed.lab.experiment.jobs import RunPart
 from nufed.lab.experiment.setup import Setup, begin_run, load_one_run
 from nufed.lab.experiment.training import parts_of
+from nufed.lab.files import locked, make_private
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.provenance import Provenance
 

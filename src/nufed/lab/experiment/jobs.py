@@ -17,10 +17,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, TypeVar
 
-from nufed.files import TEMPORARY, cannot_write, make_private, write_durably
 from nufed.lab.experiment.observers import Event, Listener
 from nufed.lab.experiment.session import Stop
 from nufed.lab.experiment.setup import Setup
+from nufed.lab.files import TEMPORARY, cannot_write, make_private, write_durably
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.part_files import PartFiles
 from nufed.simulation import RayCluster, Workers

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from nufed.errors import InputError
-from nufed.files import locked
 from nufed.lab.config import Config
 from nufed.lab.experiment.array import Share, check_share, end_sharing, shared_run
 from nufed.lab.experiment.finish import finish
@@ -16,6 +15,7 @@ from nufed.lab.experiment.observers import Listener, Observer
 from nufed.lab.experiment.session import Options, Session, takes_options
 from nufed.lab.experiment.setup import Setup, begin_run, load_one_run, reopen_run
 from nufed.lab.experiment.training import job_of, jobs_of
+from nufed.lab.files import locked
 from nufed.lab.report.notebook import ShownRun
 from nufed.lab.runs import RunDirectory, load_run
 from nufed.lab.runs.provenance import Provenance

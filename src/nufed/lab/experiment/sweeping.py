@@ -12,7 +12,6 @@ from typing import Any, Unpack
 
 from nufed.data import Samples, as_samples
 from nufed.errors import InputError, RunError, TrainingError, in_short
-from nufed.files import locked
 from nufed.lab.config.load import read_config
 from nufed.lab.config.problem import Given, Recorded, build_samples
 from nufed.lab.config.schema import OWN, DataConfig
@@ -24,6 +23,7 @@ from nufed.lab.experiment.observers import Event, Listener
 from nufed.lab.experiment.session import Options, Session, Stop, resumed_by, takes_options
 from nufed.lab.experiment.setup import Setup, begin_run, check_simulated, reopen_run, worker_count
 from nufed.lab.experiment.training import job_of, parts_of
+from nufed.lab.files import locked
 from nufed.lab.report.result_files import write_results
 from nufed.lab.runs import Run, RunDirectory, load_run
 from nufed.lab.runs.part_files import PartFiles

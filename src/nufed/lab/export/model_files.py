@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from nufed.errors import InputError, in_short, shown
-from nufed.files import tensor_pieces, unseal, write_durably
 from nufed.lab.bundle import Adapted, load_adapted, load_bundle
 from nufed.lab.bundle.from_run import make_bundle
 from nufed.lab.export.target import Chosen, check_new, needed
+from nufed.lab.files import tensor_pieces, unseal, write_durably
 from nufed.lab.runs import Run
 from nufed.lab.runs.json_files import write_json
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from nufed.errors import InputError, shown
-from nufed.files import write_durably
 from nufed.lab.export.mlflow_store import FOLDER as MLFLOW
 from nufed.lab.export.mlflow_store import write_mlflow
 from nufed.lab.export.model_files import WRITERS, export_of_run
@@ -21,6 +20,7 @@ from nufed.lab.export.target import Chosen, Target, check_new, needed
 from nufed.lab.export.tensorboard_files import FOLDER as TENSORBOARD
 from nufed.lab.export.tensorboard_files import write_tensorboard
 from nufed.lab.export.wandb_runs import write_wandb
+from nufed.lab.files import write_durably
 from nufed.lab.readers.files import to_cell
 from nufed.lab.runs import Run
 from nufed.registry import suggest

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from nufed.files import sha256
 from nufed.lab.export.target import Chosen, Tracker, needed, replay, settings_of_method
+from nufed.lab.files import sha256
 from nufed.lab.runs import Run
 
 

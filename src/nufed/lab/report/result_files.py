@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nufed.files import write_durably
 from nufed.lab.config.sweep_grid import value_text
+from nufed.lab.files import write_durably
 from nufed.lab.readers.files import to_cell
 from nufed.lab.report.tables import run_name
 from nufed.lab.runs import Estimate, Row, Run

@@ -29,7 +29,14 @@ from torch import Tensor
 
 from nufed.algorithms.protocol import AgentContext, Algorithm, State
 from nufed.errors import RunError
-from nufed.files import cannot_write, make_private, read_sealed, seal, sync_directory, write_sealed
+from nufed.lab.files import (
+    cannot_write,
+    make_private,
+    read_sealed,
+    seal,
+    sync_directory,
+    write_sealed,
+)
 from nufed.server import on_device
 
 FOLDER = "states"

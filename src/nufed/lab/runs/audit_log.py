@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nufed.errors import RunError, shown, visible
-from nufed.files import cannot_write, sha256, sync_directory
+from nufed.lab.files import cannot_write, sha256, sync_directory
 
 AUDIT = "audit.jsonl"
 START = "0" * 64

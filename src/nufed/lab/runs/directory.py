@@ -51,7 +51,8 @@ from nufed.algorithms.protocol import State
 from nufed.data import Samples, Split
 from nufed.errors import RunError
 from nufed.evaluate import AgentScores
-from nufed.files import (
+from nufed.lab.config.split_file import split_bytes
+from nufed.lab.files import (
     TEMPORARY,
     cannot_write,
     is_full,
@@ -60,7 +61,6 @@ from nufed.files import (
     write_durably,
     write_sealed,
 )
-from nufed.lab.config.split_file import split_bytes
 from nufed.lab.runs.json_files import check_entries, finite, read_record, valid_lines
 from nufed.lab.runs.records import (
     LISTED,

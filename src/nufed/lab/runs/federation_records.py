@@ -20,7 +20,7 @@ from filelock import FileLock
 from pydantic import Field
 
 from nufed.errors import RunError
-from nufed.files import make_private
+from nufed.lab.files import make_private
 from nufed.lab.runs.json_files import Record, Whole, checked, valid_lines, write_json
 
 Epsilon = Annotated[float, Field(ge=0, allow_inf_nan=True)]

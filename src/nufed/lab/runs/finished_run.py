@@ -15,9 +15,9 @@ from nufed.algorithms.protocol import Algorithm
 from nufed.data import Preparation
 from nufed.errors import RunError, visible
 from nufed.evaluate import Measure
-from nufed.files import read_sealed
 from nufed.lab.config.problem import Recorded, resolved_partition
 from nufed.lab.config.schema import Config
+from nufed.lab.files import read_sealed
 from nufed.lab.runs import frames
 from nufed.lab.runs.directory import BOUNDS, PRIVACY
 from nufed.lab.runs.federation_records import PrivacyRecord, TrafficLine, read_traffic

@@ -36,7 +36,7 @@ from pydantic import (
 )
 
 from nufed.errors import RunError, shown
-from nufed.files import read_sealed, write_durably
+from nufed.lab.files import read_sealed, write_durably
 
 Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**63 - 1)]

@@ -32,7 +32,8 @@ from safetensors.torch import load
 from nufed.algorithms.protocol import Algorithm, State
 from nufed.errors import NumericalWarning, ResumableError, RunError
 from nufed.evaluate import Evaluation
-from nufed.files import (
+from nufed.lab.config import Config
+from nufed.lab.files import (
     Pieces,
     cannot_write,
     read_sealed,
@@ -43,7 +44,6 @@ from nufed.files import (
     write_durably,
     write_sealed,
 )
-from nufed.lab.config import Config
 from nufed.lab.runs.agent_states import Inventory, StoredStates, kept_rounds, no_best
 from nufed.lab.runs.directory import RunDirectory
 from nufed.lab.runs.json_files import checked, finite

@@ -21,12 +21,12 @@ from nufed.data import Samples, Split
 from nufed.data.samples import InputRange, input_ranges, scale_warnings
 from nufed.errors import InputError, NumericalWarning, ResumableError, RunError, shown
 from nufed.evaluate import Measure
-from nufed.files import write_durably, write_sealed
 from nufed.lab.config.load import read_config
 from nufed.lab.config.problem import Recorded
 from nufed.lab.config.schema import Config
 from nufed.lab.config.split_file import split_bytes
 from nufed.lab.config.trust import methods_are_imported, require_trust
+from nufed.lab.files import write_durably, write_sealed
 from nufed.lab.runs.directory import RunDirectory
 from nufed.lab.runs.json_files import check_format, checked, read_about
 from nufed.lab.runs.records import RunAbout

@@ -21,10 +21,10 @@ from pydantic import Field
 
 from nufed.errors import RunError
 from nufed.evaluate import summarise
-from nufed.files import write_sealed
 from nufed.lab.config.describe import Name
 from nufed.lab.config.schema import Config
 from nufed.lab.config.sweep_grid import Grid, GridPoint, in_words
+from nufed.lab.files import write_sealed
 from nufed.lab.runs.finished_run import Run
 from nufed.lab.runs.json_files import (
     Record,

@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeAlias
 from nufed.algorithms.protocol import Algorithm
 from nufed.errors import InputError, RunError, TrainingError, UpdateError, shown
 from nufed.evaluate import ByScale, choose_step_sizes, preferred, summarise
-from nufed.files import cannot_write, make_private, write_sealed
 from nufed.lab.config import Config
 from nufed.lab.config.methods import MethodConfig
 from nufed.lab.config.schema import ScoredAgents
@@ -26,6 +25,7 @@ from nufed.lab.experiment.observers import Event
 from nufed.lab.experiment.session import Stop
 from nufed.lab.experiment.setup import Setup
 from nufed.lab.experiment.training import Finish, MethodJob
+from nufed.lab.files import cannot_write, make_private, write_sealed
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.json_files import finite, read_lines, read_record
 from nufed.lab.runs.part_files import PartFiles, Recorder

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from nufed.errors import InputError, NumericalWarning, RunError, shown, visible
-from nufed.files import locked, write_durably, write_sealed
 from nufed.lab.config import Config, load_config
 from nufed.lab.config.load import read_config
 from nufed.lab.config.schema import BudgetUnit, TunedTable, TuneTable
 from nufed.lab.config.trust import require_trust
 from nufed.lab.experiment.session import Options, Session, resumed_by, takes_options
 from nufed.lab.experiment.setup import Setup, check_simulated
+from nufed.lab.files import locked, write_durably, write_sealed
 from nufed.lab.runs import RunDirectory, load_run
 from nufed.lab.runs.json_files import check_entries, read_record
 from nufed.lab.runs.provenance import flat_differences, plain_settings

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from nufed.errors import RunError
-from nufed.files import (
+from nufed.lab.files import (
     read_sealed,
     seal,
     sha256,
