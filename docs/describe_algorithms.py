@@ -1,7 +1,7 @@
 """Writes what docs and `nufed list` say about algorithms from their docstrings, fields and tests.
 
-The tables at the end of docs/algorithms.md, a page for each method in docs/algorithms/, and the
-table of names in src/nufed/lab/cli/catalogue.json. Run it from anywhere:
+The tables at the end of docs/algorithms.md, a page for each method in docs/algorithms/, the list in
+README.md, and the table of names in src/nufed/lab/cli/catalogue.json. Run it from anywhere:
 `python docs/describe_algorithms.py`.
 """
 
@@ -9,6 +9,7 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from nufed.algorithms import ALGORITHMS, Algorithm, LocalTraining
@@ -24,6 +25,8 @@ PAGES = DOCS / "algorithms"
 RUNS_CHECKS = {"proof", "a_wrong_copy_is_rejected"}  # tests that run the checks
 CAPITALS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between words of a name
 HEADING = "## Those that are here\n"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- begin: methods -->\n", "<!-- end: methods -->"
 
 
 def tables() -> str:
@@ -47,6 +50,15 @@ def rows_of(cls: type[Algorithm], without: type[Algorithm] | None = None) -> lis
     """The settings of a class as rows of a table, without those of another."""
     known = described(without) if without else []
     return [f"| {' | '.join((f'`{s.key}`', *s[1:]))} |" for s in described(cls) if s not in known]
+
+
+def readme() -> str:
+    """README.md with the names of all methods, as their docstrings write them."""
+    names = [title_of(name)[0].partition(":") for name in ALGORITHMS]
+    *others, last = [name for name, colon, _ in names if colon]
+    text = textwrap.fill(f"{', '.join(others)} and {last}.", width=120, break_on_hyphens=False)
+    before, _, rest = README.read_text("utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}"
 
 
 def title_of(name: str) -> tuple[str, dict[str, str]]:
@@ -157,6 +169,7 @@ def plain(docstring: str | None) -> str:
 if __name__ == "__main__":
     text = PAGE.read_text("utf-8")
     PAGE.write_text(text[: text.index(HEADING)] + HEADING + tables(), "utf-8")
+    README.write_text(readme(), "utf-8")
     PAGES.mkdir(exist_ok=True)
     for old in PAGES.glob("*.md"):
         old.unlink()

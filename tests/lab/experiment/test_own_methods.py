@@ -138,6 +138,7 @@ def test_the_pages_of_algorithms_are_made_from_them():
     assert PAGE.endswith(script["HEADING"] + script["tables"]()), run_it
     written = {page.stem: page.read_text("utf-8") for page in script["PAGES"].glob("*.md")}
     assert written == script["pages"](), run_it
+    assert (ROOT / "README.md").read_text("utf-8") == script["readme"](), run_it
 
 
 SMALL = {
