@@ -221,7 +221,7 @@ def test_what_does_not_exist_is_found(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "`src/nufed/lab/files.py` `lab/files.py` `files.py` `simulation/loop.py` `tests/support.py`",
+        "`src/nufed/lab/files.py` `lab/files.py` `files.py` `tests/support.py`",
         "in `lab/bundle/`: the file in `adapting.py`",
         "`lab/config/presets/fig*.toml` `paper/stages.py` `paper/` `results.json`",
         "`tests/test_docs.py::test_all_pages_are_read`",
