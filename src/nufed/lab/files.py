@@ -40,7 +40,7 @@ def write_durably(path: Path, content: bytes | Pieces) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        sync_directory(path.parent)
+        sync(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
@@ -64,11 +64,12 @@ def remove_temporary(folder: Path) -> None:
             raise cannot_write(path, error) from error
 
 
-def sync_directory(folder: Path) -> None:
-    """Make renames in a directory durable."""
-    if os.name != "posix":  # other systems can't open directories
+def sync(path: Path) -> None:
+    """Make the content of a file, or the renames in a directory, durable."""
+    is_folder = path.is_dir()
+    if is_folder and os.name != "posix":  # other systems can't open directories
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

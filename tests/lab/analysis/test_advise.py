@@ -21,7 +21,7 @@ from nufed.lab.analysis.advise import (
     fewest_samples,
     recommend,
 )
-from nufed.lab.report.advice_tables import advice_notes, advice_tables
+from nufed.lab.report.analysis_tables import advice_notes, advice_tables
 
 CONFIG = {
     "rounds": 8,

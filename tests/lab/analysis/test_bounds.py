@@ -10,7 +10,7 @@ from nufed.errors import RunError
 from nufed.lab.analysis.bounds import bounds_of_numbers, bounds_of_run
 from nufed.lab.config import load_config
 from nufed.lab.files import write_sealed
-from nufed.lab.report.bounds_tables import bounds_notes, bounds_tables
+from nufed.lab.report.analysis_tables import bounds_notes, bounds_tables
 from nufed.lab.report.run_page import build_report
 from nufed.lab.runs import load_run
 from nufed.theory import BatchSizes, ProblemConstants

@@ -20,33 +20,35 @@ from nufed.flower.secure_sum.terms import PROTOCOL, as_json
 from nufed.flower.secure_sum.words import Words
 
 
-@as_json
 @dataclass(frozen=True)
-class Adverts:
-    """The keys of all sites, to each of them."""
+class OfAttempt:
+    """A message of an attempt at a sum."""
 
     run: str
     attempt: str
+
+
+@as_json
+@dataclass(frozen=True)
+class Adverts(OfAttempt):
+    """The keys of all sites, to each of them."""
+
     adverts: Mapping[int, Advert]
 
 
 @as_json
 @dataclass(frozen=True)
-class SealedShares:
+class SealedShares(OfAttempt):
     """Encrypted shares: from a site by receiver, or to a site by sender."""
 
-    run: str
-    attempt: str
     sealed: Mapping[int, bytes]
 
 
 @as_json
 @dataclass(frozen=True)
-class Survivors:
+class Survivors(OfAttempt):
     """The sites whose masked updates arrived."""
 
-    run: str
-    attempt: str
     sites: tuple[int, ...]
 
 
@@ -60,11 +62,9 @@ class Confirmation:
 
 @as_json
 @dataclass(frozen=True)
-class Confirmations:
+class Confirmations(OfAttempt):
     """The signatures of all sites that confirmed the survivors."""
 
-    run: str
-    attempt: str
     signatures: Mapping[int, bytes]
 
 

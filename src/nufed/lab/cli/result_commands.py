@@ -82,7 +82,7 @@ def bounds(
     """Theoretical guarantees: constants, bounds per ν, allowed step sizes, Theorem 1."""
     from nufed.lab.analysis.bounds import bounds_of_numbers, write_bounds
     from nufed.lab.cli.printed_results import print_notes
-    from nufed.lab.report.bounds_tables import bounds_notes, bounds_tables
+    from nufed.lab.report.analysis_tables import bounds_notes, bounds_tables
     from nufed.lab.report.charts import bounds_charts
     from nufed.lab.report.figures import save_figures
     from nufed.lab.report.run_page import build_report
@@ -116,7 +116,7 @@ def advise(
     """Advise on number and size of fine-tuning steps and amount of data, from held-out agents."""
     from nufed.lab.analysis.advise import write_advice
     from nufed.lab.cli.printed_results import print_notes
-    from nufed.lab.report.advice_tables import advice_notes, advice_tables
+    from nufed.lab.report.analysis_tables import advice_notes, advice_tables
     from nufed.lab.report.charts import advice_charts
     from nufed.lab.report.figures import save_figures
     from nufed.lab.runs import load_run

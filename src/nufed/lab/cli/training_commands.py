@@ -227,9 +227,7 @@ def sweep(
     resume: Annotated[Path | None, typer.Option(help="Resume this sweep directory.")] = None,
     ray: Ray = None,
     trust: Trust = False,
-    no_figures: Annotated[
-        bool, typer.Option("--no-figures", help="Write only HTML pages, no SVG and PNG files.")
-    ] = False,
+    no_figures: NoFigures = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a configuration for every combination of the values of some keys, and compare the runs.
@@ -293,9 +291,7 @@ def tune(
     ] = None,
     ray: Ray = None,
     trust: Trust = False,
-    no_figures: Annotated[
-        bool, typer.Option("--no-figures", help="Write only the HTML page, no SVG and PNG files.")
-    ] = False,
+    no_figures: NoFigures = False,
     as_json: AsJson = False,
 ) -> None:
     """Search the settings of every method with the same budget, on validation samples.

@@ -49,10 +49,12 @@ from nufed.simulation.engine import EngineName
 from nufed.simulation.faults import ATTACKS
 
 
-class CompressionConfig(BaseModel):
-    """``[compression]``: of what agents send, the same in simulation and in a federation."""
-
+class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class CompressionConfig(_Table):
+    """``[compression]``: of what agents send, the same in simulation and in a federation."""
 
     codec: Literal["off", "bfloat16", "int8", "top_k"] = Field(
         default="off",
@@ -73,10 +75,8 @@ ScoredAgents: TypeAlias = Literal["seen", "unseen"]
 BudgetUnit: TypeAlias = Literal["gradient", "trial"]
 
 
-class TuneTable(BaseModel):
+class TuneTable(_Table):
     """``[tune]``. A range is ``[low, high]``, a list of choices, or ``"auto"``: as declared."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     budget: float = Field(
         default=50.0,
@@ -115,14 +115,12 @@ class TuneTable(BaseModel):
     )
 
 
-class TunedTable(BaseModel):
+class TunedTable(_Table):
     """``[tuned]``, written by ``nufed tune``: the search that chose the methods' settings.
 
     ``unit`` is the work of one full training by the cheapest method: gradients, and two for each
     Hessian-vector product. ``per``: whether ``budget`` counts these units, or trials.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     budget: float
     per: BudgetUnit = Field(default="gradient", exclude_if=lambda value: value == "gradient")
@@ -182,10 +180,6 @@ def _one_of(known: Mapping[str, Any], *further: str) -> AfterValidator:
         raise ValueError(f"one of {', '.join(names)}{suggest(name, names)}")
 
     return AfterValidator(check)
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class PrepareConfig(_Table):

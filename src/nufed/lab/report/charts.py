@@ -21,7 +21,7 @@ import numpy as np
 from nufed.lab.analysis.advise import Advice, Curve
 from nufed.lab.analysis.comparison import KeyedScore, KeyValue, one_differing_key, scores_of_runs
 from nufed.lab.analysis.tuning_findings import best_so_far
-from nufed.lab.report.bounds_tables import TERMS
+from nufed.lab.report.analysis_tables import TERMS
 from nufed.lab.report.figures import Chart
 from nufed.lab.report.page import caption
 from nufed.lab.report.style import (

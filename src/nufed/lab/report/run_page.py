@@ -8,7 +8,7 @@ from pathlib import Path
 from markupsafe import Markup, escape
 
 from nufed.errors import InputError, visible
-from nufed.lab.report.bounds_tables import bounds_notes, bounds_tables
+from nufed.lab.report.analysis_tables import bounds_notes, bounds_tables
 from nufed.lab.report.charts import all_charts, bounds_charts
 from nufed.lab.report.figures import Chart
 from nufed.lab.report.headline import finding, measured

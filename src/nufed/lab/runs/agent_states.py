@@ -15,7 +15,6 @@ its site.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,7 @@ from nufed.lab.files import (
     make_private,
     read_sealed,
     seal,
-    sync_directory,
+    sync,
     write_sealed,
 )
 from nufed.server import on_device
@@ -264,14 +263,7 @@ def _sync(paths: Sequence[Path]) -> None:
 
 def _sync_one(path: Path) -> None:
     try:
-        if path.is_dir():
-            sync_directory(path)
-            return
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
     except OSError as error:
         raise cannot_write(path, error) from error
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nufed.errors import RunError, shown, visible
-from nufed.lab.files import cannot_write, sha256, sync_directory
+from nufed.lab.files import cannot_write, sha256, sync
 
 AUDIT = "audit.jsonl"
 START = "0" * 64
@@ -65,7 +65,7 @@ class AuditLog:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "r+b") as file:  # noqa: PTH123
                 file.truncate(len(whole + end))
                 os.fsync(file.fileno())
-            sync_directory(path.parent)
+            sync(path.parent)
         except OSError as error:
             raise cannot_write(path, error) from error
         if torn:

@@ -60,6 +60,11 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    def record(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        plain: dict[str, Any] = finite(self.model_dump())
+        return plain
+
 
 class DataclassJson(Generic[T]):
     """A dataclass of the core as a JSON object, which is read strictly.

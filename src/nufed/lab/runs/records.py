@@ -31,7 +31,6 @@ from nufed.lab.runs.json_files import (
     Numbers,
     Record,
     Whole,
-    finite,
     require_fit,
 )
 from nufed.server import Progress
@@ -411,11 +410,6 @@ class BoundsRecord(UnboundedRecord):
     methods: list[MethodBounds]
     not_covered: list[NotCovered] = Field(default=[])
     stationarity: list[Stationarity] = Field(default=[])
-
-    def record(self) -> dict[str, Any]:
-        """As plain data for JSON."""
-        plain: dict[str, Any] = finite(self.model_dump())
-        return plain
 
 
 def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from nufed.lab.config.schema import BudgetUnit, SamplerName, ScoredAgents
-from nufed.lab.runs.json_files import Number, Record, Whole, finite
+from nufed.lab.runs.json_files import Number, Record, Whole
 
 FACTOR = 3.0  # a step in a logarithmic range
 HVP_WORK = 2  # gradients that a Hessian-vector product counts as
@@ -289,11 +289,6 @@ class TuningRecord(Record):
     def spent(self, method: str) -> int:
         """The work of all trials of a method."""
         return sum(trial.last.work for trial in self.of(method))
-
-    def record(self) -> dict[str, Any]:
-        """As plain data for JSON."""
-        plain: dict[str, Any] = finite(self.model_dump())
-        return plain
 
 
 def best_trial(trials: Sequence[Trial], higher_is_better: bool) -> Trial | None:
