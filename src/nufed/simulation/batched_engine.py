@@ -17,12 +17,12 @@ from nufed.data.samples import mapped
 from nufed.evaluate import AgentScores, Scoring, evaluation_context
 from nufed.evaluate.scores import Apply, outputs_of, score_stack
 from nufed.objective import Batch, Inputs, Objective
-from nufed.simulation.engine import ChunkedEngine, States
+from nufed.simulation.engine import Engine, States
 
 
 @dataclass(frozen=True)
-class BatchedEngine(ChunkedEngine):
-    """Chunks of agents, stacked (an :class:`~nufed.simulation.engine.Engine`).
+class BatchedEngine(Engine):
+    """Chunks of agents, stacked.
 
     ``most`` is the maximum number of agents in a chunk. The algorithm must combine vectors
     elementwise (``Algorithm.combines``), and the module must not draw random numbers.

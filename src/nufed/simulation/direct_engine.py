@@ -9,14 +9,14 @@ from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Cont
 from nufed.data import Federation
 from nufed.evaluate import AgentScores, Scoring, evaluate_agent, evaluation_context
 from nufed.objective import Objective
-from nufed.simulation.engine import ChunkedEngine, States, work_of
+from nufed.simulation.engine import Engine, States, work_of
 
 DRAWN_AT_ONCE = 1024  # batches that are drawn before agents train: between products it is slow
 
 
 @dataclass(frozen=True)
-class DirectEngine(ChunkedEngine):
-    """One agent at a time (an :class:`~nufed.simulation.engine.Engine`)."""
+class DirectEngine(Engine):
+    """One agent at a time."""
 
     objective: Objective
     federation: Federation

@@ -1,10 +1,10 @@
-"""The interface of an engine."""
+"""What an engine is: how an algorithm is run over agents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from nufed.algorithms.protocol import AgentResult, Algorithm, Context, State
 from nufed.data import Federation
@@ -35,39 +35,36 @@ def work_of(agents: Sequence[int], where: str) -> Iterator[None]:
         ) from error
 
 
-class Engine(Protocol):
-    """Runs an algorithm's agents on this machine.
+class Engine:
+    """Runs an algorithm's agents on this machine, chunk by chunk.
 
     An engine maps work over agents and decides nothing: its results depend neither on the order of
-    agents nor on how work is scheduled.
+    agents nor on how work is scheduled. One engine says how agents are chunked, and how a chunk is
+    trained and scored.
     """
 
-    @property
-    def objective(self) -> Objective: ...
-
-    @property
-    def federation(self) -> Federation: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def parallel(self) -> int:
-        """How many chunks it processes in parallel."""
-        ...
+    objective: Objective
+    federation: Federation
+    seed: int
+    parallel: int = 1  # chunks that it processes at the same time
 
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
         """The agents in groups that are processed together, deterministically.
 
         The chunks of some of these groups, in order, are the same groups.
         """
-        ...
+        raise NotImplementedError
 
     def agent_updates(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
         """The local training of a round, for every agent in ``states``."""
-        ...
+        results: dict[int, AgentResult] = {}
+        for chunk in self.chunks(algorithm, list(states)):
+            with work_of(chunk, f"round {context.round}"):
+                some = {agent: states[agent] for agent in chunk}
+                results |= self._update_chunk(algorithm, received, some, context)
+        return results
 
     def evaluate(
         self,
@@ -80,7 +77,9 @@ class Engine(Protocol):
     ) -> list[AgentScores]:
         """The scores of every agent in ``states``, of the global model and of the personal one
         after 0 … ``steps`` fine-tuning steps."""
-        ...
+        scoring = Scoring(steps, measure, part=self.federation.scored_on)
+        (scores,) = self.evaluate_scales(algorithm, received, states, scoring)
+        return scores
 
     def evaluate_scales(
         self, algorithm: Algorithm, received: State, states: States, scoring: Scoring
@@ -89,54 +88,6 @@ class Engine(Protocol):
 
         Agents without samples in the part that is scored are omitted.
         """
-        ...
-
-
-class ChunkedEngine:
-    """What engines share that work chunk by chunk, in one process unless they say otherwise."""
-
-    @property
-    def parallel(self) -> int:
-        return 1
-
-    def agent_updates(
-        self: _InChunks,
-        algorithm: Algorithm,
-        received: State,
-        states: Mapping[int, State],
-        context: Context,
-    ) -> dict[int, AgentResult]:
-        results: dict[int, AgentResult] = {}
-        for chunk in self.chunks(algorithm, list(states)):
-            with work_of(chunk, f"round {context.round}"):
-                some = {agent: states[agent] for agent in chunk}
-                results |= self._update_chunk(algorithm, received, some, context)
-        return results
-
-    def evaluate(
-        self: Engine,
-        algorithm: Algorithm,
-        received: State,
-        states: States,
-        *,
-        steps: int,
-        measure: Measure,
-    ) -> list[AgentScores]:
-        (scores,) = self.evaluate_scales(
-            algorithm,
-            received,
-            states,
-            Scoring(steps, measure, part=self.federation.scored_on),
-        )
-        return scores
-
-    def evaluate_scales(
-        self: _InChunks,
-        algorithm: Algorithm,
-        received: State,
-        states: States,
-        scoring: Scoring,
-    ) -> list[list[AgentScores]]:
         federation = self.federation.scoring(scoring.part)
         agents = federation.scorable(states)
         scores: list[dict[int, AgentScores]] = [{} for _ in scoring.scales]
@@ -148,13 +99,11 @@ class ChunkedEngine:
                 by_agent |= of_chunk
         return [[by_agent[agent] for agent in agents] for by_agent in scores]
 
-
-class _InChunks(Engine, Protocol):
     def _update_chunk(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
         """The local training of a chunk."""
-        ...
+        raise NotImplementedError
 
     def _evaluate_chunk(
         self,
@@ -165,4 +114,4 @@ class _InChunks(Engine, Protocol):
         scoring: Scoring,
     ) -> list[dict[int, AgentScores]]:
         """The scores of a chunk by scale and agent; ``federation`` says what is scored."""
-        ...
+        raise NotImplementedError

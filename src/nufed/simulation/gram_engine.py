@@ -19,12 +19,12 @@ from nufed.evaluate.scores import Predict, outputs_of, score_stack
 from nufed.objective import Batch, Objective
 from nufed.objective.fast.gram_space import FirstLayer, GramObjective, GramVector
 from nufed.simulation.batched_engine import OfAStack, even_chunks
-from nufed.simulation.engine import ChunkedEngine, States
+from nufed.simulation.engine import Engine, States
 from nufed.simulation.worker_pool import shared_zeros
 
 
-class GramEngine(ChunkedEngine):
-    """Chunks of agents in Gram space (an :class:`~nufed.simulation.engine.Engine`).
+class GramEngine(Engine):
+    """Chunks of agents in Gram space.
 
     The algorithm must combine vectors linearly (``Algorithm.combines``) and use no vector but the
     model. The Gram matrices K of the agents' training parts are computed on first use and cached in

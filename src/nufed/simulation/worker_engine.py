@@ -7,17 +7,15 @@ from itertools import accumulate, chain
 from typing import Any
 
 from nufed.algorithms.protocol import AgentResult, Algorithm, Context, State
-from nufed.data import Federation
 from nufed.evaluate import AgentScores, Scoring
-from nufed.objective import Objective
-from nufed.simulation.engine import ChunkedEngine, Engine, States
+from nufed.simulation.engine import Engine, States
 from nufed.simulation.worker_pool import Buffer, Notify, Pool, SharedBuffer, Workers, aligned_bytes
 
 LOADED_BYTES = 32 * 2**20  # of states that are evaluated together
 
 
-class WorkerEngine(ChunkedEngine):
-    """Runs the chunks of an engine in processes (an :class:`~nufed.simulation.engine.Engine`).
+class WorkerEngine(Engine):
+    """Runs the chunks of an engine in processes.
 
     Gives the bits of that engine alone, for any number of workers: the chunks and the computation
     on each are the same. The processes are reused from round to round, until :meth:`close`.
@@ -27,7 +25,8 @@ class WorkerEngine(ChunkedEngine):
     def __init__(
         self, engine: Engine, workers: int, rebuild: Callable[[], Engine] | None = None
     ) -> None:
-        self._engine, self._count, self._rebuild = engine, workers, rebuild
+        self._take(engine)
+        self.parallel, self._rebuild = workers, rebuild
         self._workers: Pool | None = None
         self._buffer: Buffer = SharedBuffer(0)
         self._objects: list[object] = []  # algorithms and measures that the processes inherited
@@ -36,28 +35,17 @@ class WorkerEngine(ChunkedEngine):
         """For spawned processes: the engine itself is rebuilt there."""
         if self._rebuild is None:
             raise TypeError("an engine without `rebuild` can't be sent to a spawned process")
-        return vars(self) | {"_workers": None, "_engine": None}
+        left_out = ("_workers", "_engine", "objective", "federation")
+        return vars(self) | dict.fromkeys(left_out)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         assert self._rebuild is not None
-        self._engine = self._rebuild()
+        self._take(self._rebuild())
 
-    @property
-    def objective(self) -> Objective:
-        return self._engine.objective
-
-    @property
-    def federation(self) -> Federation:
-        return self._engine.federation
-
-    @property
-    def seed(self) -> int:
-        return self._engine.seed
-
-    @property
-    def parallel(self) -> int:
-        return self._count
+    def _take(self, engine: Engine) -> None:
+        self._engine, self.seed = engine, engine.seed
+        self.objective, self.federation = engine.objective, engine.federation
 
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
         return self._engine.chunks(algorithm, agents)
@@ -122,7 +110,7 @@ class WorkerEngine(ChunkedEngine):
         for chunk in chunks:
             loaded.append({agent: states[agent] for agent in chunk})
             size += sum(aligned_bytes(state or {}) for state in loaded[-1].values())
-            if size >= LOADED_BYTES and len(loaded) >= self._count:
+            if size >= LOADED_BYTES and len(loaded) >= self.parallel:
                 yield loaded
                 loaded, size = [], 0
         if loaded:
@@ -153,7 +141,7 @@ class WorkerEngine(ChunkedEngine):
             self.close()
             self._objects += missing
             self._buffer = SharedBuffer(max(sum(sizes), self._buffer.size))
-            self._workers = Workers(self._count, self._work)
+            self._workers = Workers(self.parallel, self._work)
         return (range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
     def _index(self, thing: object) -> Any:
