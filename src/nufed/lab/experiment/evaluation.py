@@ -6,7 +6,7 @@ The null baselines are the majority class, the untrained model and local trainin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,130 +48,151 @@ class Final(NamedTuple):
     evaluation: Evaluation
 
 
-def evaluate_round(
-    setup: Setup, engine: Engine, name: str, progress: Progress, recorder: Recorder
-) -> tuple[dict[str, Any], Final | None]:
-    """The entries of an evaluation in a round's line; after the last round also the final scores.
+@dataclass(frozen=True)
+class Evaluator:
+    """Scores the models of a training on its engine.
 
-    First comes the validation score, which decides whether this round is the last.
+    Args:
+        setup: of the run.
+        engine: of the seed.
+        algorithm: what was trained.
+        steps: the number of fine-tuning steps that results show.
     """
-    config, algorithm = setup.config, setup.algorithms[name]
-    validated = _validate(setup, engine, name, progress, recorder)
-    last = recorder.is_last(progress)
-    shown = recorder.shown(progress) if last else progress
-    final_here = last and shown is progress
-    choose = chooses(config.eval_lr, final_here)
-    evaluation = evaluate(setup, engine, algorithm, progress, choose, final_here)
-    entries = evaluation_line(evaluation, config.steps_evaluated, setup.measure)
-    trained = _training_loss(setup, engine, algorithm, progress)
-    costs = [validated, trained, dict(entries)]
-    final = Final(shown, evaluation) if last else None
-    if shown is not progress:
-        final = Final(
-            shown, evaluate(setup, engine, algorithm, shown, chooses(config.eval_lr, True), True)
+
+    setup: Setup
+    engine: Engine
+    algorithm: Algorithm
+    steps: int
+
+    @classmethod
+    def of(cls, setup: Setup, engine: Engine, name: str) -> Evaluator:
+        """Of a method of the run."""
+        return cls(setup, engine, setup.algorithms[name], setup.config.steps_of(name)[0])
+
+    def scorer(
+        self,
+        progress: Progress,
+        part: ScoredOn,
+        agents: Sequence[int],
+        steps: int,
+        measure: Measure | None = None,
+    ) -> ByScale:
+        """Scores agents on one part of their samples, after up to ``steps`` fine-tuning steps."""
+        algorithm, measure = self.algorithm, measure or self.setup.measure
+        received, states = to_send(algorithm, progress.server), StatesOf(agents, progress.states)
+        return lambda scales: self.engine.evaluate_scales(
+            algorithm, received, states, Scoring(steps, measure, scales, part)
         )
-        costs.append(evaluation_line(final.evaluation, config.steps_evaluated, setup.measure))
-    for key in ("evaluation_gradients", "evaluation_hvps"):
-        entries[key] = sum(each.get(key, 0) for each in costs)
-    return {**validated, **trained, **entries}, final
 
+    def round(self, progress: Progress, recorder: Recorder) -> tuple[dict[str, Any], Final | None]:
+        """The entries of an evaluation in a round's line; after the last also the final scores.
 
-def evaluate(
-    setup: Setup,
-    engine: Engine,
-    algorithm: Algorithm,
-    progress: Progress,
-    choose: bool,
-    final: bool,
-) -> Evaluation:
-    """Scores of the evaluated agents as trained and, if ``choose`` and they have validation
-    samples, with step sizes chosen on these; ``final`` ones with resamples, if agents are few."""
-    steps, agents = setup.config.steps_evaluated, setup.evaluated[engine.seed]
-    measure = setup.measure.resampled(len(agents)) if final else setup.measure
-    part = setup.config.eval_on
-    score = scorer(setup, engine, algorithm, progress, part, agents, steps, measure)
-    seen = [agent for agent in agents if agent in setup.validated(engine.seed)]
-    validate = scorer(setup, engine, algorithm, progress, "validation", seen, steps)
-    return evaluate_with_choice(
-        score, validate if choose and seen else None, steps, setup.measure, preferred(algorithm)
-    )
+        First comes the validation score, which decides whether this round is the last.
+        """
+        config, measure = self.setup.config, self.setup.measure
+        validated = self._validate(progress, recorder)
+        last = recorder.is_last(progress)
+        shown = recorder.shown(progress) if last else progress
+        evaluation = self.evaluate(progress, last and shown is progress)
+        entries = evaluation_line(evaluation, config.steps_evaluated, measure)
+        trained = self._training_loss(progress)
+        costs = [validated, trained, dict(entries)]
+        final = Final(shown, evaluation) if last else None
+        if shown is not progress:
+            final = Final(shown, self.evaluate(shown, True))
+            costs.append(evaluation_line(final.evaluation, config.steps_evaluated, measure))
+        for key in ("evaluation_gradients", "evaluation_hvps"):
+            entries[key] = sum(each.get(key, 0) for each in costs)
+        return {**validated, **trained, **entries}, final
 
+    def evaluate(self, progress: Progress, final: bool) -> Evaluation:
+        """Scores of the evaluated agents as trained and, if ``eval_lr`` says so and they have
+        validation samples, with step sizes chosen on these; ``final`` ones with resamples, if
+        agents are few."""
+        setup, seed, measure = self.setup, self.engine.seed, self.setup.measure
+        steps, agents = setup.config.steps_evaluated, setup.evaluated[seed]
+        resampled = measure.resampled(len(agents)) if final else measure
+        score = self.scorer(progress, setup.config.eval_on, agents, steps, resampled)
+        seen = [agent for agent in agents if agent in setup.validated(seed)]
+        validate = None
+        if seen and chooses(setup.config.eval_lr, final):
+            validate = self.scorer(progress, "validation", seen, steps)
+        return evaluate_with_choice(score, validate, steps, measure, preferred(self.algorithm))
 
-def with_fits(setup: Setup, engine: Engine, name: str, final: Final) -> Evaluation:
-    """The final scores with the curves of some agents' models, where models are curves."""
-    shown, evaluation = final
-    if not can_be_drawn(setup.problem.example):
-        return evaluation
-    algorithm = setup.algorithms[name]
-    curves = fits(
-        algorithm,
-        engine.objective,
-        engine.federation,
-        to_send(algorithm, shown.server),
-        shown.states.get,
-        seed=engine.seed,
-        steps=setup.config.steps_evaluated,
-        scale=evaluation.scale,
-    )
-    return replace(evaluation, fits=curves)
+    def with_fits(self, final: Final) -> Evaluation:
+        """The final scores with the curves of some agents' models, where models are curves."""
+        shown, evaluation = final
+        if not can_be_drawn(self.setup.problem.example):
+            return evaluation
+        curves = fits(
+            self.algorithm,
+            self.engine.objective,
+            self.engine.federation,
+            to_send(self.algorithm, shown.server),
+            shown.states.get,
+            seed=self.engine.seed,
+            steps=self.setup.config.steps_evaluated,
+            scale=evaluation.scale,
+        )
+        return replace(evaluation, fits=curves)
 
+    def write_personal_models(self, name: str, final: Final, folder: Path) -> None:
+        """Write the personal models of all agents that have a state, as results show them.
 
-def scorer(
-    setup: Setup,
-    engine: Engine,
-    algorithm: Algorithm,
-    progress: Progress,
-    part: ScoredOn,
-    agents: Sequence[int],
-    steps: int,
-    measure: Measure | None = None,
-) -> ByScale:
-    """Scores agents on one part of their samples, after up to ``steps`` fine-tuning steps."""
-    measure = measure or setup.measure
-    received, states = to_send(algorithm, progress.server), StatesOf(agents, progress.states)
-    return lambda scales: engine.evaluate_scales(
-        algorithm, received, states, Scoring(steps, measure, scales, part)
-    )
+        Other agents' are made from the global model, and can be recomputed. ``name`` is the
+        method's.
+        """
+        engine, algorithm, steps = self.engine, self.algorithm, self.steps
+        shown, scale = final.shown, final.evaluation.scale(steps)
+        received, states = to_send(algorithm, shown.server), shown.states
+        about = {
+            "method": name,
+            "round": shown.round,
+            "fine_tuning_steps": steps,
+            "lr_scale": scale,
+        }
+        for agent in states.agents():
+            batches = engine.federation.batches(agent, engine.seed, "evaluate")
+            context = evaluation_context(
+                engine.federation, engine.objective, batches, batches.samples
+            )
+            tensors = personal_after(algorithm, context, received, states.get(agent), steps, scale)
+            write_personal(folder, agent, tensors, about)
 
+    def _validate(self, progress: Progress, recorder: Recorder) -> dict[str, Any]:
+        """Add the score of a round on the validation samples of seen agents, if it is used."""
+        scores, measure, steps = recorder.files.validation, self.setup.measure, self.steps
+        if scores is None:
+            return {}
+        agents = sorted(self.setup.validated(self.engine.seed))
+        score = self.scorer(progress, "validation", agents, steps)
+        evaluation = evaluate_with_choice(score, None, steps, measure, preferred(self.algorithm))
+        mean = summarise(evaluation.as_trained, steps, measure).mean
+        scores.add(progress.round, mean)
+        return {
+            "validation_score": mean,
+            "evaluation_gradients": evaluation.gradients,
+            "evaluation_hvps": evaluation.hvps,
+        }
 
-def _validate(
-    setup: Setup, engine: Engine, name: str, progress: Progress, recorder: Recorder
-) -> dict[str, Any]:
-    """Add the score of a round on the validation samples of seen agents, if it is used."""
-    if recorder.files.validation is None:
-        return {}
-    steps, agents = setup.config.steps_of(name)[0], sorted(setup.validated(engine.seed))
-    score = scorer(setup, engine, setup.algorithms[name], progress, "validation", agents, steps)
-    prefer = preferred(setup.algorithms[name])
-    evaluation = evaluate_with_choice(score, None, steps, setup.measure, prefer)
-    mean = summarise(evaluation.as_trained, steps, setup.measure).mean
-    recorder.files.validation.add(progress.round, mean)
-    return {
-        "validation_score": mean,
-        "evaluation_gradients": evaluation.gradients,
-        "evaluation_hvps": evaluation.hvps,
-    }
-
-
-def _training_loss(
-    setup: Setup, engine: Engine, algorithm: Algorithm, progress: Progress
-) -> dict[str, Any]:
-    """The training loss of the round's cohort; before training, of the first one."""
-    seen, rate, seed = engine.federation.split.seen, setup.config.participation, engine.seed
-    loss, cost = training_loss(
-        algorithm,
-        engine.objective,
-        engine.federation,
-        progress.cohort or choose_cohort(seen, rate, seed, 1),
-        to_send(algorithm, progress.server),
-        progress.states,
-        seed,
-    )
-    return {
-        "training_loss": loss,
-        "evaluation_gradients": cost.gradients,
-        "evaluation_hvps": cost.hvps,
-    }
+    def _training_loss(self, progress: Progress) -> dict[str, Any]:
+        """The training loss of the round's cohort; before training, of the first one."""
+        federation, seed = self.engine.federation, self.engine.seed
+        rate, seen = self.setup.config.participation, federation.split.seen
+        loss, cost = training_loss(
+            self.algorithm,
+            self.engine.objective,
+            federation,
+            progress.cohort or choose_cohort(seen, rate, seed, 1),
+            to_send(self.algorithm, progress.server),
+            progress.states,
+            seed,
+        )
+        return {
+            "training_loss": loss,
+            "evaluation_gradients": cost.gradients,
+            "evaluation_hvps": cost.hvps,
+        }
 
 
 def baselines(
@@ -191,8 +212,8 @@ def baselines(
         yield "majority", Evaluation(scores)
     initial = {"model": engine.objective.initial()}
     if "untrained" in wanted:
-        choose = chooses(config.eval_lr, True)
-        yield "untrained", evaluate(setup, engine, local, Progress(0, initial), choose, True)
+        untrained = Evaluator(setup, engine, local, steps)
+        yield "untrained", untrained.evaluate(Progress(0, initial), True)
     if "local" not in wanted:
         return
     trainer = get_engine(engines.choose(local, named, short))
@@ -258,22 +279,3 @@ def local_training(setup: Setup, rounds: int | None = None) -> GMeta:
     """Local training with the settings of the first method, of all rounds by default."""
     first = next(iter(setup.algorithms.values()))
     return training_alone(first, setup.config.rounds if rounds is None else rounds)
-
-
-def write_personal_models(
-    setup: Setup, engine: Engine, name: str, final: Final, folder: Path
-) -> None:
-    """Write the personal models of all agents that have a state, as results show them.
-
-    Other agents' are made from the global model, and can be recomputed.
-    """
-    config, federation, algorithm = setup.config, engine.federation, setup.algorithms[name]
-    steps, (shown, evaluation) = config.steps_of(name)[0], final
-    received, states = to_send(algorithm, shown.server), shown.states
-    scale = evaluation.scale(steps)
-    about = {"method": name, "round": shown.round, "fine_tuning_steps": steps, "lr_scale": scale}
-    for agent in states.agents():
-        batches = federation.batches(agent, engine.seed, "evaluate")
-        context = evaluation_context(federation, engine.objective, batches, batches.samples)
-        tensors = personal_after(algorithm, context, received, states.get(agent), steps, scale)
-        write_personal(folder, agent, tensors, about)

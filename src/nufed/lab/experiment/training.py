@@ -12,11 +12,9 @@ from typing import Any, ClassVar, TypeAlias
 
 from nufed.errors import NumericalWarning, TrainingError
 from nufed.lab.experiment.evaluation import (
+    Evaluator,
     baselines,
-    evaluate_round,
     local_training,
-    with_fits,
-    write_personal_models,
 )
 from nufed.lab.experiment.jobs import BASELINE_PART, Job, RunPart
 from nufed.lab.experiment.observers import Event, Listener
@@ -146,14 +144,15 @@ class MethodJob(Job):
         self, engine: Engine, progress: Progress, recorder: Recorder
     ) -> tuple[dict[str, Any], Finish | None]:
         """Further entries of the metrics of a round; of the last one also what finishes it."""
-        setup, name = self.setup, self.part.method
-        entries, final = evaluate_round(setup, engine, name, progress, recorder)
+        name = self.part.method
+        evaluator = Evaluator.of(self.setup, engine, name)
+        entries, final = evaluator.round(progress, recorder)
         if final is None:
             return entries, None
 
         def finish() -> None:
-            write_personal_models(setup, engine, name, final, recorder.files.folder)
-            recorder.finish(with_fits(setup, engine, name, final), progress, final.shown)
+            evaluator.write_personal_models(name, final, recorder.files.folder)
+            recorder.finish(evaluator.with_fits(final), progress, final.shown)
 
         return entries, finish
 
@@ -174,10 +173,10 @@ class MethodJob(Job):
         objectives = (objective, objective.variant(memory_format="channels_last"))
         times: list[list[float]] = [[], []]
         for _ in range(LAYOUT_TURNS):
-            for each, own in zip(objectives, times, strict=True):
+            for each, taken in zip(objectives, times, strict=True):
                 began = time.process_time()
                 each.grad(w, batch)
-                own.append(time.process_time() - began)
+                taken.append(time.process_time() - began)
         return {"channels_last": min(times[0]) / min(times[1])}
 
     def _doubt(self, files: PartFiles, round: int, message: str) -> None:

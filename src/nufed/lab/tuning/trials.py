@@ -19,7 +19,7 @@ from nufed.evaluate import ByScale, choose_step_sizes, preferred, summarise
 from nufed.lab.config import Config
 from nufed.lab.config.methods import MethodConfig
 from nufed.lab.config.schema import ScoredAgents
-from nufed.lab.experiment.evaluation import scorer
+from nufed.lab.experiment.evaluation import Evaluator
 from nufed.lab.experiment.jobs import RunPart, run_jobs
 from nufed.lab.experiment.observers import Event
 from nufed.lab.experiment.session import Stop
@@ -168,11 +168,11 @@ def validation_score(job: TrialJob, engine: Engine, progress: Progress) -> RungS
     away what training has learned so far.
     """
     setup, seed, measure = job.setup, job.trial.seed, job.setup.measure
-    config, steps = setup.config, setup.config.steps_of(job.trial.method)[0]
-    algorithm = setup.algorithms[job.trial.method]
+    evaluator = Evaluator.of(setup, engine, job.trial.method)
+    config, steps = setup.config, evaluator.steps
 
     def on(agents: Sequence[int]) -> ByScale:
-        return scorer(setup, engine, algorithm, progress, "validation", agents, steps)
+        return evaluator.scorer(progress, "validation", agents, steps)
 
     def with_scale(scale: float, gradients: int = 0, hvps: int = 0) -> RungScore:
         (scores,) = on(scored_agents(setup, seed, job.agents))([scale])
@@ -189,7 +189,7 @@ def validation_score(job: TrialJob, engine: Engine, progress: Progress) -> RungS
     scale, gradients, hvps = 1.0, 0, 0
     if may_choose:
         seen = on(sorted(setup.validated(seed)))
-        sizes = choose_step_sizes(seen, [steps], measure, preferred(algorithm))
+        sizes = choose_step_sizes(seen, [steps], measure, preferred(evaluator.algorithm))
         if sizes is not None:
             scale, gradients, hvps = sizes.scale(steps), sizes.gradients, sizes.hvps
             if job.agents == "seen":
