@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from nufed import Objective, Samples, load_run, resume, run
 from nufed.errors import NufedError
 from nufed.lab.cli.progress import show_progress
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.readers.sources import SOURCES
 from nufed.models import lenet5
-from nufed.objective.threads import torch_threads
 
 RUNS = Path("runs/external")
 CHUNK = 1000  # held-out images scored at once

@@ -9,8 +9,8 @@ import numpy as np
 from safetensors.torch import load_file
 
 from nufed.data import Federation, as_samples, make_split
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.runs.records import MetricsLine
-from nufed.objective.threads import torch_threads
 from nufed.simulation import DirectEngine, replay
 
 WINDOW = 60.0  # seconds of samples that are compared

@@ -36,7 +36,7 @@ from nufed.flower.app.privacy import check_plan, in_words
 from nufed.flower.app.site import PARTITION_ID, Load, Site
 from nufed.flower.secure_sum.messages import words_record
 from nufed.flower.secure_sum.words import encode
-from nufed.objective.threads import torch_threads
+from nufed.lab.config.devices import torch_threads
 from nufed.server import MemoryStates, to_send
 from nufed.server.incoming import screen
 

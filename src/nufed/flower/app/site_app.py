@@ -64,9 +64,9 @@ from nufed.flower.secure_sum.site import (
     share_secrets,
     unmask_sum,
 )
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.runs.agent_states import personal_after, write_personal
 from nufed.lab.runs.federation_records import add_activity
-from nufed.objective.threads import torch_threads
 
 
 def _record(

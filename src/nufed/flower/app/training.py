@@ -31,6 +31,7 @@ from nufed.flower.app.scoring import Outcome
 from nufed.flower.app.server_app import Cohorts, Server
 from nufed.flower.logs import event, log_to
 from nufed.lab.config import Config
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.files import cannot_write, locked, read_sealed, sha256, sha256_of, write_sealed
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.audit_log import AUDIT, AuditLog
@@ -40,7 +41,6 @@ from nufed.lab.runs.json_files import checked
 from nufed.lab.runs.part_files import FAILURE, PartFiles, Recorder
 from nufed.lab.runs.provenance import Provenance
 from nufed.lab.runs.records import evaluation_line
-from nufed.objective.threads import torch_threads
 from nufed.server import Progress
 from nufed.server.rounds import warn_of_memory
 

@@ -19,10 +19,10 @@ from nufed.errors import InputError
 from nufed.lab.bundle import Bundle
 from nufed.lab.bundle.adapting import Array, cross_validate, fine_tuned
 from nufed.lab.bundle.from_run import NoBundleError, bundle_of, check_inputs
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.runs import Estimate, Run
 from nufed.lab.runs.json_files import finite, write_json
-from nufed.objective.threads import torch_threads
 from nufed.seeding import stream
 
 

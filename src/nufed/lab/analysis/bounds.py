@@ -21,6 +21,7 @@ from nufed.algorithms.protocol import Algorithm, TheorySettings
 from nufed.errors import InputError, NumericalWarning
 from nufed.lab.analysis.estimate import Estimator, spread
 from nufed.lab.config.describe import input_error
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.files import write_sealed
 from nufed.lab.runs import Run
@@ -39,7 +40,6 @@ from nufed.lab.runs.records import (
     StepsRow,
 )
 from nufed.meta.curvature import CURVATURES, HessianFree
-from nufed.objective.threads import torch_threads
 from nufed.server import choose_cohort
 from nufed.theory import BatchSizes, GradientError, ProblemConstants, Training
 

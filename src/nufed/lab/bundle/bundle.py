@@ -31,13 +31,13 @@ from nufed.lab.bundle.building import (
     build_model,
     load_state,
 )
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.problem import LOSSES, find_named
 from nufed.lab.config.schema import LoraConfig
 from nufed.lab.files import unseal, write_sealed
 from nufed.meta.fine_tuning import Rate, per_coordinate
 from nufed.objective import Loss, Objective
 from nufed.objective.modules import RunningStats
-from nufed.objective.threads import torch_threads
 
 SUFFIX = ".nufed"
 MAX_BYTES = 2**33  # of a file

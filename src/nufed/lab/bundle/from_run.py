@@ -17,6 +17,7 @@ from nufed.evaluate import evaluation_context, summarise
 from nufed.lab.bundle.adapting import Adapted, prepared
 from nufed.lab.bundle.building import PersonalModule, about_algorithm
 from nufed.lab.bundle.bundle import Bundle
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.problem import Given, Problem, algorithms_of, loss_name, rebuild_objective
 from nufed.lab.config.schema import OWN
 from nufed.lab.runs import Estimate, Run
@@ -27,7 +28,6 @@ from nufed.lab.runs.records import Inputs
 from nufed.meta.fine_tuning import Rate
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
-from nufed.objective.threads import torch_threads
 from nufed.server import on_device
 from nufed.settings import settings_of, text_of
 

@@ -1,8 +1,9 @@
-"""``device = "auto"``: the accelerator of this machine."""
+"""What torch computes with: the device of ``device = "auto"``, and the number of threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,3 +22,17 @@ def picked_device(name: str) -> str:
     if name != "auto":
         return name
     return next((name for name, usable in ACCELERATORS.items() if usable()), "cpu")
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Set the number of torch threads inside the block, and restore it afterwards.
+
+    Bits depend on it, and more threads slow down small products.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -22,9 +22,9 @@ import torch
 
 from nufed.errors import ObserverWarning, in_short, visible
 from nufed.lab.config import Config
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.runs import Run
 from nufed.lab.runs.records import MetricsLine
-from nufed.objective.threads import torch_threads
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from nufed.errors import InputError
 from nufed.lab.config import Config
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.experiment.array import Share, check_share, end_sharing, shared_run
 from nufed.lab.experiment.finish import finish
 from nufed.lab.experiment.jobs import run_jobs
@@ -19,7 +20,6 @@ from nufed.lab.files import locked
 from nufed.lab.report.notebook import ShownRun
 from nufed.lab.runs import RunDirectory, load_run
 from nufed.lab.runs.provenance import Provenance
-from nufed.objective.threads import torch_threads
 
 
 @takes_options

@@ -20,12 +20,12 @@ from nufed.data import Federation, Samples, Split, check_single_sample
 from nufed.errors import InputError, in_short, shown
 from nufed.evaluate import Measure
 from nufed.lab.config import Config, load_config
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.config.schema import DataConfig
 from nufed.lab.runs import RunDirectory
 from nufed.lab.runs.provenance import Provenance
 from nufed.objective import Objective
-from nufed.objective.threads import torch_threads
 from nufed.seeding import stream
 from nufed.server import Rules, cohort_size, initial_server, to_send
 from nufed.server.rounds import warn_of_memory

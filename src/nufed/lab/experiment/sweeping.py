@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 from nufed.data import Samples, as_samples
 from nufed.errors import InputError, RunError, TrainingError, in_short
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.load import read_config
 from nufed.lab.config.problem import Given, Recorded, build_samples
 from nufed.lab.config.schema import OWN, DataConfig
@@ -29,7 +30,6 @@ from nufed.lab.runs import Run, RunDirectory, load_run
 from nufed.lab.runs.part_files import PartFiles
 from nufed.lab.runs.provenance import Provenance
 from nufed.lab.runs.sweep_record import MANIFEST, Sweep, read_manifest, run_path, write_manifest
-from nufed.objective.threads import torch_threads
 
 LOG = logging.getLogger("nufed")
 

@@ -17,6 +17,7 @@ from typing import Any, Unpack
 
 from nufed.errors import InputError, NumericalWarning, RunError, shown, visible
 from nufed.lab.config import Config, load_config
+from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.load import read_config
 from nufed.lab.config.schema import BudgetUnit, TunedTable, TuneTable
 from nufed.lab.config.trust import require_trust
@@ -37,7 +38,6 @@ from nufed.lab.runs.tuning_record import (
 from nufed.lab.tuning.ranges import Predictor, Smoothness, configured, matters, ranges_of_methods
 from nufed.lab.tuning.search import check_budget, resolve_sampler, rungs_of, search
 from nufed.lab.tuning.trials import Trainer, TuneListener, scored_agents, with_settings
-from nufed.objective.threads import torch_threads
 
 SEARCH = "search.json"
 
