@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, get_type_hints
+from typing import Any, TypedDict, TypeVar
 
 from torch import nn
 
@@ -112,10 +112,10 @@ def takes_options(function: FunctionT) -> FunctionT:
     """The function, whose signature names its options, for ``help`` and completion."""
     signature = inspect.signature(function)
     named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    for name, kind in get_type_hints(Options).items():
-        named.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        )
+    kind = inspect.Parameter.KEYWORD_ONLY
+    for name, hint in Options.__annotations__.items():  # as written: ``Loss | None``
+        text = hint.__forward_arg__
+        named.append(inspect.Parameter(name, kind, default=None, annotation=text))
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     return function
 
