@@ -37,7 +37,6 @@ What remains: a vector within these bounds, in any direction, can't be told from
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -59,8 +58,8 @@ from nufed.flower.app.epsilon import (
     server_epsilon,
 )
 from nufed.flower.app.payload import RELEASE, read_release
+from nufed.flower.logs import LOG
 
-LOG = logging.getLogger("nufed")
 DRAWS_PER_NORMAL = 4  # Gaussian draws summed into one noise value
 FALSE_REJECTION = 1e-20  # upper bound on the probability that an honest update is rejected
 HOLDS_FOR = {

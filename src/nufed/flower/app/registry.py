@@ -24,7 +24,6 @@ The public keys of all sites, as sites know them: from the configuration, not fr
 from __future__ import annotations
 
 import json
-import logging
 import os
 import tomllib
 from collections import Counter
@@ -47,6 +46,7 @@ from nufed.flower.app.signatures import (
     sign,
     verify,
 )
+from nufed.flower.logs import LOG
 from nufed.lab.files import write_durably
 from nufed.lab.runs.json_files import Record
 
@@ -180,7 +180,6 @@ class SiteKeys:
         return verify(self.lines[site], SECURE_SUM, message, signature)
 
 
-LOG = logging.getLogger("nufed")
 SIGNATURE = "signature"
 REPLY = "reply"  # the purpose of these signatures
 

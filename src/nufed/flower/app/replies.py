@@ -10,7 +10,6 @@ size of every response is checked before its body is read.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -28,8 +27,8 @@ from nufed.errors import Fault, InputError, shown, visible
 from nufed.flower import internals
 from nufed.flower.app.payload import NoReply, PayloadError, Reply
 from nufed.flower.app.registry import Authentication
+from nufed.flower.logs import LOG
 
-LOG = logging.getLogger("nufed")
 REFUSED = f"{InputError.__module__}.{InputError.__qualname__}"  # raised at a site
 MAX_REASON = 500  # characters kept of a site's error message
 POLL_INTERVAL = 0.25  # seconds

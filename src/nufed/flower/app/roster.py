@@ -7,7 +7,6 @@ fails in the same round does not send it another request when it is resumed.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -30,11 +29,11 @@ from nufed.flower.app.payload import (
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.registry import Authentication
 from nufed.flower.app.replies import POLL_INTERVAL, Pending
+from nufed.flower.logs import LOG
 from nufed.lab.files import read_sealed, write_sealed
 from nufed.lab.runs.federation_records import Exclusion, ExclusionsRecord
 from nufed.lab.runs.json_files import checked
 
-LOG = logging.getLogger("nufed")
 EXCLUDED = "excluded.json"
 LISTED = 10  # sites named for each reason
 QUERY_TTL = 24 * 3600.0  # seconds

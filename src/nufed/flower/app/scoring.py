@@ -37,8 +37,8 @@ from nufed.flower.app.payload import (
     usable,
 )
 from nufed.flower.app.plan import Plan
-from nufed.flower.app.replies import LOG
 from nufed.flower.app.transport import Transport
+from nufed.flower.logs import LOG
 from nufed.server import Progress, to_send
 
 

@@ -24,10 +24,10 @@ from nufed.flower.app.payload import NoReply, PayloadError, read_update
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Account, implausible
 from nufed.flower.app.registry import Authentication
-from nufed.flower.app.replies import LOG
 from nufed.flower.app.roster import Exclusions, Roster
 from nufed.flower.app.scoring import Scoring
 from nufed.flower.app.transport import Transport
+from nufed.flower.logs import LOG
 from nufed.flower.secure_sum.messages import MASKED, SECURE
 from nufed.flower.secure_sum.server import Replies, SecureRound, new_attempt
 from nufed.flower.secure_sum.terms import SecureSumError, SumTerms

@@ -15,7 +15,6 @@ What the server asks a site to do, and the state that the site does it from.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -34,7 +33,7 @@ from nufed.errors import InputError, RunError, TrainingError, require, shown
 from nufed.flower.app.epsilon import is_positive
 from nufed.flower.app.payload import read_about, read_int, read_run, read_vectors
 from nufed.flower.app.plan import Plan
-from nufed.flower.logs import event
+from nufed.flower.logs import LOG, event
 from nufed.lab.files import make_private, read_sealed, sha256, write_sealed
 
 
@@ -136,7 +135,6 @@ def _same_layout(state: State, like: State) -> bool:
     )
 
 
-LOG = logging.getLogger("nufed")
 PARTITION_ID = "partition-id"
 Load: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
@@ -278,9 +276,6 @@ class Site:
             raise InputError(
                 f"its data can't be loaded ({type(error).__name__}); see the site's log"
             ) from None
-
-
-LOG = logging.getLogger("nufed")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ A site's training in a round: its update, plain, noisy or masked.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -55,7 +54,7 @@ from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Privacy, check_release, protect
 from nufed.flower.app.registry import signed
 from nufed.flower.app.site import Load, Release, Site, Task, load_record, read_task, save_record
-from nufed.flower.logs import event
+from nufed.flower.logs import LOG, event
 from nufed.flower.secure_sum.messages import ADVERTISE, CONFIRM, MASKED, SHARE, TRAINS, UNMASK
 from nufed.flower.secure_sum.site import (
     advertise_keys,
@@ -109,9 +108,6 @@ def _log(site: Site, kind: str, round: int, seconds: float) -> None:
             "%s: score %s (%s)", where, shown, measure,
             event="scored", score=score, measure=measure, **of,
         )  # fmt: skip
-
-
-LOG = logging.getLogger("nufed")
 
 
 def train(site: Site, request: RecordDict) -> RecordDict:
@@ -214,7 +210,6 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
     return release
 
 
-LOG = logging.getLogger("nufed")
 Handler: TypeAlias = Callable[[Site, RecordDict], RecordDict]
 
 

@@ -25,11 +25,10 @@ from nufed.flower.app.payload import VERSION
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Ledger, check_plan
 from nufed.flower.app.registry import registry_file
-from nufed.flower.app.replies import LOG
 from nufed.flower.app.roster import Exclusions, TooFewSitesError
 from nufed.flower.app.scoring import Outcome
 from nufed.flower.app.server_app import Cohorts, Server
-from nufed.flower.logs import event, log_to
+from nufed.flower.logs import LOG, event, log_to
 from nufed.lab.config import Config
 from nufed.lab.config.devices import torch_threads
 from nufed.lab.files import cannot_write, locked, read_sealed, sha256, sha256_of, write_sealed

@@ -23,8 +23,9 @@ from nufed.flower.app.payload import (
 )
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Account
-from nufed.flower.app.replies import LOG, Pending
+from nufed.flower.app.replies import Pending
 from nufed.flower.app.roster import Exclusions, Refusals, Roster
+from nufed.flower.logs import LOG
 from nufed.flower.secure_sum.messages import TRAINS
 from nufed.flower.secure_sum.server import Replies
 from nufed.lab.files import sha256, tensor_pieces

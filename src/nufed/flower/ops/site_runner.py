@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from nufed.errors import InputError, RunError
 from nufed.flower.app.site import default_folder
-from nufed.flower.logs import LogFormat
+from nufed.flower.logs import LOG, LogFormat
 from nufed.flower.ops.approvals import Approvals
 from nufed.flower.ops.flower_processes import flower, python_module
 from nufed.flower.ops.keys import check_private, link_expiry
@@ -98,7 +98,6 @@ class Health:
             self.update()
 
 
-LOG = logging.getLogger("nufed")
 FLOWER = logging.getLogger("flwr")
 NOT_ADMITTED = "it does not admit this site's key, or the clocks of both differ"
 _FRAME = ("Exit Code:", "Failed to initialize", "The SuperNode could not", "For more information")

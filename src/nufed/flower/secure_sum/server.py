@@ -28,8 +28,8 @@ from nufed.flower.app.payload import (
     read_int,
     usable,
 )
-from nufed.flower.app.replies import LOG
 from nufed.flower.internals import combine_shares
+from nufed.flower.logs import LOG
 from nufed.flower.secure_sum.masking import Advert, Unmasking, pairwise_mask, public_of
 from nufed.flower.secure_sum.messages import (
     ADVERTISE,
