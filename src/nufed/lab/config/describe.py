@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING
 from typing import Annotated, Any, NamedTuple
 
+from pydantic import Field as Key
 from pydantic import StringConstraints, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -20,6 +21,16 @@ Name = Annotated[str, StringConstraints(pattern=r"^[\w][\w.-]*$", max_length=80)
 
 OWN = "given in Python"  # placeholder in a configuration for an object passed in Python
 AT_SITES = "at the sites"  # placeholder for the data of a federation
+
+
+def optional(default: Any, description: str | None = None, **limits: Any) -> Any:
+    """A field that is written only where it differs from its default.
+
+    So a new one changes neither files nor fingerprints of runs that do not use it.
+    """
+    return Key(
+        default=default, description=description, exclude_if=lambda v: v == default, **limits
+    )
 
 
 class Described(NamedTuple):

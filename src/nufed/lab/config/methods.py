@@ -42,6 +42,7 @@ from nufed.lab.config.describe import (
     fields_of,
     known_settings,
     name_of,
+    optional,
     suggest_key,
 )
 from nufed.objective import AnyObjective
@@ -89,16 +90,13 @@ class MethodConfig(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    algorithm: str | None = Field(
-        default=None,
-        exclude_if=lambda value: value is None,
-        description="an algorithm by name, or package.module:Class; without it a method runs the "
+    algorithm: str | None = optional(
+        None,
+        "an algorithm by name, or package.module:Class; without it a method runs the "
         f"one that it is named after, and {DEFAULT} where there are no methods",
     )
-    eval_steps: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
-        default=None,
-        exclude_if=lambda value: value is None,
-        description="list of numbers of fine-tuning steps to show; the algorithm's or the run's",
+    eval_steps: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = optional(
+        None, "list of numbers of fine-tuning steps to show; the algorithm's or the run's"
     )
 
     @model_validator(mode="before")

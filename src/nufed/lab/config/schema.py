@@ -39,7 +39,7 @@ from nufed.evaluate import EvalLr
 from nufed.evaluate.metrics import Better
 from nufed.lab.config.describe import AT_SITES as AT_SITES
 from nufed.lab.config.describe import OWN as OWN
-from nufed.lab.config.describe import Name
+from nufed.lab.config.describe import Name, optional
 from nufed.lab.config.devices import picked_device
 from nufed.lab.config.methods import MethodConfig, make_methods, with_objects, write_out
 from nufed.lab.files import sha256
@@ -84,11 +84,8 @@ class TuneTable(_Table):
         le=1e9,
         description="per method: gradients in full trainings by the cheapest method, or trials",
     )
-    # not written if default, so that searches from before resume
-    per: BudgetUnit = Field(
-        default="gradient",
-        exclude_if=lambda value: value == "gradient",
-        description="what the budget counts; per trial, expensive methods get as many as others",
+    per: BudgetUnit = optional(
+        "gradient", "what the budget counts; per trial, expensive methods get as many as others"
     )
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(default=0, description="of the search")
     agents: ScoredAgents = Field(
@@ -123,7 +120,7 @@ class TunedTable(_Table):
     """
 
     budget: float
-    per: BudgetUnit = Field(default="gradient", exclude_if=lambda value: value == "gradient")
+    per: BudgetUnit = optional("gradient")
     unit: float
     seed: int
     sampler: SamplerName
@@ -190,10 +187,8 @@ class PrepareConfig(_Table):
         description="what numbers are centred at, and what replaces missing ones: the median or "
         "mean of training",
     )
-    columns: list[Annotated[PreparedColumn, BeforeValidator(PreparedColumn.read)]] = Field(
-        default=[],
-        exclude_if=lambda value: not value,
-        description="a preparation that was learned before, in place of one learned by this run",
+    columns: list[Annotated[PreparedColumn, BeforeValidator(PreparedColumn.read)]] = optional(
+        [], "a preparation that was learned before, in place of one learned by this run"
     )
 
     @field_serializer("columns")
@@ -233,19 +228,13 @@ class DataConfig(_Table):
         "agents are also seen agents' (docs/data.md)",
     )
     classes_per_agent: Count = Field(default=2, description="of the partition 'shards'")
-    # not written if defaults, so that files and fingerprints of other runs do not change
-    shift: Annotated[str, _one_of(SHIFTS, "none")] = Field(
-        default="none",
-        exclude_if=lambda value: value == "none",
-        description="feature or label shift between groups of agents: none | " + " | ".join(SHIFTS),
+    shift: Annotated[str, _one_of(SHIFTS, "none")] = optional(
+        "none", "feature or label shift between groups of agents: none | " + " | ".join(SHIFTS)
     )
-    shift_args: dict[str, Any] = Field(
-        default={}, exclude_if=lambda value: not value, description="arguments of that shift"
-    )
-    augment: Annotated[str, AfterValidator(_augmentation)] = Field(
-        default="none",
-        exclude_if=lambda value: value == "none",
-        description="random changes of the inputs of training batches: none | crop_flip (images), "
+    shift_args: dict[str, Any] = optional({}, "arguments of that shift")
+    augment: Annotated[str, AfterValidator(_augmentation)] = optional(
+        "none",
+        "random changes of the inputs of training batches: none | crop_flip (images), "
         "or package.module:function",
     )
     validation: Fraction = 0.0
@@ -253,16 +242,13 @@ class DataConfig(_Table):
     unseen_agents: Annotated[int, Field(ge=0)] = Field(
         default=0, description="held out from training"
     )
-    unseen: list[str] | None = Field(
-        default=None,
-        exclude_if=lambda value: value is None,
-        description="names of the agents held out from training, in place of a number; default: "
+    unseen: list[str] | None = optional(
+        None,
+        "names of the agents held out from training, in place of a number; default: "
         "those that the data source names, if any; []: none",
     )
     small_agents: SmallAgents = "refuse"
-    prepare: PrepareConfig = Field(
-        default=PrepareConfig(), exclude_if=lambda value: value == PrepareConfig()
-    )
+    prepare: PrepareConfig = optional(PrepareConfig())
     split_file: str | None = Field(
         default=None,
         description="path of a saved split to use, never written; {seed} is replaced by the seed",
@@ -376,10 +362,9 @@ class Config(_Table):
     """A run: data, a model, and the methods and seeds to train."""
 
     name: Name = "run"
-    note: str = Field(
-        default="",
+    note: str = optional(
+        "",
         max_length=2000,
-        exclude_if=lambda value: not value,
         description="text for the report, for example how the problem was chosen",
     )
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
@@ -422,17 +407,14 @@ class Config(_Table):
     save_every: Annotated[int, Field(ge=0)] = Field(
         default=0, description="rounds between saved models; 0: none"
     )
-    # not written if off, so that files and fingerprints of other runs do not change
-    stop_when: Count | None = Field(
-        default=None,
-        exclude_if=lambda value: value is None,
-        description="early stopping: evaluations without a better validation score after which "
+    stop_when: Count | None = optional(
+        None,
+        "early stopping: evaluations without a better validation score after which "
         "training ends; off",
     )
-    keep: Literal["last", "best"] = Field(
-        default="last",
-        exclude_if=lambda value: value == "last",
-        description="the model that results show: of the last round, or of the one with the best "
+    keep: Literal["last", "best"] = optional(
+        "last",
+        "the model that results show: of the last round, or of the one with the best "
         "validation score",
     )
     loss: str = Field(
@@ -445,21 +427,16 @@ class Config(_Table):
         "perplexity, bits_per_character (of classes or tokens), none (the loss), or "
         "package.module:function, called with outputs and targets of an agent",
     )
-    metric_better: Better = Field(
-        default="higher",
-        exclude_if=lambda value: value == "higher",
-        description="whether a higher or a lower value of a metric of your own is better",
+    metric_better: Better = optional(
+        "higher", "whether a higher or a lower value of a metric of your own is better"
     )
     dtype: Literal["float32", "float64"] = "float32"
-    precision: Precision = Field(
-        default="float32",
-        exclude_if=lambda value: value == "float32",
-        description="of the model's products; bfloat16: mixed precision, with vectors in float32",
+    precision: Precision = optional(
+        "float32", "of the model's products; bfloat16: mixed precision, with vectors in float32"
     )
-    memory_format: MemoryFormat = Field(
-        default="contiguous",
-        exclude_if=lambda value: value == "contiguous",
-        description="of convolutions' images and kernels; channels_last, on the engine direct, is "
+    memory_format: MemoryFormat = optional(
+        "contiguous",
+        "of convolutions' images and kernels; channels_last, on the engine direct, is "
         "often faster and agrees to rounding",
     )
     threads: Annotated[int, Field(ge=1, le=256)] = Field(
@@ -479,32 +456,20 @@ class Config(_Table):
     method: MethodConfig = MethodConfig()
     methods: dict[Name, MethodConfig] = {}
     faults: FaultsConfig = FaultsConfig()
-    # not written if all defaults, so that files and fingerprints of other runs do not change
-    federation: FederationConfig = Field(
-        default=FederationConfig(), exclude_if=lambda value: value == FederationConfig()
-    )
-    compression: CompressionConfig = Field(
-        default=CompressionConfig(), exclude_if=lambda value: value == CompressionConfig()
-    )
-    privacy: PrivacyConfig = Field(
-        default=PrivacyConfig(), exclude_if=lambda value: value == PrivacyConfig()
-    )
-    approval: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(
-        default={},
-        exclude_if=lambda value: not value,
-        description="of a federation: rounds and settings of methods that may be changed without "
+    federation: FederationConfig = optional(FederationConfig())
+    compression: CompressionConfig = optional(CompressionConfig())
+    privacy: PrivacyConfig = optional(PrivacyConfig())
+    approval: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]] = optional(
+        {},
+        "of a federation: rounds and settings of methods that may be changed without "
         "a new approval of its sites, with [least, most] of each",
     )
-    sweep: dict[str, Any] = Field(
-        default={},
-        exclude_if=lambda value: not value,
-        description='for `nufed sweep`: keys with a list of values or a range "0..5" each',
+    sweep: dict[str, Any] = optional(
+        {}, 'for `nufed sweep`: keys with a list of values or a range "0..5" each'
     )
-    tune: TuneTable = Field(default=TuneTable(), exclude_if=lambda value: value == TuneTable())
-    tuned: TunedTable | None = Field(
-        default=None,
-        exclude_if=lambda value: value is None,
-        description="written by `nufed tune`: the search that chose the methods' settings",
+    tune: TuneTable = optional(TuneTable())
+    tuned: TunedTable | None = optional(
+        None, "written by `nufed tune`: the search that chose the methods' settings"
     )
 
     def norm_bound(self, default: float | None = None) -> float | None:

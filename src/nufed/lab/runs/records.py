@@ -23,6 +23,7 @@ from nufed.algorithms.protocol import Algorithm, State
 from nufed.data import Preparation
 from nufed.data.samples import InputRange
 from nufed.evaluate import AgentScores, Evaluation, Fit, Measure, StepSizes, summarise
+from nufed.lab.config.describe import optional
 from nufed.lab.runs.json_files import (
     Count,
     DataclassJson,
@@ -111,9 +112,7 @@ class SplitRecord(Record):
     number: Count
     agents: list[AgentCounts]
     owners: bool | None = None
-    preparation: Annotated[Preparation, BeforeValidator(Preparation.read)] | None = Field(
-        default=None, exclude_if=lambda value: value is None
-    )
+    preparation: Annotated[Preparation, BeforeValidator(Preparation.read)] | None = optional(None)
 
     @field_serializer("preparation")
     def _plain(self, preparation: Preparation | None) -> list[dict[str, Any]] | None:
