@@ -20,6 +20,8 @@ CASES = {
     "gmeta-exact-learned": ALGORITHMS["gmeta"](adapt_steps=2, rates_lr=0.5, **SETTINGS),
     "scaffold": ALGORITHMS["scaffold"](**SETTINGS),
     "feddyn": ALGORITHMS["feddyn"](weight=0.5, **SETTINGS),
+    "fednova": ALGORITHMS["fednova"](**SETTINGS),
+    "fednova-epochs": ALGORITHMS["fednova"](**{**SETTINGS, "local_epochs": 1}),
     **{
         name: ALGORITHMS[name](**SETTINGS)
         for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi")

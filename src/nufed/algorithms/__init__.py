@@ -10,6 +10,7 @@ from nufed.algorithms.fedbabu import FedBABU
 from nufed.algorithms.fedbn import FedBN
 from nufed.algorithms.feddyn import FedDyn
 from nufed.algorithms.fedl2p import FedL2P
+from nufed.algorithms.fednova import FedNova
 from nufed.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from nufed.algorithms.fedper import FedPer
 from nufed.algorithms.fedprox import FedProx
@@ -54,6 +55,7 @@ ALGORITHMS: Registry[type[Algorithm]] = Registry(
         "fedprox": FedProx,
         "scaffold": Scaffold,
         "feddyn": FedDyn,
+        "fednova": FedNova,
         "fedavgm": FedAvgM,
         "fedadagrad": FedAdagrad,
         "fedadam": FedAdam,
@@ -98,6 +100,7 @@ __all__ = [
     "FedBN",
     "FedDyn",
     "FedL2P",
+    "FedNova",
     "FedPer",
     "FedProx",
     "FedRep",
