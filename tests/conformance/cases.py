@@ -22,6 +22,8 @@ CASES = {
     "feddyn": ALGORITHMS["feddyn"](weight=0.5, **SETTINGS),
     "fednova": ALGORITHMS["fednova"](**SETTINGS),
     "fednova-epochs": ALGORITHMS["fednova"](**{**SETTINGS, "local_epochs": 1}),
+    "moon": ALGORITHMS["moon"](weight=2.0, **SETTINGS),
+    "feddbe": ALGORITHMS["feddbe"](weight=2.0, mean_momentum=0.6, **SETTINGS),
     **{
         name: ALGORITHMS[name](**SETTINGS)
         for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi")

@@ -8,6 +8,7 @@ from nufed.algorithms.ditto import Ditto
 from nufed.algorithms.fedala import FedALA
 from nufed.algorithms.fedbabu import FedBABU
 from nufed.algorithms.fedbn import FedBN
+from nufed.algorithms.feddbe import FedDBE
 from nufed.algorithms.feddyn import FedDyn
 from nufed.algorithms.fedl2p import FedL2P
 from nufed.algorithms.fednova import FedNova
@@ -20,6 +21,7 @@ from nufed.algorithms.gmeta import FedAvg, GMeta, PerFedAvg, fedavg, gmeta, per_
 from nufed.algorithms.knn_per import KNNPer
 from nufed.algorithms.lg_fedavg import LGFedAvg
 from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.moon import MOON
 from nufed.algorithms.pfedme import PFedMe
 from nufed.algorithms.protocol import (
     AgentContext,
@@ -56,6 +58,8 @@ ALGORITHMS: Registry[type[Algorithm]] = Registry(
         "scaffold": Scaffold,
         "feddyn": FedDyn,
         "fednova": FedNova,
+        "moon": MOON,
+        "feddbe": FedDBE,
         "fedavgm": FedAvgM,
         "fedadagrad": FedAdagrad,
         "fedadam": FedAdam,
@@ -83,6 +87,7 @@ __all__ = [
     "ALGORITHMS",
     "ANIL",
     "APFL",
+    "MOON",
     "AgentContext",
     "AgentResult",
     "AgentUpdate",
@@ -98,6 +103,7 @@ __all__ = [
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedDBE",
     "FedDyn",
     "FedL2P",
     "FedNova",

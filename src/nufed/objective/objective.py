@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from itertools import accumulate, compress
 from typing import get_args
@@ -698,6 +698,31 @@ def features_of(objective: Objective, w: Tensor, inputs: Inputs) -> Tensor:
             f"{len(calls)} times: features need a layer that is called once"
         )
     return calls[0]
+
+
+def linear_head(objective: Objective) -> nn.Linear:
+    """The last layer, which tells the numbers of features and classes; its values are not valid."""
+    *_, (name, head) = objective.layers.items()
+    if not isinstance(head, nn.Linear):
+        raise InputError(
+            f"the model's last layer ({name or 'the model itself'}) is a {type(head).__name__}: "
+            "this algorithm needs a torch.nn.Linear; change the model or use another algorithm"
+        )
+    return head
+
+
+@contextmanager
+def edited_features(objective: Objective, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, the head gets ``edit(z)`` in place of its inputs z; not defined for a stack.
+
+    ``edit`` may also return z as it is. In :meth:`Objective.forward` z is in autograd's graph.
+    """
+    head = objective._module.get_submodule(list(objective.layers)[-1])
+    hook = head.register_forward_pre_hook(lambda _, given: (edit(given[0]), *given[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
