@@ -24,6 +24,8 @@ CASES = {
     "fednova-epochs": ALGORITHMS["fednova"](**{**SETTINGS, "local_epochs": 1}),
     "moon": ALGORITHMS["moon"](weight=2.0, **SETTINGS),
     "feddbe": ALGORITHMS["feddbe"](weight=2.0, mean_momentum=0.6, **SETTINGS),
+    "fedproto": ALGORITHMS["fedproto"](**SETTINGS),
+    "fedproto-nearest": ALGORITHMS["fedproto"](prediction="prototypes", **SETTINGS),
     **{
         name: ALGORITHMS[name](**SETTINGS)
         for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi")

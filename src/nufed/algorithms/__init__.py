@@ -14,6 +14,7 @@ from nufed.algorithms.fedl2p import FedL2P
 from nufed.algorithms.fednova import FedNova
 from nufed.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from nufed.algorithms.fedper import FedPer
+from nufed.algorithms.fedproto import FedProto
 from nufed.algorithms.fedprox import FedProx
 from nufed.algorithms.fedrep import FedRep
 from nufed.algorithms.fedrod import FedRoD
@@ -60,6 +61,7 @@ ALGORITHMS: Registry[type[Algorithm]] = Registry(
         "fednova": FedNova,
         "moon": MOON,
         "feddbe": FedDBE,
+        "fedproto": FedProto,
         "fedavgm": FedAvgM,
         "fedadagrad": FedAdagrad,
         "fedadam": FedAdam,
@@ -108,6 +110,7 @@ __all__ = [
     "FedL2P",
     "FedNova",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
     "FedRoD",

@@ -15,9 +15,9 @@ from nufed.lab.config.problem import Problem
 from nufed.lab.files import read_sealed, unseal, write_sealed
 from nufed.lab.runs import load_run
 
-METHODS = {
-    name: {"algorithm": name} for name in ("gmeta", "ditto", "scaffold", "fedrod", "knn_per")
-}
+NAMES = ("gmeta", "ditto", "scaffold", "fedrod", "knn_per", "feddbe")
+METHODS = {name: {"algorithm": name} for name in NAMES}
+METHODS["fedproto"] = {"algorithm": "fedproto", "prediction": "prototypes"}
 CONFIG = {
     "rounds": 3,
     "seeds": [3, 4],
