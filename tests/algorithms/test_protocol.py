@@ -12,7 +12,11 @@ from nufed import GMeta, InputError, Objective
 from nufed.algorithms import (
     AgentContext,
     FedAvg,
+    FedDBE,
+    FedDyn,
     FedL2P,
+    FedNova,
+    FedProto,
     FedRoD,
     KNNPer,
     LocalTraining,
@@ -101,7 +105,7 @@ def test_the_results_table_asks_for_step_sizes(tmp_path):
 
 def test_epsilon_needs_the_uniform_mean():
     objective = Objective(mlp(torch.float32))
-    for algorithm in (GMeta(), Scaffold()):
+    for algorithm in (GMeta(), Scaffold(), FedDyn(), FedNova(), FedDBE(), FedProto()):
         server = initial_server(algorithm, objective, objective.initial())
         assert sums_suffice(algorithm, context(), server)
     for algorithm in (Own(), GMeta(aggregation=TrimmedMean()), GMeta(aggregation=Mean("samples"))):

@@ -27,7 +27,7 @@ authors' code ([FedNova #1](https://github.com/JYWa/FedNova/issues/1)): it is th
 change itself. That code adds its proximal term into the momentum buffer. FedLab multiplies the mean
 of d_i by N/|cohort|, which lengthens the step under partial participation. The tests also reject:
 τ_eff missing; a_i of the settings instead of the steps taken; τ_i in place of ‖a_i‖₁ with momentum;
-τ_eff as a mean over rounds; statistics divided by a_i.
+τ_eff of the round before; statistics divided by a_i.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ from nufed.algorithms.protocol import (
 )
 from nufed.errors import InputError
 from nufed.objective import AnyObjective, Batch, Inputs
-from nufed.objective.objective import edited_features, features_of, linear_head
+from nufed.objective.objective import features_of, grad_with_features, linear_head
 from nufed.objective.parts import Part
 from nufed.settings import Search, setting
 
@@ -121,18 +121,13 @@ class FedProto(LocalTraining):
         objective, (known, prototypes) = context.objective.base, global_prototypes(received)
 
         def gradient(y: Tensor, batch: Batch) -> Tensor:
-            terms: list[Tensor] = []
+            targets = batch.targets.to(y.device)
 
-            def pull(z: Tensor) -> Tensor:
-                targets = batch.targets.to(z.device)
+            def term(z: Tensor) -> Tensor:
                 distances = (z - prototypes[targets]).square().mean(dim=1)
-                terms.append((distances * known[targets]).mean())
-                return z
+                return self.weight * (distances * known[targets]).mean()
 
-            leaf = y.detach().requires_grad_()
-            with torch.enable_grad(), edited_features(objective, pull):
-                loss = objective.forward(leaf, batch) + self.weight * terms[0]
-            return torch.autograd.grad(loss, leaf)[0]
+            return grad_with_features(objective, y, batch, term)
 
         batches = self.local_batches(context, purpose)
         pulled = self.weight > 0 and bool(known.any())
@@ -178,7 +173,8 @@ class FedProto(LocalTraining):
             return objective.predict(personal["model"], inputs)
         known, prototypes = global_prototypes(personal)
         z = features_of(objective.base, personal["model"], inputs)
-        distances = torch.cdist(z.to(prototypes), prototypes).square()
+        exact = "donot_use_mm_for_euclid_dist"  # products would cancel
+        distances = torch.cdist(z.to(prototypes), prototypes, compute_mode=exact).square()
         return (-distances).masked_fill(~known, torch.finfo(distances.dtype).min)
 
 

@@ -41,7 +41,7 @@ from torch import Tensor
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, State
 from nufed.objective import AnyObjective, Batch, Objective
-from nufed.objective.objective import edited_features, features_of
+from nufed.objective.objective import features_of, grad_with_features
 from nufed.settings import Search, setting
 
 
@@ -89,16 +89,11 @@ class MOON(LocalTraining):
     ) -> Tensor:
         """∇ of f_i(y) + μ·ℓ on a batch."""
         z_w, z_v = (features_of(objective, each, batch.inputs) for each in (w, v))
-        terms: list[Tensor] = []
 
-        def contrast(z: Tensor) -> Tensor:
-            terms.append(self.contrastive_loss(z, z_w, z_v))
-            return z
+        def term(z: Tensor) -> Tensor:
+            return self.weight * self.contrastive_loss(z, z_w, z_v)
 
-        leaf = y.detach().requires_grad_()
-        with torch.enable_grad(), edited_features(objective, contrast):
-            loss = objective.forward(leaf, batch) + self.weight * terms[0]
-        return torch.autograd.grad(loss, leaf)[0]
+        return grad_with_features(objective, y, batch, term)
 
     def contrastive_loss(self, z: Tensor, z_w: Tensor, z_v: Tensor) -> Tensor:
         """The mean of ℓ over the batch, one row of features per sample."""

@@ -725,6 +725,28 @@ def edited_features(objective: Objective, edit: Callable[[Tensor], Tensor]) -> I
         hook.remove()
 
 
+def grad_with_features(
+    objective: Objective, w: Tensor, batch: AnyBatch, term: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """∇ of f(w, batch) + term(z), with the head's inputs z in this training pass; of no stack.
+
+    >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    >>> objective, batch = Objective(net, F.mse_loss), (torch.ones(1, 1), torch.zeros(1, 1))
+    >>> grad_with_features(objective, torch.tensor([2.0, 0.0]), batch, lambda z: 3 * z.sum())
+    tensor([3., 0.])
+    """
+    terms: list[Tensor] = []
+
+    def keep(z: Tensor) -> Tensor:
+        terms.append(term(z))
+        return z
+
+    leaf = w.detach().requires_grad_()
+    with torch.enable_grad(), edited_features(objective, keep):
+        loss = objective.forward(leaf, batch) + sum(terms)
+    return torch.autograd.grad(loss, leaf)[0]
+
+
 def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
     """The concatenation; each tensor is freed once copied, so that memory holds one copy."""
     if sum(tensor.numel() for tensor in tensors) <= FEW:

@@ -49,7 +49,7 @@ NAMES = {
     "scafold": (ALGORITHMS, "scaffold"),
     "fedsgd": (ALGORITHMS, None),
     "maml": (ALGORITHMS, None),
-    "moon": (ALGORITHMS, None),
+    "mocha": (ALGORITHMS, None),
     "cifar-10": (SOURCES, "cifar10"),
     "cifar": (SOURCES, "cifar10"),
     "mnist": (SOURCES, "mnist-writers"),
