@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nufed.errors import InputError, NufedError
 from nufed.lab.runs.federation_records import SiteActivity, StatusRecord
@@ -66,6 +67,28 @@ def serving(port: int | None, read: Callable[[], Iterable[Metric]]) -> Iterator[
         thread.join()
 
 
+Numbers: TypeAlias = float | tuple[int, float]  # of a summary a count and a sum
+
+
+def _family(
+    kind: str, name: str, help: str, values: Numbers | Mapping[str, Numbers], label: str = ""
+) -> Metric:
+    """A number, or one for each value of a label."""
+    from prometheus_client import core
+
+    def labels(label: str) -> list[str]:
+        return [label] if label else []
+
+    family = getattr(core, f"{kind}MetricFamily")(name, help, labels=labels(label))
+    for of, numbers in values.items() if isinstance(values, Mapping) else [("", values)]:
+        family.add_metric(labels(of), *(numbers if isinstance(numbers, tuple) else (numbers,)))
+    made: Metric = family
+    return made
+
+
+_gauge, _counter, _summary = (partial(_family, kind) for kind in ("Gauge", "Counter", "Summary"))
+
+
 def run_metrics(status: StatusRecord) -> Iterator[Metric]:
     """Of a run, at the server."""
     yield _gauge("nufed_round", "Rounds done.", status.round)
@@ -78,7 +101,7 @@ def run_metrics(status: StatusRecord) -> Iterator[Metric]:
     yield _summary(
         "nufed_round_seconds",
         "Durations of rounds.",
-        {"": (status.rounds_timed, status.round_seconds)},
+        (status.rounds_timed, status.round_seconds),
     )
     by_direction = {"down": status.bytes_down, "up": status.bytes_up}
     yield _counter("nufed_bytes", "Bytes of messages.", by_direction, "direction")
@@ -87,7 +110,7 @@ def run_metrics(status: StatusRecord) -> Iterator[Metric]:
         yield _gauge("nufed_seconds_left", "Estimated time left.", status.seconds_left)
     spent = {str(of): epsilon for of, epsilon in status.epsilon.items() if epsilon is not None}
     if spent:
-        yield _gauges("nufed_epsilon", "Privacy spent (epsilon).", spent, "of")
+        yield _gauge("nufed_epsilon", "Privacy spent (epsilon).", spent, "of")
 
 
 def site_metrics(site: SiteActivity, connected: bool) -> Iterator[Metric]:
@@ -99,50 +122,11 @@ def site_metrics(site: SiteActivity, connected: bool) -> Iterator[Metric]:
     yield _summary("nufed_site_request_seconds", "Durations of requests.", durations, "kind")
     by_direction = {"down": site.bytes_received, "up": site.bytes_sent}
     yield _counter("nufed_site_bytes", "Bytes of messages.", by_direction, "direction")
-    yield _counter("nufed_site_failures", "Requests that failed.", {"": site.failures})
-    yield _gauges("nufed_site_samples", "Samples by part.", site.samples, "part")
+    yield _counter("nufed_site_failures", "Requests that failed.", site.failures)
+    yield _gauge("nufed_site_samples", "Samples by part.", site.samples, "part")
     if site.score is not None:
         scores = {site.measure: site.score}
-        yield _gauges(
-            "nufed_site_score", "The last score of its personal model.", scores, "measure"
-        )
+        yield _gauge("nufed_site_score", "The last score of its personal model.", scores, "measure")
     if site.epsilon is not None:
         help = "Privacy spent (epsilon) against the server, in the current run."
         yield _gauge("nufed_site_epsilon", help, site.epsilon)
-
-
-def _gauge(name: str, help: str, value: float) -> Metric:
-    return _gauges(name, help, {"": value})
-
-
-def _gauges(name: str, help: str, values: Mapping[str, float], label: str = "") -> Metric:
-    from prometheus_client.core import GaugeMetricFamily
-
-    return _filled(GaugeMetricFamily(name, help, labels=_labels(label)), values)
-
-
-def _counter(name: str, help: str, values: Mapping[str, int], label: str = "") -> Metric:
-    from prometheus_client.core import CounterMetricFamily
-
-    return _filled(CounterMetricFamily(name, help, labels=_labels(label)), values)
-
-
-def _summary(
-    name: str, help: str, values: Mapping[str, tuple[int, float]], label: str = ""
-) -> Metric:
-    """``values`` are counts and sums."""
-    from prometheus_client.core import SummaryMetricFamily
-
-    return _filled(SummaryMetricFamily(name, help, labels=_labels(label)), values)
-
-
-def _filled(family: Any, values: Mapping[str, float | tuple[int, float]]) -> Metric:
-    """A family of metrics with the numbers of each value of its label."""
-    for of, numbers in values.items():
-        family.add_metric(_labels(of), *(numbers if isinstance(numbers, tuple) else (numbers,)))
-    made: Metric = family
-    return made
-
-
-def _labels(label: str) -> list[str]:
-    return [label] if label else []
