@@ -14,7 +14,7 @@ precision, where all agents' |y| are that large. Elsewhere its error is at most 
 1e-7 (float32) or 1e-13 (float64) of a coordinate's movement only where some |y| is smaller than
 that and the movement is below 4.6e-6·s (float32) or 1.1e-9·s (float64).
 
-The uniform mean of vectors that arrive one by one, in any order and memory of constant size.
+So a uniform mean takes vectors one by one, in any order, and memory of constant size.
 """
 
 from __future__ import annotations

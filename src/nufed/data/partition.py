@@ -1,13 +1,9 @@
-"""Partitions of samples over agents. Each returns one array of row numbers per agent.
+"""Partitions of samples over agents, by name, with the signature that a user's own has.
 
-No function here gives a row twice to one agent, and all of them terminate.
-
-Partitions over agents of unequal size: per-class Dirichlet and quantity skew.
-
-Both redraw a bounded number of times until every agent has the minimum size, then move samples from
-the largest agents to those that still lack some: they always terminate. Every sample is used once.
-
-The partitions by name, with the signature that a user's own has.
+Each returns one array of row numbers per agent, and none gives a row twice to one agent. Those with
+agents of unequal size (per-class Dirichlet, quantity skew) use every sample once: they redraw a
+bounded number of times until every agent has the minimum size, then move samples from the largest
+agents to those that still lack some, so that they always terminate.
 """
 
 from __future__ import annotations

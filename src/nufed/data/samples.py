@@ -1,8 +1,7 @@
 """Samples in memory: one array for all agents, from which agents take rows by index.
 
-Labels that are text: names of classes, and their numbers.
-
-The range of inputs: a warning where their scale is far from 1, or far from that of training.
+Labels that are text become names of classes and their numbers. Where the scale of inputs is far
+from 1, or from that of training, there is a warning.
 """
 
 from __future__ import annotations

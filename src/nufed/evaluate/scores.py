@@ -2,14 +2,11 @@
 
 Every agent fine-tunes on its training part and is scored on its test part (or, for choices, on its
 validation part). Algorithms never see test data: they get batches of the training part and return
-models, and only the functions here read the targets.
+models, the global one and the personal one after every number of steps. Only the functions here
+apply them to the samples that are scored, and read the targets.
 
-Outputs of an agent's models: the global one, and the personal one after every number of steps.
-
-Algorithms make models here from training batches. Models are applied to the samples that are
-scored, but no algorithm that trains is handed these samples.
-
-The training loss of a round: how well the model fits the samples that it was just trained on.
+Beside the scores there is the training loss of a round: how well the model fits the samples that it
+was just trained on.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Curvature: the three ways in which a Hessian-vector product enters the meta-gradient.
 
-Hessian-vector products by finite differences of gradients: the step, and a check of it. And the
-largest eigenvalue of a Hessian, by Lanczos iteration.
-
-The step δ of (∇f(w+δv) − ∇f(w−δv)) / 2δ trades two errors off. A large step crosses kinks of ReLU
-units, and the difference then measures jumps instead of curvature; a small one is dominated by
-rounding. In float32 no step may be good: on the paper's network a usual δ = 10⁻³ is worse than
-ignoring curvature. In float64 there is a wide range: with w ± δv about 10⁻⁸ apart (relative to w),
-crossings are rare and rounding costs about eight of sixteen digits. So the automatic step evaluates
-its two gradients in float64, at about twice the time and memory of float32 gradients of
-compute-bound models, and at no cost for models dominated by per-operation overhead.
+Below are also the step of finite differences with a check of it, and the largest eigenvalue of a
+Hessian, by Lanczos iteration. The step δ of (∇f(w+δv) − ∇f(w−δv)) / 2δ trades two errors off. A
+large step crosses kinks of ReLU units, and the difference then measures jumps instead of curvature;
+a small one is dominated by rounding. In float32 no step may be good: on the paper's network a usual
+δ = 10⁻³ is worse than ignoring curvature. In float64 there is a wide range: with w ± δv about 10⁻⁸
+apart (relative to w), crossings are rare and rounding costs about eight of sixteen digits. So the
+automatic step evaluates its two gradients in float64, at about twice the time and memory of float32
+gradients of compute-bound models, and at no cost for models dominated by per-operation overhead.
 
 A rare crossing still adds a jump of the gradient divided by a tiny step: one of them can ruin a
 training run (on CIFAR one product in 250 is 10⁵ times too large). So where the norm of a product is

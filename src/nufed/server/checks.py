@@ -1,6 +1,6 @@
 """Validates a single update before aggregation.
 
-The bound ``max_update_norm`` on the norms of changes, relative to medians over agents.
+``max_update_norm`` bounds the norms of changes, relative to medians over agents.
 """
 
 from __future__ import annotations

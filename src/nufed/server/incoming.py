@@ -1,6 +1,6 @@
 """The updates of a round as they arrive: checked one by one, and added to a sum where possible.
 
-Updates that wait in a temporary file, so that they take no memory.
+Where it is not, they wait in a temporary file, so that they take no memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The server's half of a round, the same for every engine: cohort, update checks, quorum.
 
-The memory that a round's updates take at the server, stated before a run.
+Before a run, it is stated how much memory a round's updates take at the server.
 """
 
 from __future__ import annotations

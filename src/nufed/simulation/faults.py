@@ -3,10 +3,9 @@
 They are drawn from separate random streams, so that the same agents fail for every method and no
 other draw changes.
 
-Attacks: what corrupt agents of a simulation send in place of their honest vectors.
-
-An attack is a function ``(vector, before, rng)`` of the honest vector, the vector that the agent
-received, and a random stream. The first line of its docstring describes it in ``nufed list``.
+Corrupt agents send what an attack makes of their honest vectors. An attack is a function ``(vector,
+before, rng)`` of the honest vector, the vector that the agent received, and a random stream. The
+first line of its docstring describes it in ``nufed list``.
 """
 
 from __future__ import annotations

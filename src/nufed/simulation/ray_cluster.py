@@ -2,9 +2,8 @@
 
 :class:`RayWorkers` is a second :class:`~nufed.simulation.worker_pool.Pool`. An actor gets the work
 as a spawned process does: serialised, and rebuilt from the configuration. Nodes need not share a
-file system. A task whose node is lost is performed again by another actor.
-
-The worker engine on a cluster of Ray: vectors go through Ray's object store.
+file system. A task whose node is lost is performed again by another actor. To and from the worker
+engine vectors go through Ray's object store.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ metrics that can't be serialised. It must not use more than one thread of torch,
 survive a fork. A spawned child is a new interpreter that gets ``work`` serialised; samples and
 buffers are in shared memory, everything else is rebuilt. Tasks and results are small; vectors go
 through shared memory. ``multiprocessing.set_start_method("spawn")`` spawns on Linux, too.
-
-Memory shared by worker processes.
 """
 
 from __future__ import annotations

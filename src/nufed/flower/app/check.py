@@ -1,10 +1,7 @@
 """Tries an app on one site's data, without a server: what would fail in a run fails here.
 
-Imports the federation of an app directory.
-
-Runs a federation's apps in Flower's Ray-based simulation on this machine.
-
-nufed's simulator is much faster and bit-identical; this is for testing an app as Flower runs it.
+It also runs an app in Flower's simulation, which starts Ray on this machine. nufed's simulator is
+much faster and bit-identical; this is for testing an app as Flower runs it.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 Two federations are neighbours if one site's data is replaced by any other. Its change, of norm at
 most C, then moves by up to 2C; the noise on every update has standard deviation z·C.
 
-The privacy loss of rounds with secret cohorts of a fixed size: proofs in docs/accounting.md.
-
-A round releases x + N(0, 1) with a sensitivity of μ, for a cohort of m of n sites. Whichever data
-one site's are replaced by, in either direction, its hockey-stick divergence of order e^ℓ is at most
+With secret cohorts of a fixed size, m of n sites, a round releases x + N(0, 1) with a sensitivity
+of μ (proofs in docs/accounting.md). Whichever data one site's are replaced by, in either direction,
+its hockey-stick divergence of order e^ℓ is at most
 
     δ(ℓ) = γ·G(1 + (e^ℓ - 1) / γ) for ℓ ≥ 0,  δ(ℓ) = 1 - e^ℓ + e^ℓ·δ(-ℓ) for ℓ < 0,
 

@@ -4,13 +4,9 @@ An array is read only if its dtype, shape and header bytes are exactly those of 
 for the expected array, so that nothing untrusted is parsed or unpickled.
 :mod:`nufed.flower.app.replies` has limited the size of the whole message before.
 
-Which versions of nufed work together in a federation.
-
-Releases of one minor series (0.1.0, 0.1.3) exchange the same messages, and read each other's run
-directories and sites' folders. Other versions (development versions, release candidates) work only
-with themselves.
-
-Payloads of evaluation: sites' scores, and which part and step sizes to score, all validated.
+Releases of one minor series (0.1.0, 0.1.3) work together in a federation: they exchange the same
+messages, and read each other's run directories and sites' folders. Other versions (development
+versions, release candidates) work only with themselves.
 """
 
 from __future__ import annotations

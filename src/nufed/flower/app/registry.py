@@ -1,13 +1,11 @@
-"""Every reply of a registered site is signed with its key; the server verifies it.
+"""The registered sites of a federation and their keys, with which they sign every reply.
 
 A site signs the id of the message that it replies to and the digest of its reply. That id is the
 digest of the server's message with its run, its receiver and its time: a signature is valid for one
 reply to one request. So nobody else's reply is taken for a site's: not that of another registered
 site, nor that of another user of the site's machine, who could reach a SuperNode.
 
-The server's registry of sites: number, name and public keys of each, in one TOML file.
-
-::
+The server's registry has number, name and public keys of each site, in one TOML file::
 
     revoked = ["SHA256:..."]        # fingerprints of keys that are never admitted again
 
@@ -17,8 +15,7 @@ The server's registry of sites: number, name and public keys of each, in one TOM
     keys = ["ecdsa-sha2-nistp384 AAAA..."]      # while a key is rotated two, the newest last
 
 ``nufed federate register``, ``rotate`` and ``revoke`` write it. A running server applies changes.
-
-The public keys of all sites, as sites know them: from the configuration, not from the server.
+Sites know each other's public keys (:class:`SiteKeys`) from the configuration, not from the server.
 """
 
 from __future__ import annotations

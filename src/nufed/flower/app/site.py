@@ -1,16 +1,12 @@
-"""One site: its node's configuration and its own data.
+"""One site: its node's configuration, its own data, its state, and what the server asks it to do.
 
-A site's persistent record between rounds, in one sealed file.
-
-A site can't know whether the server accepted its last update: it may have been late, rejected, or
-from a round that was retried or redone after a crash. So it stores two states: before and after its
-last update. The server names the last round whose update of this site it accepted, and the site
-continues from the state of that round.
+Between rounds its state is in one sealed file. A site can't know whether the server accepted its
+last update: it may have been late, rejected, or from a round that was retried or redone after a
+crash. So it stores two states: before and after its last update. The server names the last round
+whose update of this site it accepted, and the site continues from the state of that round.
 
 A site with noisy updates stores the last one before sending it: a repeated request gets identical
 bytes, which reveal nothing new. It also counts them.
-
-What the server asks a site to do, and the state that the site does it from.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The site's half: trains and evaluates on its own data, sends vectors and numbers.
 
-A site's own account of its work: log lines, and counts in a file of its folder.
-
-Its administrator reads them, and ``nufed federate site --metrics-port`` serves them. Nothing of it
-is sent.
-
-A site's training in a round: its update, plain, noisy or masked.
+An update is sent plain, noisy or masked. Of its work a site keeps an account for its administrator,
+log lines and counts in a file of its folder, which ``nufed federate site --metrics-port`` serves;
+nothing of it is sent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The apps that a site has approved: it runs no other, whatever its server sends.
 
-An app as Flower sends it (its bundle, a zip file), and the digest of what is in it.
-
-What is unpacked must be what was approved, on every system: a bundle with a name that a system
-could unpack to another place, or could show as another name, is refused.
+Approved is the digest of what is in an app's bundle, the zip file that Flower sends. What is
+unpacked must be what was approved, on every system: a bundle with a name that a system could unpack
+to another place, or could show as another name, is refused.
 """
 
 from __future__ import annotations

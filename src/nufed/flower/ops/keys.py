@@ -7,7 +7,7 @@
     server.crt   the server's certificate, with its names and addresses
     server.key   its private key
 
-Checks at start: private keys that others can read are refused, expiring certificates named.
+Private keys that others can read are refused at start, and expiring certificates are named.
 """
 
 from __future__ import annotations

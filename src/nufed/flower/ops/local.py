@@ -1,7 +1,4 @@
-"""Runs a server and all sites on this machine, with one command.
-
-Creates a new app directory from the template.
-"""
+"""A federation on this machine: a new app directory, and a server with all sites by one command."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Edits the registry of sites: a running server applies each change within seconds.
 
-Every change is also written to the audit log beside it.
-
-Keeps the keys that a SuperLink admits equal to those of the registry of sites.
+Every change is also written to the audit log beside it. :class:`Admission` keeps the keys that a
+SuperLink admits equal to those of the registry.
 """
 
 from __future__ import annotations

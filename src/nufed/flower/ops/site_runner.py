@@ -1,14 +1,11 @@
-"""Runs a site in the foreground.
+"""Runs a site in the foreground, shows whether it is connected, and logs why a server refuses it.
 
-Whether a site is connected: a file in its folder that is touched as long as it is.
+As long as a site is connected, a file in its folder is touched. A container's health check reads
+the file's age, without starting Python, and so does the metric ``nufed_site_connected``.
 
-A container's health check reads the file's age, without starting Python, and so does the metric
-``nufed_site_connected``.
-
-Logs why a server refuses a site: once per reason, however often the site tries.
-
-Flower logs such errors and exits. If the server does not know the site's key, or its clock differs,
-Flower interrupts its own process instead.
+A refusal is logged once per reason, however often the site tries. Flower logs such errors and
+exits. If the server does not know the site's key, or its clock differs, Flower interrupts its own
+process instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The status of a federation's run, from the file that its server writes, and of a server's sites,
-as text.
-
-The registered sites of a server, and which of them are connected: with or without a run.
-"""
+"""The status of a federation's run, from the file that its server writes, as text; and which of the
+registered sites of a server are connected, with or without a run."""
 
 from __future__ import annotations
 

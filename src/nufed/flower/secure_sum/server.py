@@ -1,6 +1,6 @@
-"""The server's side of a round with secure aggregation: five messages to every site.
+"""The server's half of a secure sum: five messages to every site.
 
-The server's half of a secure sum: relays keys and shares, adds what arrives, removes masks.
+It relays keys and shares, adds what arrives, and removes masks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Safe printing of untrusted text.
+"""What commands print: untrusted text safely, to standard streams of any kind.
 
 Text is never interpreted as rich markup or an emoji code, and non-printable characters are escaped
-(:func:`nufed.errors.visible`). All output of commands except JSON goes through this module.
-
-Standard streams of the command line: any encoding, broken pipes, full devices.
+(:func:`nufed.errors.visible`). All output of commands except JSON goes through this module. The
+streams may have any encoding, be a broken pipe, or end on a full device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Everything that training needs, validated before anything is written.
 
-Starts the directory of a new run, and rebuilds the setup of an existing one.
+It is made for a new run, whose directory is then started, or rebuilt from an existing one.
 """
 
 from __future__ import annotations
