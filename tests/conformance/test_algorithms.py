@@ -1,7 +1,7 @@
 """One suite for every algorithm: what engines, checkpoints, workers and Flower may rely on."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import islice
 
 import pytest
@@ -15,8 +15,9 @@ from nufed.algorithms import AgentUpdate
 from nufed.evaluate import RESAMPLES, Measure
 from nufed.flower.app.server_app import Server
 from nufed.lab.files import sha256
-from nufed.lab.runs.agent_states import StoredStates
+from nufed.lab.runs.agent_states import Inventory, StoredStates
 from nufed.lab.runs.part_files import Checkpoint, load_checkpoint, save_checkpoint
+from nufed.lab.runs.records import Manifest
 from nufed.server import Progress, initial_server, next_server, to_send
 from nufed.simulation import ENGINES, DirectEngine, Engines, Training, WorkerEngine, train
 from support import agent_context, context, federation, mlp, same, states_of, tied
@@ -84,13 +85,19 @@ def killed_and_resumed(algorithm, engine, folder):
     (folder / "metrics.jsonl").touch()
     store = StoredStates(folder, BELONGS, cache_bytes=0)
     saved = history(algorithm, engine, 2, states=store)[-1]
-    inventory = store.flush(2)
-    save_checkpoint(folder, Checkpoint(2, saved.server, 0, sha256(b""), states=inventory), BELONGS)
+    about = Manifest(
+        round=2,
+        states=astuple(store.flush(2)),
+        metrics_bytes=0,
+        metrics_sha256=sha256(b""),
+        belongs_to=BELONGS,
+    )
+    save_checkpoint(folder, Checkpoint(about, saved.server))
     history(algorithm, engine, 3, saved)  # leaves states newer than the checkpoint
     found, problems = load_checkpoint(folder, BELONGS)
     assert not problems
     states = StoredStates(folder, BELONGS, [2], cache_bytes=0)
-    states.begin(found.states)
+    states.begin(Inventory(*found.about.states))
     return history(algorithm, engine, start=Progress(found.round, found.server, states))
 
 

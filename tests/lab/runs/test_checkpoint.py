@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from safetensors.torch import save_file
 
 from nufed.errors import RunError
 from nufed.lab.files import locked, sha256, write_durably
-from nufed.lab.runs.agent_states import Inventory
 from nufed.lab.runs.part_files import Checkpoint, PartFiles, load_checkpoint, save_checkpoint
+from nufed.lab.runs.records import Manifest
 
 BELONGS = {"configuration": "a", "data": "b", "split": "c"}
 
@@ -22,26 +21,27 @@ BELONGS = {"configuration": "a", "data": "b", "split": "c"}
 def checkpoint(round, metrics=b"one\n"):
     generator = torch.Generator().manual_seed(round)
     vector = torch.randn(7, generator=generator)
-    return Checkpoint(
-        round,
-        {"model": vector, "control": vector + 1},
-        len(metrics),
-        sha256(metrics),
-        {"warnings": [round]},
-        Inventory(2, round + 3),
+    about = Manifest(
+        round=round,
+        states=(2, round + 3),
+        metrics_bytes=len(metrics),
+        metrics_sha256=sha256(metrics),
+        belongs_to=BELONGS,
+        notes={"warnings": [round]},
     )
+    return Checkpoint(about, {"model": vector, "control": vector + 1})
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"one\ntwo\nthr")  # truncated by a kill
     for round in (10, 20, 30):
-        save_checkpoint(tmp_path, checkpoint(round), BELONGS)
+        save_checkpoint(tmp_path, checkpoint(round))
     return tmp_path
 
 
 def same(a, b):
-    assert replace(a, server={}) == replace(b, server={}) and a.server.keys() == b.server.keys()
+    assert a.about == b.about and a.server.keys() == b.server.keys()
     assert all(torch.equal(a.server[name], b.server[name]) for name in a.server)
 
 

@@ -119,19 +119,15 @@ class ValidationScores:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The server's state after ``round`` rounds.
+    """The server's state after a round, and what else training resumes from."""
 
-    ``metrics_bytes`` is the length of the metrics file then, ``metrics_sha256`` its SHA-256;
-    ``notes`` is what else the engine needs to resume, as plain JSON; ``states`` is an inventory
-    of the agents' states, which are in files of their own.
-    """
-
-    round: int
+    about: Manifest
     server: State
-    metrics_bytes: int
-    metrics_sha256: str
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    states: Inventory = field(default_factory=Inventory)
+
+    @property
+    def round(self) -> int:
+        """The number of rounds done."""
+        return self.about.round
 
     def check_fits(self, server: State, folder: Path) -> None:
         """Refuse vectors whose names, shapes or dtypes differ from those of ``server``."""
@@ -144,20 +140,13 @@ class Checkpoint:
 def save_checkpoint(
     folder: Path,
     checkpoint: Checkpoint,
-    belongs_to: Mapping[str, str],
     best: Callable[[int], int | None] = no_best,
 ) -> None:
     """Write a checkpoint into a part's directory and remove all but those that are kept."""
-    manifest = {
-        "round": checkpoint.round,
-        "states": astuple(checkpoint.states),
-        "metrics_bytes": checkpoint.metrics_bytes,
-        "metrics_sha256": checkpoint.metrics_sha256,
-        "belongs_to": dict(belongs_to),
-        **({"notes": dict(checkpoint.notes)} if checkpoint.notes else {}),
-    }
-    write_sealed(_path(folder, checkpoint.round), manifest, checkpoint.server)
-    tidy(folder, checkpoint.round, best)
+    about = checkpoint.about
+    path = _path(folder, about.round)
+    write_sealed(path, about.model_dump(exclude_defaults=True), checkpoint.server)
+    tidy(folder, about.round, best)
 
 
 def load_checkpoint(
@@ -212,18 +201,16 @@ def read_checkpoint(folder: Path, round: int, belongs_to: Mapping[str, str]) -> 
     """The checkpoint of a round; raises if it is damaged or of another run."""
     path = _path(folder, round)
     sealed = read_sealed(path)
-    manifest = checked(Manifest, sealed.about, path)
-    if manifest.round != round:
-        raise RunError(f"it is of round {manifest.round}")
+    about = checked(Manifest, sealed.about, path)
+    if about.round != round:
+        raise RunError(f"it is of round {about.round}")
     for what, value in belongs_to.items():
-        if manifest.belongs_to.get(what) != value:
+        if about.belongs_to.get(what) != value:
             raise RunError(f"it belongs to another {what}")
-    length, digest = manifest.metrics_bytes, manifest.metrics_sha256
-    metrics = (folder / "metrics.jsonl").read_bytes()[:length]
-    if len(metrics) != length or sha256(metrics) != digest:
+    metrics = (folder / "metrics.jsonl").read_bytes()[: about.metrics_bytes]
+    if len(metrics) != about.metrics_bytes or sha256(metrics) != about.metrics_sha256:
         raise RunError("metrics.jsonl is damaged: its SHA-256 differs")
-    states = Inventory(*manifest.states)
-    return Checkpoint(round, sealed.tensors, length, digest, manifest.notes, states)
+    return Checkpoint(about, sealed.tensors)
 
 
 def _path(folder: Path, round: int) -> Path:
@@ -311,23 +298,24 @@ class PartFiles:
         checkpoint, problems = load_checkpoint(self.folder, self.belongs_to)
         for problem in problems:
             warnings.warn(f"{problem}; an earlier one is used", NumericalWarning, stacklevel=2)
-        path, length = self.folder / "metrics.jsonl", checkpoint.metrics_bytes if checkpoint else 0
+        about = checkpoint.about if checkpoint else None
+        path, length = self.folder / "metrics.jsonl", about.metrics_bytes if about else 0
         before = path.read_bytes()[:length] if path.exists() else b""
         self._hash, self._length = hashlib.sha256(before), len(before)
         if self.validation:
             self.validation.restore(self.lines())
-        kept = tidy(self.folder, checkpoint.round if checkpoint else -1, self._best)
-        if checkpoint and checkpoint.round < rounds and checkpoint.round % eval_every:
+        kept = tidy(self.folder, about.round if about else -1, self._best)
+        if about and about.round < rounds and about.round % eval_every:
             *_, last = before.splitlines() or [b""]
             if checked(MetricsLine, last, path).evaluation:
-                remove_checkpoint(self.folder, checkpoint.round)
+                remove_checkpoint(self.folder, about.round)
                 return self.begin(rounds, eval_every)
-        warned = checkpoint.notes.get("warnings", ()) if checkpoint else ()
+        warned = about.notes.get("warnings", ()) if about else ()
         self.warnings = [checked(WarningLine, line, self.folder) for line in warned]
         self.states = StoredStates(
             self.folder, self.belongs_to, kept, best=self._best, device=self.device
         )
-        self.states.begin(checkpoint.states if checkpoint else Inventory())
+        self.states.begin(Inventory(*about.states) if about else Inventory())
         try:
             (self.folder / DONE).unlink(missing_ok=True)
             (self.folder / FAILURE).unlink(missing_ok=True)
@@ -349,7 +337,7 @@ class PartFiles:
     def all_lines(self) -> list[MetricsLine]:
         """The metrics of all rounds up to the newest valid checkpoint."""
         checkpoint, _ = load_checkpoint(self.folder, self.belongs_to)
-        return self._lines(checkpoint.metrics_bytes if checkpoint else 0)
+        return self._lines(checkpoint.about.metrics_bytes if checkpoint else 0)
 
     def _lines(self, length: int) -> list[MetricsLine]:
         path = self.folder / "metrics.jsonl"
@@ -371,16 +359,18 @@ class PartFiles:
     def checkpoint(self, round: int, server: State, notes: Mapping[str, Any] | None = None) -> None:
         """Save a checkpoint."""
         self._sync()
-        states = self.states.flush(round)
         notes = dict(notes or {})
         if self.warnings:
             notes["warnings"] = [line.model_dump() for line in self.warnings]
-        save_checkpoint(
-            self.folder,
-            Checkpoint(round, server, self._length, self._hash.hexdigest(), notes, states),
-            self.belongs_to,
-            self._best,
+        about = Manifest(
+            round=round,
+            states=astuple(self.states.flush(round)),
+            metrics_bytes=self._length,
+            metrics_sha256=self._hash.hexdigest(),
+            belongs_to=dict(self.belongs_to),
+            notes=notes,
         )
+        save_checkpoint(self.folder, Checkpoint(about, server), self._best)
 
     def saved(self, round: int) -> tuple[State, StoredStates]:
         """The server's and the agents' states of a round whose checkpoint is kept."""
@@ -562,7 +552,7 @@ class Recorder:
         if saved is None:
             return None
         saved.check_fits(like(), self.files.folder)
-        self.notes, self._resumed = saved.notes, saved.round
+        self.notes, self._resumed = saved.about.notes, saved.round
         medians = next((line.median_norms for line in reversed(self.files.lines())), {})
         server = on_device(saved.server, self.files.device)
         return Progress(saved.round, server, self.files.states, medians=medians)

@@ -171,9 +171,12 @@ class Done(Record):
 
 
 class Manifest(Record):
-    """The JSON of ``checkpoint-000020.safetensors``: see :class:`.part_files.Checkpoint`.
+    """The JSON of ``checkpoint-000020.safetensors``, whose tensors are the server's state.
 
-    ``states`` is an inventory of agents' states.
+    ``states`` is the inventory of the agents' states, which are in files of their own;
+    ``metrics_bytes`` is the length of the metrics file then, ``metrics_sha256`` its SHA-256;
+    ``belongs_to`` are the digests of configuration, data and split; ``notes`` is what else the
+    engine needs to resume, as plain JSON.
     """
 
     round: Whole
