@@ -107,7 +107,7 @@ def _opened(
         try:
             identity = (_resume if resuming else _begin)(directory, config, plan)
             # as recorded: the same configuration may have other keys in another version of nufed
-            belongs_to = {"configuration": identity["configuration"]}
+            belongs_to = {"configuration": identity.configuration or config.fingerprint}
             parts = {
                 method: PartFiles(directory.part("methods", method, plan.seed), belongs_to)
                 for method in plans
@@ -153,33 +153,30 @@ def _released(run: Path) -> dict[str, str]:
     return {str(path.relative_to(run)): sha256_of(path) for path in sorted(files)}
 
 
-def _begin(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any]:
+def _begin(directory: RunDirectory, config: Config, plan: Plan) -> FederationRecord:
     """Write the run's initial records; returns the content of federation.json."""
-    identity: dict[str, Any] = {
-        "run": secrets.token_hex(16),
-        "configuration": config.fingerprint,
-    }
+    run, seed = secrets.token_hex(16), secrets.randbits(128) if plan.privacy else None
+    identity = FederationRecord(run=run, configuration=config.fingerprint, cohort_seed=seed)
     if plan.privacy:  # epsilon assumes secret cohorts, and files here name them
-        identity["cohort_seed"] = secrets.randbits(128)
         try:
             directory.path.chmod(0o700)
         except OSError as error:
             raise cannot_write(directory.path, error) from error
     assert plan.like is not None
-    write_sealed(directory.path / FEDERATION, identity)
+    write_sealed(directory.path / FEDERATION, identity.model_dump(exclude_none=True))
     engines = dict.fromkeys(config.algorithms(), "flower")
     Provenance(directory).write(config, plan.measure, engines, plan.like, data_sha256="")
     LOG.info("%s starts: %d sites, %d rounds", config.name, plan.agents, plan.rounds)
     return identity
 
 
-def _resume(directory: RunDirectory, config: Config, plan: Plan) -> dict[str, Any]:
+def _resume(directory: RunDirectory, config: Config, plan: Plan) -> FederationRecord:
     Provenance(directory).check_config(config)
     path = directory.path / FEDERATION
     identity = checked(FederationRecord, read_sealed(path).about, path)
     if plan.privacy and identity.cohort_seed is None:
         raise RunError(f"{path} has no cohort_seed, which a private run needs: start a new one")
-    return {"configuration": config.fingerprint} | identity.model_dump(exclude_none=True)
+    return identity
 
 
 def _record_resumed(directory: RunDirectory, config: Config) -> None:
@@ -193,13 +190,13 @@ def _record_resumed(directory: RunDirectory, config: Config) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """A federation's run: ``identity`` is what federation.json holds, ``parts`` are by method."""
+    """A federation's run: ``identity`` is federation.json, ``parts`` are by method."""
 
     plans: Mapping[str, Plan]
     config: Config
     grid: Grid
     directory: RunDirectory
-    identity: dict[str, Any]
+    identity: FederationRecord
     parts: Mapping[str, PartFiles]
     events: EventLog
 
@@ -227,7 +224,7 @@ class _Run:
             server = Server(
                 plan,
                 self.grid,
-                self.identity["run"],
+                self.identity.run,
                 notes,
                 self._cohorts(method),
                 registry_file(),
@@ -263,7 +260,7 @@ class _Run:
 
     def _cohorts(self, method: str) -> Cohorts:
         plan = self.plans[method]
-        seed = self.identity["cohort_seed"] if plan.privacy else None
+        seed = self.identity.cohort_seed if plan.privacy else None
         if seed is not None and plan.method:  # epsilon assumes that no two share cohorts
             seed = int(sha256(f"{seed} {method}".encode())[:32], 16)
         others = [files for name, files in self.parts.items() if name != method]
