@@ -142,7 +142,7 @@ def test_a_part_by_its_name_and_one_that_is_not_there():
 
 
 def test_bounds_do_not_cover_it():
-    assert ANIL().theory() is None and gmeta().theory() is not None
+    assert ANIL.notes.theory(ANIL()) is None and gmeta.notes.theory(gmeta()) is not None
 
 
 # wrong copies

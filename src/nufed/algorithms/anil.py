@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.gmeta import GMeta
-from nufed.algorithms.protocol import Notes, State, TheorySettings
+from nufed.algorithms.protocol import Notes, State
 from nufed.meta.fine_tuning import Rate
 from nufed.objective import AnyObjective
 from nufed.objective.parts import Part
@@ -44,7 +44,7 @@ class ANIL(GMeta):
 
     adapted: str = setting("head", "part that is fine-tuned: head, body, … or a name pattern")
 
-    notes: ClassVar[Notes] = Notes(
+    notes: ClassVar[Notes] = Notes(  # no theory: the bounds assume one step size for all
         newcomer="fine-tunes the head of the global model",
         optimized="steps of w, along the meta-gradient",
     )
@@ -69,7 +69,3 @@ class ANIL(GMeta):
     def combines(self) -> Literal["elementwise", "linearly"] | None:
         """Elementwise, not linearly: the step size is a vector."""
         return None if self.local_epochs else "elementwise"
-
-    def theory(self) -> TheorySettings | None:
-        """None: the paper's bounds assume one step size for all coordinates."""
-        return None

@@ -78,6 +78,7 @@ class GMeta(LocalTraining):
     notes: ClassVar[Notes] = Notes(
         newcomer="fine-tunes the global model",
         optimized="the local updates, with the meta-gradient as gradient",
+        theory=lambda algorithm: _theory(algorithm),
     )
 
     def __post_init__(self) -> None:
@@ -182,24 +183,6 @@ class GMeta(LocalTraining):
         vars(same).update(settings)
         return same
 
-    def theory(self) -> TheorySettings | None:
-        plain = self.optimizer == SGD() and not self.local_epochs
-        plain = plain and isinstance(self.server_optimizer, Plain)
-        if self.rates_lr or isinstance(self.adapt_lr, Tensor) or not plain:
-            return None
-        curvature = self.curvature
-        kind: Any = next(name for name, each in CURVATURES.items() if isinstance(curvature, each))
-        return TheorySettings(
-            self.adapt_steps,
-            self.adapt_lr,
-            self.meta_lr,
-            self.local_steps,
-            self.batch_size,
-            kind,
-            curvature.fd_step if isinstance(curvature, HessianFree) else "auto",
-            uniform=self.aggregation == Mean(),
-        )
-
 
 @dataclass(frozen=True)
 class FedAvg(GMeta):
@@ -215,6 +198,25 @@ class PerFedAvg(GMeta):
     """Per-FedAvg: ν = 1."""
 
     adapt_steps: int = field(default=1, init=False)
+
+
+def _theory(algorithm: GMeta) -> TheorySettings | None:
+    plain = algorithm.optimizer == SGD() and not algorithm.local_epochs
+    plain = plain and isinstance(algorithm.server_optimizer, Plain)
+    if algorithm.rates_lr or isinstance(algorithm.adapt_lr, Tensor) or not plain:
+        return None
+    curvature = algorithm.curvature
+    kind: Any = next(name for name, each in CURVATURES.items() if isinstance(curvature, each))
+    return TheorySettings(
+        algorithm.adapt_steps,
+        algorithm.adapt_lr,
+        algorithm.meta_lr,
+        algorithm.local_steps,
+        algorithm.batch_size,
+        kind,
+        curvature.fd_step if isinstance(curvature, HessianFree) else "auto",
+        uniform=algorithm.aggregation == Mean(),
+    )
 
 
 def local_sgd(like: Algorithm) -> GMeta:

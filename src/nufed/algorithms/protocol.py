@@ -13,9 +13,10 @@ Engines (the simulation, Flower) run any :class:`Algorithm` the same way::
 
 A state, at the server and at an agent, is a mapping from names to tensors and holds only what the
 next round needs, so that it can be checked, hashed, stored and sent without knowing the algorithm.
-``received`` holds the server's vectors named by ``Algorithm.receives``, and nothing else. The types
-of arguments and results come first, then the optional objects by which an algorithm says more
-(:class:`Notes`, :class:`Checks`, :class:`Adaptation`, :class:`TheorySettings`).
+``received`` holds the server's vectors named by ``Algorithm.receives``, which are the same for all
+agents, what ``Algorithm.downlink`` adds for this one, and nothing else. The types of arguments and
+results come first, then the optional objects by which an algorithm says more (:class:`Notes`,
+:class:`Checks`, :class:`Adaptation`, :class:`TheorySettings`).
 """
 
 from __future__ import annotations
@@ -154,12 +155,14 @@ class Context:
         cohort: how many of them are picked in a round; 0 at evaluation.
         counted: of vectors that end in running statistics, how many numbers are parameters
             (:func:`nufed.server.counted_parameters`).
+        seed: of the training, for the server's own draws.
     """
 
     round: int
     agents: int
     cohort: int
     counted: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,7 @@ class Notes:
         personal_data: training data that a personal model contains.
         caveat: of the algorithm and the number of rounds: a caveat for readers of results.
         settings: of the algorithm: further settings for tables, by name, beyond the fields.
+        theory: of the algorithm: its settings in the paper's bounds; None if they do not apply.
     """
 
     newcomer: str = "starts from the global model"
@@ -229,6 +233,7 @@ class Notes:
     personal_data: str | None = None
     caveat: Callable[[Any, int], str | None] = lambda algorithm, rounds: None
     settings: Callable[[Any], Mapping[str, str]] = lambda algorithm: {}
+    theory: Callable[[Any], TheorySettings | None] = lambda algorithm: None
 
 
 @dataclass(frozen=True)
@@ -318,6 +323,7 @@ class SummedUpdates(Sequence[AgentUpdate]):
 _REPLACED = {
     "newcomer lost_state optimized shown_steps personal_data caveat": "say it in `notes`",
     "describe": "say it in `notes`, as `settings`",
+    "theory": "say it in `notes`, as `theory`",
     "diagnose doubt for_trial": "define it in the object that `checks` returns",
     "without_checks": "define it in the object that `checks` returns, as `without_warnings`",
     "trained_for trains_adapt_lr": "say it in `adaptation`, as `steps`",
@@ -342,7 +348,7 @@ class Algorithm(RemembersSettings, ABC):
     without agent states, whose personal model is the fine-tuned global one.
     """
 
-    receives: ClassVar[Any] = ("model",)  # the server's vectors that an agent receives
+    receives: ClassVar[Any] = ("model",)  # the server's vectors that every agent receives
     sends: ClassVar[Any] = ("model",)  # the vectors that it sends, each shaped like the server's
     combines: ClassVar[Any] = None
     """Whether ``agent_update``, ``personal_model`` and ``fine_tune`` may run many agents at once:
@@ -385,7 +391,8 @@ class Algorithm(RemembersSettings, ABC):
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         """The server's state before the first round, from an initial model w.
 
-        It holds every vector in ``receives``, and what the server keeps for itself between rounds.
+        It holds every vector in ``receives`` and ``sends``, and what the server keeps for itself
+        between rounds. A dimension of length 0 may grow in ``server_update``.
         """
         return {"model": w}
 
@@ -398,6 +405,16 @@ class Algorithm(RemembersSettings, ABC):
 
     # a round
 
+    def downlink(self, context: Context, server: State, agent: int | None) -> State:
+        """What the server sends this agent alone, beside the vectors in ``receives``.
+
+        At evaluation, ``context`` says no more than round 0. ``agent`` is None for any newcomer, as
+        in a bundle; names and shapes are the same for all. It is called for the agents of a cohort
+        or an evaluation only. Secure aggregation and ``[privacy]`` refuse an algorithm that defines
+        it: it shows one agent what the server knows of single others.
+        """
+        return {}
+
     @abstractmethod
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         """One agent's round: what it sends, its next state, the cost."""
@@ -407,7 +424,8 @@ class Algorithm(RemembersSettings, ABC):
     ) -> State:
         """The server's state after a round, from checked updates sorted by agent.
 
-        The result has the names and shapes of ``server``. Where a trial shows that only
+        The result has the names and shapes of ``server``, but for dimensions that began with
+        length 0. Where a trial shows that only
         :meth:`aggregate` reads ``updates``, and by their uniform mean, single ones are not kept.
         """
         names = self.sent_in(context.round)
@@ -510,10 +528,6 @@ class Algorithm(RemembersSettings, ABC):
         if model is None:
             return None
         return Shipped(model, self.rate(objective, received))
-
-    def theory(self) -> TheorySettings | None:
-        """Its settings in the paper's bounds; None if the bounds do not apply."""
-        return None
 
     @property
     def adaptation(self) -> Adaptation:

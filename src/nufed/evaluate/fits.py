@@ -12,6 +12,7 @@ from nufed.algorithms.protocol import Algorithm, State
 from nufed.data import Federation, Samples
 from nufed.evaluate.scores import evaluation_context, outputs_of
 from nufed.objective import Objective
+from nufed.server import Downlink
 
 POINTS = 81  # of a curve
 AGENTS = 3  # whose curves are recorded: newcomers if there are any
@@ -73,7 +74,7 @@ def fits(
         outputs = outputs_of(
             algorithm,
             evaluation_context(federation, objective, batches, batches.samples),
-            received,
+            Downlink.of(received).to(agent),
             state(agent),
             lambda predict, tensors: predict(tensors, grid),
             steps=steps,

@@ -25,7 +25,7 @@ from nufed.data import Federation, ScoredOn
 from nufed.evaluate.metrics import Better, Metric, accuracy
 from nufed.objective import AnyObjective, Inputs, Objective
 from nufed.seeding import stream
-from nufed.server import AgentStates
+from nufed.server import AgentStates, Downlink
 
 Predict: TypeAlias = Callable[[State, Inputs], Tensor]
 Apply: TypeAlias = Callable[[Predict, State], Any]
@@ -480,7 +480,7 @@ def training_loss(
     Args:
         algorithm, objective, federation: what is trained, and on which data.
         agents: the round's cohort.
-        received: what the server broadcasts after the round.
+        received: what the server sends after the round.
         states: the agents' states.
         seed: of the training.
     """
@@ -490,7 +490,8 @@ def training_loss(
         if model is None:
             batches = federation.batches(agent, seed, "evaluate")
             context = evaluation_context(federation, objective, batches, batches.samples)
-            personal = algorithm.personal_model(context, received, states.get(agent))
+            mine = Downlink.of(received).to(agent)
+            personal = algorithm.personal_model(context, mine, states.get(agent))
             tensors, cost = personal.tensors, cost + personal.cost
         rows = federation.split.train[agent]
         sizes, of_pieces = list[int](), list[Tensor]()

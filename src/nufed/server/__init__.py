@@ -1,5 +1,6 @@
 """The server's half of a round: cohort, checks, quorum."""
 
+from nufed.server.downlink import Downlink, replaced, to_send
 from nufed.server.incoming import Incoming, sums_suffice
 from nufed.server.rounds import (
     TOO_LATE,
@@ -15,7 +16,6 @@ from nufed.server.rounds import (
     next_server,
     open_round,
     server_model,
-    to_send,
     update_norm,
 )
 from nufed.server.states import AgentStates, MemoryStates, StatesOf, on_device
@@ -24,6 +24,7 @@ __all__ = [
     "TOO_LATE",
     "AgentStates",
     "Attempts",
+    "Downlink",
     "Incoming",
     "MemoryStates",
     "Progress",
@@ -38,6 +39,7 @@ __all__ = [
     "next_server",
     "on_device",
     "open_round",
+    "replaced",
     "server_model",
     "sums_suffice",
     "to_send",

@@ -176,11 +176,6 @@ def counted_parameters(
     return dict.fromkeys(like, number) if number < size else {}
 
 
-def to_send(algorithm: Algorithm, server: State) -> State:
-    """The part of the server's state that it broadcasts to agents."""
-    return {name: server[name] for name in algorithm.receives}
-
-
 def update_norm(algorithm: Algorithm, before: State, after: State, context: Context) -> float:
     """‖w_k − w_{k−1}‖: the Euclidean norm of the server's change of its model in a round.
 

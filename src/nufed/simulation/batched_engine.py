@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,6 +17,7 @@ from nufed.data.samples import mapped
 from nufed.evaluate import AgentScores, Scoring, evaluation_context
 from nufed.evaluate.scores import Apply, outputs_of, score_stack
 from nufed.objective import Batch, Inputs, Objective
+from nufed.server import Downlink
 from nufed.simulation.engine import Engine, States
 
 
@@ -47,7 +48,7 @@ class BatchedEngine(Engine):
         batches = StackedBatches([each.ahead(draws) for each in by_agent])
         result = algorithm.agent_update(
             AgentContext.of(context, self.objective, batches, batches.samples),
-            stack([received] * len(states)),
+            stack_received(received, states),
             stack(list(states.values())),
         )
         return {
@@ -85,7 +86,7 @@ class BatchedEngine(Engine):
         outputs = outputs_of(
             algorithm,
             evaluation_context(federation, self.objective, batches, batches.samples),
-            stack([received] * len(states)),
+            stack_received(received, states),
             stack(given) if given else None,
             self._apply(federation, list(states)),
             scoring.steps,
@@ -204,6 +205,12 @@ def _with_and_without(states: States) -> list[States]:
 def stack(states: Sequence[State]) -> State:
     """The states of several agents, stacked: one row per agent."""
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
+def stack_received(received: State, agents: Iterable[int]) -> State:
+    """What these agents receive, stacked."""
+    down = Downlink.of(received)
+    return stack([down.to(agent) for agent in agents])
 
 
 def _row(state: State, row: int) -> State:

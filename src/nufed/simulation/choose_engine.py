@@ -19,13 +19,13 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, State
+from nufed.algorithms.protocol import AgentUpdate, Algorithm, Context, State, defines
 from nufed.data import Federation
 from nufed.errors import InputError, in_short
 from nufed.evaluate import Measure
 from nufed.objective import Objective
 from nufed.objective.fast.gram_space import MOST_ROWS, first_layer
-from nufed.server import initial_server, next_server, to_send
+from nufed.server import Downlink, initial_server, next_server, to_send
 from nufed.simulation.batched_engine import BatchedEngine
 from nufed.simulation.direct_engine import DirectEngine
 from nufed.simulation.engine import Engine, EngineName, States
@@ -165,7 +165,8 @@ class Engines:
             return "the targets are integers other than classes, of which the loss may ignore some"
         if name == "gram":
             vectors = {*algorithm.receives, *algorithm.sends}
-            if algorithm.combines != "linearly" or vectors != {"model"}:
+            only_model = vectors == {"model"} and not defines(algorithm, "downlink")
+            if algorithm.combines != "linearly" or not only_model:
                 return "Gram space needs one step size for all weights, and no vector but the model"
             if algorithm.agent_init(self.objective, self._received(algorithm)):
                 return "Gram space needs an algorithm whose agents keep no state between rounds"
@@ -277,18 +278,20 @@ def agree(trial: Engine, direct: Engine, algorithm: Algorithm, agents: Sequence[
     """
     objective, split = direct.objective, direct.federation.split
     server = initial_server(algorithm, objective, objective.initial())
-    received = to_send(algorithm, server)
-    states = {agent: algorithm.agent_init(objective, received) for agent in agents}
+    states: dict[int, State] = {}
     for round in (1, 2):
         context = Context(round, len(split.seen), len(agents))
+        down = Downlink.of(to_send(algorithm, server, context))
+        for agent in agents if round == 1 else ():
+            states[agent] = algorithm.agent_init(objective, down.to(agent))
         right, got = (
-            engine.agent_updates(algorithm, received, states, context) for engine in (direct, trial)
+            engine.agent_updates(algorithm, down, states, context) for engine in (direct, trial)
         )
         for agent in agents:
             a, b = got.pop(agent), right[agent]
             if a.cost != b.cost or not _near(a.state, b.state, states[agent]):
                 return False
-            if not _near(a.vectors, b.vectors, received):
+            if not _near(a.vectors, b.vectors, down.to(agent)):
                 return False
             del a, b  # what follows takes memory of its own
         updates = [
@@ -299,7 +302,7 @@ def agree(trial: Engine, direct: Engine, algorithm: Algorithm, agents: Sequence[
         del right
         server = next_server(algorithm, context, server, updates)
         del updates
-        received = to_send(algorithm, server)
+    received = to_send(algorithm, server)
     loss = Measure("loss", None)
     return all(
         math.isclose(x, y, rel_tol=1e-6) or not (math.isfinite(x) or math.isfinite(y))

@@ -9,6 +9,7 @@ from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Cont
 from nufed.data import Federation
 from nufed.evaluate import AgentScores, Scoring, evaluate_agent, evaluation_context
 from nufed.objective import Objective
+from nufed.server import Downlink
 from nufed.simulation.engine import Engine, States, work_of
 
 DRAWN_AT_ONCE = 1024  # batches that are drawn before agents train: between products it is slow
@@ -31,14 +32,14 @@ class DirectEngine(Engine):
     def agent_updates(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
-        agents, results = list(states), {}
+        agents, results, down = list(states), {}, Downlink.of(received)
         together = max(1, DRAWN_AT_ONCE // max(1, sum(d.number for d in algorithm.update_draws())))
         for start in range(0, len(agents), together):
             some = agents[start : start + together]
             contexts = [self._context(algorithm, agent, context) for agent in some]
             for agent, of_agent in zip(some, contexts, strict=True):
                 with work_of([agent], f"round {context.round}"):
-                    results[agent] = algorithm.agent_update(of_agent, received, states[agent])
+                    results[agent] = algorithm.agent_update(of_agent, down.to(agent), states[agent])
         return results
 
     def _context(self, algorithm: Algorithm, agent: int, context: Context) -> AgentContext:
@@ -59,5 +60,6 @@ class DirectEngine(Engine):
         ((agent, state),) = states.items()
         batches = federation.batches(agent, self.seed, "evaluate")
         context = evaluation_context(federation, self.objective, batches, batches.samples)
+        received = Downlink.of(received).to(agent)
         scores = evaluate_agent(algorithm, context, received, state, federation, scoring)
         return [{agent: each} for each in scores]

@@ -25,6 +25,7 @@ from nufed.server import (
     TOO_LATE,
     AgentStates,
     Attempts,
+    Downlink,
     MemoryStates,
     Progress,
     Rules,
@@ -34,6 +35,7 @@ from nufed.server import (
     counted_parameters,
     initial_server,
     open_round,
+    replaced,
     to_send,
     update_norm,
 )
@@ -113,7 +115,8 @@ class Training:
         agents = len(self.engine.federation.split.seen)
         counted = counted_parameters(self.algorithm, self.engine.objective, progress.server)
         size = cohort_size(agents, self.participation)
-        return Context(progress.round + 1, agents, size, counted=counted)
+        seed = self.engine.seed
+        return Context(progress.round + 1, agents, size, counted=counted, seed=seed)
 
     def _agent_context(self, agent: int, context: Context) -> AgentContext:
         engine = self.engine
@@ -124,7 +127,7 @@ class Training:
         """An agent's stored state, or its initial one."""
         state = without_residuals(progress.states.get(agent))
         if state is None:
-            return self.algorithm.agent_init(self.engine.objective, received)
+            return self.algorithm.agent_init(self.engine.objective, Downlink.of(received).to(agent))
         return state
 
     def _check_numbers(self, progress: Progress) -> None:
@@ -132,9 +135,10 @@ class Training:
         if self.on_doubt is None or k != 10 ** (len(str(k)) - 1):
             return
         agent = choose_cohort(seen, self.participation, self.engine.seed, k)[0]
-        context = self._agent_context(agent, self._context(progress))
+        context = self._context(progress)
+        down = Downlink.of(to_send(self.algorithm, progress.server, context))
         with work_of([agent], f"round {k}"):
-            doubt = self.algorithm.checks.doubt(context, to_send(self.algorithm, progress.server))
+            doubt = self.algorithm.checks.doubt(self._agent_context(agent, context), down.to(agent))
         if doubt:
             self.on_doubt(k, doubt)
 
@@ -152,7 +156,8 @@ class Training:
         return explained
 
     def _diagnosed(self, progress: Progress, context: Context, agent: int) -> str:
-        algorithm, received = self.algorithm, to_send(self.algorithm, progress.server)
+        algorithm = self.algorithm
+        received = Downlink.of(to_send(algorithm, progress.server, context)).to(agent)
         for name, vector in received.items():
             if not vector.isfinite().all():
                 return f"the {name} it was sent is not finite"
@@ -218,7 +223,7 @@ class _Attempt:
         self._cohort, self._seed = cohort, training.engine.seed
         self._fates = training.faults.fates(cohort, self._seed, context.round, number)
         self._corrupt = training.faults.corrupt_agents(seen, self._seed)
-        self.received = to_send(algorithm, progress.server)
+        self.received = to_send(algorithm, progress.server, context)
         sent = algorithm.sent_in(context.round)
         self._before = {name: progress.server[name] for name in sent}
         self._incoming = open_round(algorithm, progress, context, cohort, training.rules)
@@ -238,14 +243,17 @@ class _Attempt:
         for agent, result in results.items():
             self._states[agent], vectors = result.state, result.vectors
             self._cost += result.cost
+            before: State = {}
+            if codec or agent in self._corrupt:
+                before = replaced(Downlink.of(self.received).to(agent), self._before)
             if codec:
-                before = self._progress.states.get(agent) or {}
-                sent = compress(codec, vectors, self._before, before, context.counted)
+                state = self._progress.states.get(agent) or {}
+                sent = compress(codec, vectors, before, state, context.counted)
                 self._states[agent], vectors = {**result.state, **sent.residuals}, sent.vectors
             if agent in self._fates.late:
                 continue
             if agent in self._corrupt:
-                vectors = faults.corrupted(vectors, self._before, self._seed, context.round, agent)
+                vectors = faults.corrupted(vectors, before, self._seed, context.round, agent)
             self._incoming.add(AgentUpdate(agent, context.round, len(train[agent]), vectors))
 
     def close(self) -> Progress:

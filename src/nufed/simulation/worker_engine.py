@@ -8,6 +8,7 @@ from typing import Any
 
 from nufed.algorithms.protocol import AgentResult, Algorithm, Context, State
 from nufed.evaluate import AgentScores, Scoring
+from nufed.server import Downlink
 from nufed.simulation.engine import Engine, States
 from nufed.simulation.worker_pool import Buffer, Notify, Pool, SharedBuffer, Workers, aligned_bytes
 
@@ -53,15 +54,19 @@ class WorkerEngine(Engine):
     def agent_updates(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
-        sent = aligned_bytes({n: received[n] for n in algorithm.sends if n in received})
-        kept = [aligned_bytes(state) for state in states.values()]
-        # the broadcast; then for every agent its state, the vectors it sends, its next state
-        sizes = [aligned_bytes(received), *chain(*((size, sent, size) for size in kept))]
-        spans = self._prepare([algorithm], sizes)
-        layout = self._buffer.write(received, next(spans))
+        down = Downlink.of(received)
+        own = {agent: down.own(agent) for agent in states}
+        like = down.to(next(iter(states)))
+        sent = aligned_bytes({n: like[n] for n in algorithm.sends if n in like})
+        kept = [(aligned_bytes(own[agent]), aligned_bytes(s)) for agent, s in states.items()]
+        # the broadcast; then for every agent what it alone receives, its state, the vectors that it
+        # sends, its next state
+        sizes = [aligned_bytes(down.shared), *chain(*((o, s, sent, s) for o, s in kept))]
+        spans, write = self._prepare([algorithm], sizes), self._buffer.write
+        layout = write(down.shared, next(spans))
         layouts = {
-            agent: (self._buffer.write(state, next(spans)), next(spans), next(spans))
-            for agent, state in states.items()
+            a: (write(own[a], next(spans)), write(s, next(spans)), next(spans), next(spans))
+            for a, s in states.items()
         }
         chunks = [
             {agent: layouts[agent] for agent in chunk}
@@ -83,14 +88,18 @@ class WorkerEngine(Engine):
         agents, measure = self.federation.scoring(scoring.part).scorable(states), scoring.measure
         how = (list(scoring.scales), scoring.part, scoring.steps)
         scores: list[dict[int, AgentScores]] = [{} for _ in scoring.scales]
-        for chunks in self._loaded(self.chunks(algorithm, agents), states):
-            kept = [state or {} for chunk in chunks for state in chunk.values()]
-            sizes = [aligned_bytes(received), *map(aligned_bytes, kept)]
+        down = Downlink.of(received)
+        for chunks in self._loaded(self.chunks(algorithm, agents), states, down):
+            kept = [part or {} for chunk in chunks for pair in chunk.values() for part in pair]
+            sizes = [aligned_bytes(down.shared), *map(aligned_bytes, kept)]
             spans = self._prepare([algorithm, measure], sizes)
-            layout = self._buffer.write(received, next(spans))
+            layout = self._buffer.write(down.shared, next(spans))
             indices = self._index(algorithm), self._index(measure)
             written = [
-                {a: self._write_state(state, next(spans)) for a, state in chunk.items()}
+                {
+                    a: (self._buffer.write(own, next(spans)), self._write_state(s, next(spans)))
+                    for a, (own, s) in chunk.items()
+                }
                 for chunk in chunks
             ]
             results = self._map(
@@ -102,14 +111,19 @@ class WorkerEngine(Engine):
                     by_agent |= {score.agent: score for score in of_chunk}
         return [[by_agent[agent] for agent in agents] for by_agent in scores]
 
-    def _loaded(self, chunks: list[list[int]], states: States) -> Iterator[list[States]]:
-        """The chunks with their states, as many at a time as fit into :data:`LOADED_BYTES`; at
-        least one per worker."""
-        loaded: list[States] = []
+    def _loaded(
+        self, chunks: list[list[int]], states: States, down: Downlink
+    ) -> Iterator[list[dict[int, tuple[State, State | None]]]]:
+        """The chunks with what each agent alone receives and its state, as many at a time as fit
+        into :data:`LOADED_BYTES`; at least one per worker."""
+        loaded: list[dict[int, tuple[State, State | None]]] = []
         size = 0
         for chunk in chunks:
-            loaded.append({agent: states[agent] for agent in chunk})
-            size += sum(aligned_bytes(state or {}) for state in loaded[-1].values())
+            loaded.append({agent: (down.own(agent), states[agent]) for agent in chunk})
+            size += sum(
+                aligned_bytes(own) + aligned_bytes(state or {})
+                for own, state in loaded[-1].values()
+            )
             if size >= LOADED_BYTES and len(loaded) >= self.parallel:
                 yield loaded
                 loaded, size = [], 0
@@ -170,22 +184,29 @@ class WorkerEngine(Engine):
             algorithm, measure, (scales, part, steps), layout, chunk, _ = rest
             return self._engine.evaluate_scales(
                 self._object(algorithm),
-                self._buffer.read(layout),
-                {a: None if s is None else self._buffer.read(s) for a, s in chunk.items()},
+                self._received(layout, chunk),
+                {a: None if s is None else self._buffer.read(s) for a, (_, s) in chunk.items()},
                 Scoring(steps, self._object(measure), scales, part),
             )
         algorithm, layout, chunk, context = rest
         results = self._engine.agent_updates(
             self._object(algorithm),
-            self._buffer.read(layout),
-            {agent: self._buffer.read(state) for agent, (state, _, _) in chunk.items()},
+            self._received(layout, chunk),
+            {agent: self._buffer.read(state) for agent, (_, state, _, _) in chunk.items()},
             context,
         )
         return {
             agent: (
-                self._buffer.write(result.vectors, chunk[agent][1]),
-                self._buffer.write(result.state, chunk[agent][2]),
+                self._buffer.write(result.vectors, chunk[agent][2]),
+                self._buffer.write(result.state, chunk[agent][3]),
                 result.cost,
             )
             for agent, result in results.items()
         }
+
+    def _received(self, layout: Any, chunk: Mapping[int, Sequence[Any]]) -> Downlink:
+        """In a worker process: what the agents of a chunk receive."""
+        own: dict[int | None, State] = {
+            a: self._buffer.read(parts[0]) for a, parts in chunk.items()
+        }
+        return Downlink(self._buffer.read(layout), lambda agent: own.get(agent, {}))

@@ -53,6 +53,7 @@ def works_with(one: str, other: str) -> bool:
 
 
 ARRAYS, ABOUT, SCORES, RELEASE = "arrays", "about", "scores", "release"
+OWN = "own"  # the arrays of a request that are for this site alone
 METHOD = "method"  # the record of a request that names its method, if the app has several
 BASELINE = "baseline"  # the action of a message that asks for the scores of a null baseline
 UNTRAINED, LOCAL = "untrained", "local"  # the null baselines that sites compute

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.compression import initial_residuals, update_bytes
-from nufed.algorithms.protocol import Algorithm, Context, State
+from nufed.algorithms.protocol import Algorithm, Context, State, defines
 from nufed.data import Preparation, Samples, ScoredOn, SmallAgents, choose_unseen
 from nufed.data.augmentation import Augmentation
 from nufed.data.samples import named_inputs
@@ -141,6 +141,10 @@ class Plan:
         """What clipped, noisy or masked updates exclude, and whether it is set."""
         unknown = set(self.algorithm.sends) - set(self.algorithm.receives)
         return (
+            (
+                defines(self.algorithm, "downlink"),
+                "an algorithm that sends an agent what it knows of single others",
+            ),
             (not self._sums_suffice, "an aggregation other than the uniform mean"),
             (self.rules.max_update_norm is not None, "max_update_norm"),
             (self.rules.codec is not None, f"[compression], whose {compressed}"),
@@ -177,7 +181,7 @@ class Plan:
     def context(self, round: int) -> Context:
         """The context of a round, known to server and sites."""
         cohort = self.cohort if round else 0
-        return Context(round, len(self.seen), cohort, counted=self.counted)
+        return Context(round, len(self.seen), cohort, counted=self.counted, seed=self.seed)
 
     @cached_property
     def counted(self) -> Mapping[str, int]:
@@ -211,7 +215,8 @@ class Plan:
 
     def initial_state(self, received: State) -> State:
         """A site's state before its first round; with error feedback also its residuals."""
-        sent = {name: received[name] for name in self.algorithm.sends if name in received}
+        start = self.start()
+        sent = {name: start[name] for name in self.algorithm.sends if name in start}
         state = self.algorithm.agent_init(self.objective, received)
         return {**state, **initial_residuals(self.rules.codec, sent)}
 

@@ -122,7 +122,11 @@ class Scoring:
         """
         kind, agents = f"{MessageType.EVALUATE}.{KEEP}", range(self._plan.agents)
         replies, _ = self._transport.ask(
-            kind, progress.round, agents, progress.server, scales=[scale]
+            kind,
+            progress.round,
+            agents,
+            to_send(self._plan.algorithm, progress.server),
+            scales=[scale],
         )
         for agent, reply in replies.items():
             if isinstance(reply, NoReply):
@@ -153,9 +157,7 @@ class Scoring:
             options["baseline"] = baseline
             if baseline == LOCAL:
                 deadline += len(scales) * plan.rounds * self._transport.longest
-        replies, offline = self._transport.ask(
-            kind, k, agents, progress.server, deadline=deadline, **options
-        )
+        replies, offline = self._transport.ask(kind, k, agents, sent, deadline=deadline, **options)
         who = self._roster.label
         missing = [OFFLINE.error(agent, k, who(agent)) for agent in offline]
         scores: list[list[AgentScores]] = [[] for _ in scales]

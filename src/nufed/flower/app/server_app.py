@@ -33,11 +33,14 @@ from nufed.flower.secure_sum.server import Replies, SecureRound, new_attempt
 from nufed.flower.secure_sum.terms import SecureSumError, SumTerms
 from nufed.server import (
     Attempts,
+    Downlink,
     Incoming,
     Progress,
     QuorumError,
     close_round,
     open_round,
+    replaced,
+    to_send,
     update_norm,
 )
 
@@ -162,11 +165,18 @@ class Server:
         incoming = open_round(plan.algorithm, before, plan.context(k), cohort, plan.rules)
         collected = Collected(cohort, incoming)
         expected = {name: before.server[name] for name in plan.algorithm.sent_in(k)}
+        sent = to_send(plan.algorithm, before.server, plan.context(k))
 
         def keep(agent: int, reply: RecordDict) -> RecordDict:
             """Pass on the update of a reply as it arrives; nothing else of it is kept."""
             try:
-                update, spent, began = self._read(agent, reply, expected)
+                update, spent, began = self._read(
+                    agent,
+                    reply,
+                    replaced(Downlink.of(sent).to(agent), expected)
+                    if plan.rules.codec
+                    else expected,
+                )
                 incoming.add(update)
                 collected.began[agent] = began
                 collected.cost += spent
@@ -175,7 +185,7 @@ class Server:
             return RecordDict()
 
         kind = MessageType.TRAIN
-        replies, collected.dropped = self._transport.ask(kind, k, cohort, before.server, keep=keep)
+        replies, collected.dropped = self._transport.ask(kind, k, cohort, sent, keep=keep)
         collected.failed += [
             reply.error(agent, k) for agent, reply in replies.items() if isinstance(reply, NoReply)
         ]
@@ -201,8 +211,10 @@ class Server:
         plan, server, k = self._plan, before.server, before.round + 1
         _, summed = self._cohorts.sums.get(k, (cohort, cohort))
 
+        sent = to_send(plan.algorithm, server, plan.context(k))
+
         def send(kind: str, sites: Iterable[int], make: Callable[[int], ConfigRecord]) -> Replies:
-            vectors, asked = server if kind.endswith(MASKED) else None, set(sites)
+            vectors, asked = sent if kind.endswith(MASKED) else None, set(sites)
             replies, offline = self._transport.ask(
                 kind, k, sorted(asked & {*summed}), vectors, records=lambda s: {SECURE: make(s)}
             )

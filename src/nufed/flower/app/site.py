@@ -27,10 +27,11 @@ from nufed.data import Federation, Samples, as_samples, check_single_sample, pre
 from nufed.data.samples import input_ranges, scale_warnings
 from nufed.errors import InputError, RunError, TrainingError, require, shown
 from nufed.flower.app.epsilon import is_positive
-from nufed.flower.app.payload import read_about, read_int, read_run, read_vectors
+from nufed.flower.app.payload import OWN, read_about, read_int, read_run, read_vectors
 from nufed.flower.app.plan import Plan
 from nufed.flower.logs import LOG, event
 from nufed.lab.files import make_private, read_sealed, sha256, write_sealed
+from nufed.server import Downlink
 
 
 def default_folder() -> Path:
@@ -322,7 +323,10 @@ def read_task(site: Site, request: RecordDict, *more: str) -> Task:
     )
     if agent != site.agent:
         raise InputError(f"the request is for site {shown(agent)}, but this is site {site.agent}")
-    received = read_vectors(request, site.plan.received_like())
+    like = Downlink.of(site.plan.received_like())
+    received, own = read_vectors(request, like.shared), like.own(None)
+    if own:
+        received = {**received, **read_vectors(request, own, OWN)}
     taken = read_int(taken, "taken", 10**9)
     run = read_run(run)
     method, folder = site.plan.method, site.folder / run

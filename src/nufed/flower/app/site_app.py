@@ -63,6 +63,7 @@ from nufed.flower.secure_sum.site import (
 from nufed.lab.config.devices import torch_threads
 from nufed.lab.runs.agent_states import personal_after, write_personal
 from nufed.lab.runs.federation_records import add_activity
+from nufed.server import replaced
 
 
 def _record(
@@ -118,7 +119,8 @@ def train(site: Site, request: RecordDict) -> RecordDict:
     codec = site.plan.rules.codec
     vectors, state = result.vectors, result.state
     if codec is not None:
-        sent = compress(codec, vectors, task.received, task.state, site.plan.counted)
+        before = replaced(task.received, vectors)
+        sent = compress(codec, vectors, before, task.state, site.plan.counted)
         vectors, state = sent.codes, {**state, **sent.residuals}
     if state:
         record = load_record(task.file, task.state)

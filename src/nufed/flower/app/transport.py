@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from nufed.algorithms.protocol import State
@@ -14,6 +14,7 @@ from nufed.errors import Fault
 from nufed.flower.app.events import Answered, Asked, Recording
 from nufed.flower.app.payload import (
     ARRAYS,
+    OWN,
     NoReply,
     Reply,
     content,
@@ -30,7 +31,7 @@ from nufed.flower.secure_sum.messages import TRAINS
 from nufed.flower.secure_sum.server import Replies
 from nufed.lab.files import sha256, tensor_pieces
 from nufed.lab.runs.federation_records import Phase, TrafficLine
-from nufed.server import TOO_LATE, to_send
+from nufed.server import TOO_LATE, Downlink
 
 NOT_SENT = NoReply("the request could not be sent to it")
 LATE = NoReply(TOO_LATE, Fault.LATE)
@@ -74,7 +75,7 @@ class Transport:
         kind: str,
         round: int,
         agents: Iterable[int],
-        server: State | None = None,
+        sent: State | None = None,
         *,
         records: Callable[[int], Mapping[str, ConfigRecord]] = lambda agent: {},
         deadline: float | None = None,
@@ -89,7 +90,7 @@ class Transport:
             kind: of the messages.
             round: that they are about.
             agents: whose sites are asked.
-            server: the server's state, whose vectors are sent; None: there are none.
+            sent: the vectors that are sent (:func:`nufed.server.to_send`); None: there are none.
             records: further records for each agent.
             deadline: in seconds; by default the plan's.
             keep: called with an agent and its reply as it arrives; returns what is kept of it.
@@ -103,11 +104,11 @@ class Transport:
         if offline:
             LOG.warning("round %d: offline: %s", round, self.roster.labels(offline))
         asked = {node: agent for agent, node in nodes.items() if node is not None}
-        vectors = None if server is None else to_send(self._plan.algorithm, server)
-        contents = self._contents(round, asked.values(), vectors, records, about)
+        down = None if sent is None else Downlink.of(sent)
+        contents = self._contents(round, asked.values(), down, records, about)
         if self._account and kind in TRAINS:
             self._account.requested(contents)
-        digest = None if vectors is None else sha256(tensor_pieces(vectors))
+        digest = None if down is None else _digest(down.shared, contents.values())
         self._record(Asked(kind, round, list(contents), digest))
         began, ttl = time.monotonic(), seconds + TTL_MARGIN
 
@@ -139,12 +140,12 @@ class Transport:
         self,
         round: int,
         agents: Iterable[int],
-        vectors: State | None,
+        down: Downlink | None,
         records: Callable[[int], Mapping[str, ConfigRecord]],
         about: Mapping[str, Any],
     ) -> dict[int, RecordDict]:
         """The contents of the messages, by agent."""
-        arrays = {} if vectors is None else {ARRAYS: to_arrays(vectors)}  # one copy for all sites
+        arrays = {} if down is None else {ARRAYS: to_arrays(down.shared)}  # one copy for all sites
         contents = {}
         for agent in agents:
             contents[agent] = content(
@@ -156,6 +157,9 @@ class Transport:
                 **about,
             )
             contents[agent].update({**arrays, **records(agent), **method_record(self._plan.method)})
+            own = {} if down is None else down.own(agent)
+            if own:
+                contents[agent][OWN] = to_arrays(own)
         return contents
 
     def _note(self, kind: str, round: int, replies: Mapping[int, Reply]) -> None:
@@ -165,6 +169,15 @@ class Transport:
         self._exclusions.note(round, replies, self.roster.names)
         self._refusals.note(replies)
         self._refusals.check(self.roster.names)
+
+
+def _digest(shared: State, contents: Iterable[RecordDict]) -> str:
+    """Digest of all vectors in the contents of messages; shared ones count once."""
+    records = (each[OWN] for each in contents if OWN in each)
+    own = [
+        array.data for each in records if isinstance(each, ArrayRecord) for array in each.values()
+    ]
+    return sha256([*tensor_pieces(shared), *own])
 
 
 def _phase(kind: str) -> Phase:

@@ -219,7 +219,7 @@ def bounds_of_run(run: Run, *, given: Given | None = None, trust: bool = False) 
     seed = run.config.seeds[0]
     problem = Problem.rebuild(run.recorded, given, trust=trust, seeds=[seed])
     trained = {n: a for n, a in problem.algorithms.items() if seed in run.methods.get(n, {})}
-    settings = {name: algorithm.theory() for name, algorithm in trained.items()}
+    settings = {name: algorithm.notes.theory(algorithm) for name, algorithm in trained.items()}
     methods = {name: covered for name, covered in settings.items() if covered is not None}
     not_covered = [
         NotCovered(method=name, reason=_why_not(trained[name]))

@@ -28,7 +28,7 @@ from nufed.lab.runs.records import Inputs
 from nufed.meta.fine_tuning import Rate
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
-from nufed.server import on_device
+from nufed.server import Downlink, on_device
 from nufed.settings import settings_of, text_of
 
 INPUT_TYPES = ("uint8", "int32", "int64", "float32", "float64")
@@ -338,7 +338,8 @@ def _personal_model(
     federation = problem.federations[seed]
     folder = run.path / "methods" / method / f"seed-{seed}"
     device = objective.initial().device
-    received = on_device(read_received(folder / "model.safetensors", algorithm, objective), device)
+    sent = read_received(folder / "model.safetensors", algorithm, objective)
+    received = on_device(Downlink.of(sent).to(agent), device)
     round = run.methods[method][seed].round
     state = final_state(folder, problem.belongs_to(seed), round, agent)
     batches = federation.batches(agent, seed, "evaluate")

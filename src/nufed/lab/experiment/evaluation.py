@@ -36,7 +36,7 @@ from nufed.lab.experiment.setup import Setup
 from nufed.lab.runs.agent_states import personal_after, write_personal
 from nufed.lab.runs.part_files import Recorder
 from nufed.lab.runs.records import evaluation_line
-from nufed.server import Progress, StatesOf, choose_cohort, to_send
+from nufed.server import Downlink, Progress, StatesOf, choose_cohort, to_send
 from nufed.simulation import Engine, EngineName
 from nufed.simulation.choose_engine import STACK
 
@@ -156,7 +156,8 @@ class Evaluator:
             context = evaluation_context(
                 engine.federation, engine.objective, batches, batches.samples
             )
-            tensors = personal_after(algorithm, context, received, states.get(agent), steps, scale)
+            mine = Downlink.of(received).to(agent)
+            tensors = personal_after(algorithm, context, mine, states.get(agent), steps, scale)
             write_personal(folder, agent, tensors, about)
 
     def _validate(self, progress: Progress, recorder: Recorder) -> dict[str, Any]:

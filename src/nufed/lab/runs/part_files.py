@@ -28,6 +28,7 @@ from typing import IO, Any, Self
 
 from safetensors import SafetensorError
 from safetensors.torch import load
+from torch import Tensor
 
 from nufed.algorithms.protocol import Algorithm, State
 from nufed.errors import NumericalWarning, ResumableError, RunError
@@ -131,10 +132,18 @@ class Checkpoint:
 
     def check_fits(self, server: State, folder: Path) -> None:
         """Refuse vectors whose names, shapes or dtypes differ from those of ``server``."""
-        kinds = [{n: (v.shape, v.dtype) for n, v in s.items()} for s in (self.server, server)]
+        kinds = [
+            {n: _kind(v, server.get(n, v)) for n, v in s.items()} for s in (self.server, server)
+        ]
         if kinds[0] != kinds[1]:
             path = _path(folder, self.round)
             raise RunError(f"{path} is invalid: its vectors are not those of this method")
+
+
+def _kind(vector: Tensor, initial: Tensor) -> tuple[object, ...]:
+    """Dtype and shape, without the dimensions that began with length 0."""
+    shape = [n for n, began in zip(vector.shape, initial.shape, strict=False) if began]
+    return vector.dtype, vector.ndim, tuple(shape)
 
 
 def save_checkpoint(
@@ -474,14 +483,14 @@ def _lines(records: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def read_received(path: Path, algorithm: Algorithm, objective: Objective) -> State:
-    """The broadcast vectors of a saved server state, checked against the algorithm."""
+    """What the server sends, from its saved state, checked against the algorithm."""
     try:
         state = load(path.read_bytes())
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path} can't be read as a model: {error}") from error
     for name, vector in initial_server(algorithm, objective, objective.initial()).items():
         saved = state.get(name)
-        if saved is None or saved.shape != vector.shape or saved.dtype != vector.dtype:
+        if saved is None or _kind(saved, vector) != _kind(vector, vector):
             raise RunError(
                 f"{path} is invalid: it must hold a vector {name!r} of {vector.numel()} numbers, "
                 f"{vector.dtype}"

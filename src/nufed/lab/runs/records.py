@@ -5,7 +5,7 @@ Also the lines of metrics that every engine records, one per round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -34,7 +34,7 @@ from nufed.lab.runs.json_files import (
     Whole,
     require_fit,
 )
-from nufed.server import Progress
+from nufed.server import Downlink, Progress, to_send
 from nufed.simulation.engine import EngineName
 from nufed.theory import GREEK, TheoremTerms
 
@@ -417,6 +417,7 @@ class BoundsRecord(UnboundedRecord):
 def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
     """A round's cohort, rejected updates and cost, as a line of metrics.jsonl."""
     agents, sent = len(progress.cohort), algorithm.sent_in(progress.round)
+    received = Downlink.of(to_send(algorithm, progress.server)).to(None)  # shapes are the same
     update_bytes = progress.update_bytes
     if update_bytes is None:
         update_bytes = _bytes(progress.server, sent)
@@ -435,13 +436,13 @@ def round_line(algorithm: Algorithm, progress: Progress) -> dict[str, Any]:
         "rejected": [{"agent": r.agent, "reason": r.reason} for r in progress.rejected],
         "gradients": progress.cost.gradients,
         "hvps": progress.cost.hvps,
-        "bytes_down": agents * _bytes(progress.server, algorithm.receives),
+        "bytes_down": agents * _bytes(received, received),
         "bytes_up": (agents - len(progress.dropped)) * update_bytes,
         **more,
     }
 
 
-def _bytes(server: State, names: Sequence[str]) -> int:
+def _bytes(server: State, names: Iterable[str]) -> int:
     return sum(server[name].nbytes for name in names)
 
 
