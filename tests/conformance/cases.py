@@ -32,6 +32,8 @@ CASES = {
     },
     "anil": ALGORITHMS["anil"](adapt_steps=2, **SETTINGS),
     "reptile": ALGORITHMS["reptile"](server_lr=0.7, **SETTINGS),
+    "fedamp": ALGORITHMS["fedamp"](weight=0.5, mixing=0.3, width=2.0, **SETTINGS),
+    "fedfomo": ALGORITHMS["fedfomo"](models=2, **SETTINGS),
     "fedprox": ALGORITHMS["fedprox"](weight=0.5, **SETTINGS),
     "pfedme": ALGORITHMS["pfedme"](weight=4.0, inner_lr=0.1, server_lr=0.9, **SETTINGS),
     "apfl": ALGORITHMS["apfl"](mixing=0.4, mixing_lr=1.0, **SETTINGS),

@@ -6,10 +6,12 @@ from nufed.algorithms.anil import ANIL
 from nufed.algorithms.apfl import APFL
 from nufed.algorithms.ditto import Ditto
 from nufed.algorithms.fedala import FedALA
+from nufed.algorithms.fedamp import FedAMP
 from nufed.algorithms.fedbabu import FedBABU
 from nufed.algorithms.fedbn import FedBN
 from nufed.algorithms.feddbe import FedDBE
 from nufed.algorithms.feddyn import FedDyn
+from nufed.algorithms.fedfomo import FedFomo
 from nufed.algorithms.fedl2p import FedL2P
 from nufed.algorithms.fednova import FedNova
 from nufed.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
@@ -79,6 +81,8 @@ ALGORITHMS: Registry[type[Algorithm]] = Registry(
         "knn_per": KNNPer,
         "fedl2p": FedL2P,
         "scalefl": ScaleFL,
+        "fedamp": FedAMP,
+        "fedfomo": FedFomo,
     },
     "nufed.algorithms",
     "Class",
@@ -99,6 +103,7 @@ __all__ = [
     "Ditto",
     "Draw",
     "FedALA",
+    "FedAMP",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
@@ -107,6 +112,7 @@ __all__ = [
     "FedBN",
     "FedDBE",
     "FedDyn",
+    "FedFomo",
     "FedL2P",
     "FedNova",
     "FedPer",
