@@ -34,6 +34,7 @@ CASES = {
     "reptile": ALGORITHMS["reptile"](server_lr=0.7, **SETTINGS),
     "fedamp": ALGORITHMS["fedamp"](weight=0.5, mixing=0.3, width=2.0, **SETTINGS),
     "fedfomo": ALGORITHMS["fedfomo"](models=2, **SETTINGS),
+    "fedpac": ALGORITHMS["fedpac"](head_steps=3, **SETTINGS),
     "fedprox": ALGORITHMS["fedprox"](weight=0.5, **SETTINGS),
     "pfedme": ALGORITHMS["pfedme"](weight=4.0, inner_lr=0.1, server_lr=0.9, **SETTINGS),
     "apfl": ALGORITHMS["apfl"](mixing=0.4, mixing_lr=1.0, **SETTINGS),

@@ -15,6 +15,7 @@ from nufed.algorithms.fedfomo import FedFomo
 from nufed.algorithms.fedl2p import FedL2P
 from nufed.algorithms.fednova import FedNova
 from nufed.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from nufed.algorithms.fedpac import FedPAC
 from nufed.algorithms.fedper import FedPer
 from nufed.algorithms.fedproto import FedProto
 from nufed.algorithms.fedprox import FedProx
@@ -83,6 +84,7 @@ ALGORITHMS: Registry[type[Algorithm]] = Registry(
         "scalefl": ScaleFL,
         "fedamp": FedAMP,
         "fedfomo": FedFomo,
+        "fedpac": FedPAC,
     },
     "nufed.algorithms",
     "Class",
@@ -115,6 +117,7 @@ __all__ = [
     "FedFomo",
     "FedL2P",
     "FedNova",
+    "FedPAC",
     "FedPer",
     "FedProto",
     "FedProx",

@@ -23,7 +23,8 @@ def no_rows(**like: Tensor) -> State:
     {'agents': (0,), 'models': (0, 5)}
     """
     tables = {name: vector.new_empty(0, *vector.shape) for name, vector in like.items()}
-    return {AGENTS: torch.empty(0, dtype=torch.int64), **tables}
+    (agents,) = {vector.device for vector in like.values()}
+    return {AGENTS: torch.empty(0, dtype=torch.int64, device=agents), **tables}
 
 
 def row_of(server: State, agent: int | None) -> int | None:
@@ -43,15 +44,15 @@ def with_rows(server: State, rows: Mapping[int, State]) -> State:
     >>> server["agents"].tolist(), server["sizes"].tolist()
     ([3, 7], [5.0, 5.0])
     """
-    before = server[AGENTS].tolist()
+    before, device = server[AGENTS].tolist(), server[AGENTS].device
     agents = sorted({*before, *rows})
     place = {agent: row for row, agent in enumerate(agents)}
-    moved = torch.tensor([place[agent] for agent in before], dtype=torch.int64)
-    tables: dict[str, Tensor] = {AGENTS: torch.tensor(agents, dtype=torch.int64)}
+    moved = torch.tensor([place[agent] for agent in before], dtype=torch.int64, device=device)
+    tables = {AGENTS: torch.tensor(agents, dtype=torch.int64, device=device)}
     for name in next(iter(rows.values()), {}):
         old = server[name]
         tables[name] = old.new_zeros(len(agents), *old.shape[1:])
-        tables[name][moved.to(old.device)] = old
+        tables[name][moved] = old
         for agent, row in rows.items():
             tables[name][place[agent]] = row[name]
     return {**server, **tables}

@@ -27,6 +27,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from nufed.algorithms.local_training import Gradient
 from nufed.algorithms.partial import PrivatePart
 from nufed.algorithms.protocol import AgentContext, Cost, Draw, Notes
 from nufed.objective import Batch
@@ -52,13 +53,16 @@ class FedRep(PrivatePart):
         shown_steps=0,
     )
 
-    def train(self, context: AgentContext, w: Tensor) -> tuple[Tensor, Cost]:
+    def train(
+        self, context: AgentContext, w: Tensor, gradient: Gradient | None = None
+    ) -> tuple[Tensor, Cost]:
+        """The agent's model after a round; ``gradient`` is that of the body, ∇f by default."""
         private, shared = self.parts(context.objective)
         tau, tau_h = self.steps_per_round(context), self.head_steps
         batches = list(context.draw_each(self.step_draws(steps=max(tau, tau_h))))
         of_body = self.local_batches(context) if self.local_epochs else iter(batches[:tau])
         w = self.descend(context, w, part=private, batches=batches[:tau_h])
-        w = self.descend(context, w, part=shared, batches=of_body)
+        w = self.descend(context, w, gradient, part=shared, batches=of_body)
         return w, Cost(tau_h + tau)
 
     def newcomer_batches(self, context: AgentContext) -> Iterator[Batch]:
