@@ -13,12 +13,12 @@ from nufed.algorithms.agent_rows import no_rows, row_of, with_rows
 from nufed.algorithms.compression import Bfloat16, Int8
 from nufed.errors import InputError, RunError
 from nufed.evaluate import RESAMPLES, Measure
-from nufed.files import sha256
 from nufed.flower.app import transport
 from nufed.flower.app.payload import OWN, size_of, to_arrays
 from nufed.flower.app.privacy import Privacy
 from nufed.flower.app.registry import SiteKeys
 from nufed.flower.app.server_app import Server
+from nufed.lab.files import sha256
 from nufed.lab.runs.part_files import Checkpoint
 from nufed.lab.runs.records import round_line
 from nufed.server import Downlink, Rules, StatesOf, to_send
