@@ -15,7 +15,7 @@ from nufed.lab.config.problem import Problem
 from nufed.lab.files import read_sealed, unseal, write_sealed
 from nufed.lab.runs import load_run
 
-NAMES = ("gmeta", "ditto", "scaffold", "fedrod", "knn_per", "feddbe")
+NAMES = ("gmeta", "ditto", "scaffold", "fedrod", "knn_per", "feddbe", "fedpac", "fedfomo")
 METHODS = {name: {"algorithm": name} for name in NAMES}
 METHODS["fedproto"] = {"algorithm": "fedproto", "prediction": "prototypes"}
 CONFIG = {
@@ -72,7 +72,7 @@ def test_predictions_of_the_file_give_exactly_the_recorded_scores(run, tmp_path,
                 assert group["global"] == scores.global_score
 
 
-@pytest.mark.parametrize("method", ["ditto", "scaffold", "fedrod"])
+@pytest.mark.parametrize("method", ["ditto", "scaffold", "fedrod", "fedpac", "fedfomo"])
 def test_files_of_personal_models_are_what_results_show(run, method):
     """Of every agent with a state, with the step size that evaluation chose."""
     for seed in CONFIG["seeds"]:
