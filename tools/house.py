@@ -83,7 +83,9 @@ def public(files: list[Module]) -> set[ast.stmt]:
             case ast.Assign(targets=[ast.Name(id="__all__")], value=listed):
                 names = set(ast.literal_eval(listed))
     exported = [n for m in files for n in m.tree.body if getattr(n, "name", None) in names]
-    return {each for node in exported for each in (node, *getattr(node, "body", ()))}
+    classes = [node for node in exported if isinstance(node, ast.ClassDef)]
+    methods = [each for node in classes for each in node.body if isinstance(each, DEFINITIONS)]
+    return {*exported, *(each for each in methods if not each.name.startswith("_"))}
 
 
 def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
