@@ -116,6 +116,7 @@ def test_dtype_shape_and_inputs_are_kept(algorithm, engine):
     before = snapshot(server), snapshot(agent), w.clone()
     results = engine.agent_updates(algorithm, received, {2: agent, 3: agent}, context())
     assert set(results[2].vectors) == set(algorithm.sent_in(1))
+    assert set(algorithm.sends) <= set(received)  # the grid of a secure sum follows from these
     own = agent_context(objective, engine.federation.batches(2, 0, "evaluate"))
     for state in (None, results[2].state or None):
         personal = algorithm.personal_model(own, received, state)

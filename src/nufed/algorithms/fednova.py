@@ -15,12 +15,13 @@ On quadratics with curvature λ_i an agent's weight in the fixed point is (1 −
 where FedAvg's has no τ_i: as η → 0 it tends to λ_i, the weight in the joint optimum, and FedAvg's
 to τ_i·λ_i. For a finite η FedNova is biased, too: it removes the effect of unequal steps alone.
 
-The server broadcasts w; an agent sends w − d_i and a_i, one number more than in FedAvg, and keeps
-nothing. Both are means, so that secure aggregation sums them. a_i tells about how many samples the
-agent has. Running statistics of BatchNorm are averaged as they are. The paper weights agents by
-samples (``averaging = "samples"``, here of d_i and of a_i). Its proximal local steps and server
-momentum are not implemented (``server_optimizer = "avgm"`` is). The personal model is the global
-one, fine-tuned by plain steps; a newcomer does the same.
+The server broadcasts w and the last τ_eff, from which the grid of sums follows; an agent sends w −
+d_i and a_i, one number more than in FedAvg, and keeps nothing. The server needs their means alone,
+so that secure aggregation may sum them. a_i tells about how many samples an agent has. Running
+statistics of BatchNorm are averaged as they are. The paper weights agents by samples (``averaging =
+"samples"``, here of d_i and of a_i). Its proximal local steps and server momentum are not
+implemented (``server_optimizer = "avgm"`` is). The personal model is the global one, fine-tuned by
+plain steps; a newcomer does the same.
 
 Known mistakes elsewhere: whether cumulative steps or gradients are to be divided was asked of the
 authors' code ([FedNova #1](https://github.com/JYWa/FedNova/issues/1)): it is the former, the
@@ -60,6 +61,7 @@ class FedNova(LocalTraining):
         others: as for :class:`LocalTraining`; ``meta_lr`` is η.
     """
 
+    receives: ClassVar[tuple[str, ...]] = ("model", "steps")
     sends: ClassVar[tuple[str, ...]] = ("model", "steps")
     notes: ClassVar[Notes] = replace(LocalTraining.notes, newcomer="fine-tunes the global model")
 

@@ -17,7 +17,7 @@ from flower.app.in_memory import (
     plan_of,
 )
 from flower.app.test_apps import TEXT, app_of
-from nufed.algorithms import GMeta, Scaffold
+from nufed.algorithms import FedDBE, FedNova, FedProto, GMeta, Scaffold
 from nufed.algorithms.aggregation import Mean, Median
 from nufed.algorithms.compression import Int8
 from nufed.algorithms.scalefl import ScaleFL
@@ -83,7 +83,10 @@ def equal(one, other):
     )
 
 
-@pytest.mark.parametrize("algorithm", [GMETA, Scaffold(**SETTINGS)], ids=["gmeta", "scaffold"])
+SENT = [GMETA, *(cls(**SETTINGS) for cls in (Scaffold, FedNova, FedDBE, FedProto))]
+
+
+@pytest.mark.parametrize("algorithm", SENT, ids=lambda algorithm: type(algorithm).__name__)
 def test_a_run_has_the_bits_of_one_without_secure_aggregation(algorithm, keys, tmp_path):
     plan = plan_of(algorithm, agents=4, rounds=2)
     plain, _, _ = federate(plan, agents_data(4))
