@@ -48,6 +48,119 @@ class Scaffold(Loop):
         torch._foreach_zero_(self.change)
 
 
+class FedDyn(Loop):
+    """All agents take part in every round."""
+
+    def __init__(self, module, samples, settings):
+        super().__init__(module, samples, settings)
+        self.h = [torch.zeros_like(w) for w in self.w]
+
+    def train(self, agent):
+        s = self.settings
+        own = self.states.setdefault(agent, [torch.zeros_like(w) for w in self.w])
+        torch._foreach_copy_(self.parameters, self.w)
+        for batch in self.batches(agent):
+            g = self.gradient(self.model, self.parameters, batch)
+            torch._foreach_sub_(g, own)
+            proximal_step(self.parameters, g, self.w, s.meta_lr, s.weight)
+        torch._foreach_sub_(own, torch._foreach_sub(self.parameters, self.w), alpha=s.weight)
+
+    def server(self, mean):
+        weight = self.settings.weight
+        torch._foreach_sub_(self.h, torch._foreach_sub(mean, self.w), alpha=weight)
+        self.w = torch._foreach_sub(mean, self.h, alpha=1 / weight)
+
+
+class MOON(Loop):
+    """The module is a Sequential whose last layer is linear, as in the next two."""
+
+    def __init__(self, module, samples, settings):
+        super().__init__(module, samples, settings)
+        self.received, self.previous = trainable(module), trainable(module)
+
+    def train(self, agent):
+        s, v = self.settings, self.states.get(agent)
+        torch._foreach_copy_(self.parameters, self.w)
+        if v is None:
+            self.descend(agent)
+        else:
+            torch._foreach_copy_(self.received[1], self.w)
+            torch._foreach_copy_(self.previous[1], v)
+            for inputs, targets in self.batches(agent):
+                others = [model[:-1](inputs) for model, _ in (self.previous, self.received)]
+                with torch.enable_grad():
+                    self.gradients += 1
+                    z = self.model[:-1](inputs)
+                    s_v, s_w = (F.cosine_similarity(z, other) for other in others)
+                    contrast = F.softplus((s_v - s_w) / s.temperature).mean()
+                    loss = self.loss(self.model[-1](z), targets) + s.weight * contrast
+                    g = torch.autograd.grad(loss, self.parameters)
+                step(self.parameters, g, s.meta_lr)
+        self.states[agent] = values(self.parameters)
+
+
+class FedDBE(Loop):
+    def __init__(self, module, samples, settings):
+        super().__init__(module, samples, settings)
+        self.consensus, self.means = None, []
+
+    def train(self, agent):
+        s, m = self.settings, None
+        (b,) = self.states.get(agent) or [self.w[-1].new_zeros(self.model[-1].in_features)]
+        torch._foreach_copy_(self.parameters, self.w)
+        for inputs, targets in self.batches(agent):
+            with torch.enable_grad():
+                self.gradients += 1
+                z = self.model[:-1](inputs)
+                loss = self.loss(self.model[-1](z + b.requires_grad_()), targets)
+                m = z.mean(0) if m is None else m + s.mean_momentum * (z.mean(0) - m)
+                if self.consensus is not None:
+                    loss = loss + s.weight / 2 * (m - self.consensus).square().mean()
+                *g, by_b = torch.autograd.grad(loss, [*self.parameters, b])
+            step(self.parameters, g, s.meta_lr)
+            b, m = b.detach() - s.meta_lr * by_b * (self.consensus is not None), m.detach()
+        self.states[agent] = [b]
+        self.means.append(m)
+
+    def server(self, mean):
+        self.w = mean
+        if self.consensus is None:
+            self.consensus = torch.stack(self.means).mean(dim=0)
+
+
+class FedProto(Loop):
+    def __init__(self, module, samples, settings):
+        super().__init__(module, samples, settings)
+        head = self.model[-1]
+        shapes = (head.out_features, head.in_features), (head.out_features,)
+        self.first, self.sent = values(self.parameters), [head.weight.new_zeros(x) for x in shapes]
+        self.w = values(self.sent)
+
+    def train(self, agent):
+        s, (weighted, shares) = self.settings, self.w
+        prototypes = weighted / torch.where(shares > 0, shares, 1)[:, None]
+        torch._foreach_copy_(self.parameters, self.states.get(agent, self.first))
+        for inputs, targets in self.batches(agent):
+            with torch.enable_grad():
+                self.gradients += 1
+                z = self.model[:-1](inputs)
+                far = (z - prototypes[targets]).square().mean(dim=1) * (shares > 0)[targets]
+                loss = self.loss(self.model[-1](z), targets) + s.weight * far.mean()
+                g = torch.autograd.grad(loss, self.parameters)
+            step(self.parameters, g, s.meta_lr)
+        self.states[agent] = values(self.parameters)
+        inputs, targets = self.samples.take(self.samples.train[agent])
+        of_class = F.one_hot(targets, len(shares)).to(shares) / len(targets)
+        self.sent[0].copy_(of_class.T @ self.model[:-1](inputs))
+        self.sent[1].copy_(of_class.sum(dim=0))
+
+    def server(self, mean):
+        met = mean[1] > 0
+        torch._foreach_copy_(
+            self.w, [torch.where(met[:, None], mean[0], self.w[0]), mean[1].where(met, self.w[1])]
+        )
+
+
 class FedOpt(Loop):
     """FedAvgM, FedAdagrad, FedAdam and FedYogi."""
 

@@ -36,6 +36,10 @@ MOVING = {  # settings that make all parts of a method move
     "reptile": {"server_lr": 0.7},
     "fedprox": {"weight": 0.5},
     "scaffold": {"server_lr": 0.8},
+    "feddyn": {"weight": 0.5},
+    "moon": {"weight": 2.0},
+    "feddbe": {"weight": 2.0, "mean_momentum": 0.6},
+    "fedproto": {"weight": 2.0},
     "fedrep": {"head_steps": 3},
     "fedala": {"first_passes": 4, "weights_lr": 20.0, "layers": 2},
     "fedrod": {"personal_lr": 0.2},
@@ -192,7 +196,8 @@ def test_the_table_of_methods_in_the_docs_is_that_of_the_results():
 
 def _server(name, server):
     """What a loop holds at the server, as one vector."""
-    names = {"fedl2p": ("meta_net", "rates")}.get(name, ("model",))
+    others = {"fedl2p": ("meta_net", "rates"), "fedproto": ("weighted", "shares")}
+    names = others.get(name, ("model",))
     names = names if names[0] in server else ("shared",)
     return torch.cat([server[each] for each in names])
 

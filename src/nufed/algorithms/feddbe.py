@@ -15,8 +15,8 @@ the server has accepted the update. κ = 0 with ``bias_lr`` = 0 is FedAvg.
 
 The global model is w, without a bias. The personal model is w with b_i; further fine-tuning takes
 plain steps of w with b_i fixed. A newcomer uses b = 0. The optimiser drives the steps of y and of
-b. What travels is what travels in FedAvg, and in the first round m, the mean of an agent's
-features over its last batches: some numbers that depend on few samples. Secure aggregation sums it.
+b. A local step costs one gradient, by y and b at once. What travels is what travels in FedAvg, and
+in the first round m, a mean of features that depends on few samples. Secure aggregation sums it.
 
 The paper takes m̄ from all agents in a phase before training, in which models are thrown away: with
 ``participation = 1`` it is the first round here, whose models are kept. In the authors' code m

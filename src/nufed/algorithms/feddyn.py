@@ -15,8 +15,9 @@ With few local steps, which stay far from the minimum of 𝔯_i, h acts like a m
 
 h follows the uniform mean, whatever rule combines the models. Running statistics of BatchNorm are
 averaged as part of the model and have no correction. The optimiser drives the steps of y. The
-personal model is the global one, fine-tuned by plain steps; a newcomer does the same. What the
-server sees of an agent is y, as in FedAvg; from all of its y it could compute g_i.
+personal model is the global one, fine-tuned by plain steps; a newcomer does the same. A local step
+costs one gradient, as in FedAvg. What the server sees of an agent is y, as in FedAvg; from all of
+its y it could compute g_i.
 
 The authors' code keeps −g_i/α in place of g_i. It divides α by the agent's share of samples, which
 minimises the joint loss over samples; here as in the paper all agents weigh the same. Beside w it

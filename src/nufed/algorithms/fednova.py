@@ -16,12 +16,12 @@ where FedAvg's has no τ_i: as η → 0 it tends to λ_i, the weight in the join
 to τ_i·λ_i. For a finite η FedNova is biased, too: it removes the effect of unequal steps alone.
 
 The server broadcasts w and the last τ_eff, from which the grid of sums follows; an agent sends w −
-d_i and a_i, one number more than in FedAvg, and keeps nothing. The server needs their means alone,
-so that secure aggregation may sum them. a_i tells about how many samples an agent has. Running
-statistics of BatchNorm are averaged as they are. The paper weights agents by samples (``averaging =
-"samples"``, here of d_i and of a_i). Its proximal local steps and server momentum are not
-implemented (``server_optimizer = "avgm"`` is). The personal model is the global one, fine-tuned by
-plain steps; a newcomer does the same.
+d_i and a_i, one number more than in FedAvg, and keeps nothing. Local steps cost what they do there.
+The server needs the means alone, so that secure aggregation may sum them. a_i tells about how many
+samples an agent has. Running statistics of BatchNorm are averaged as they are. The paper weights
+agents by samples (``averaging = "samples"``, here of d_i and of a_i). Its proximal local steps and
+server momentum are not implemented (``server_optimizer = "avgm"`` is). The personal model is the
+global one, fine-tuned by plain steps; a newcomer does the same.
 
 Known mistakes elsewhere: whether cumulative steps or gradients are to be divided was asked of the
 authors' code ([FedNova #1](https://github.com/JYWa/FedNova/issues/1)): it is the former, the
