@@ -81,6 +81,13 @@ def test_nodes_leave_the_bytes_of_one_machine(job, tmp_path):
     assert {event.round for event in seen} == {0, 1, 2, 3}
 
 
+def test_agents_on_nodes_get_what_the_server_sends_them_alone(tmp_path):
+    config = {**AGENTS, "methods": {"fedfomo": {"algorithm": "fedfomo", "models": 2}}}
+    for name, ray in (("here", None), ("nodes", "auto")):
+        nufed.run(config, out=tmp_path / name, ray=ray)
+    assert file_hashes(tmp_path / "here") == file_hashes(tmp_path / "nodes")
+
+
 def test_a_lost_nodes_work_is_done_again_elsewhere(job, tmp_path, monkeypatch, caplog):
     _kind, config, whole = job
     lose(monkeypatch, {2, 4})

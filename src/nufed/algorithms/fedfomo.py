@@ -20,8 +20,8 @@ mixes M models, with the initial one as θ, and takes one round's steps. There i
 and none to bundle.
 
 Server and checkpoints hold one model and one row of P for each agent heard of; M models travel to
-an agent per round, and for each the loss on the held-out samples is computed. These predictions
-are not counted as gradients. The optimiser drives the local steps; combination takes none.
+an agent per round and evaluation, and in a round the loss of each on the held-out samples is
+computed. These predictions are not counted as gradients. The optimiser drives the local steps.
 
 Privacy: an agent gets M models of single others as they are, and can attack each like a server
 could; whose they are it is not told. The server sees all models and who values whom. Secure
