@@ -201,36 +201,18 @@ def check_every_agent_gets_its_combination(cls):
     """The head that an agent receives is the one that was combined for it, others the mean."""
     engine = DirectEngine(Objective(mlp()), federation(unseen=1), 5)
     algorithm, heads = cls(**OWN), {}
-
-    class Watching(DirectEngine):
-        def agent_updates(self, algorithm, received, states, context):
-            results = super().agent_updates(algorithm, received, states, context)
-            sent_now.update({a: r.vectors for a, r in results.items()})
-            return results
-
-    sent_now = {}
-    for before, progress in pairwise(history(algorithm, Watching(*vars(engine).values()))):
-        updates = [
-            AgentUpdate(a, progress.round, 18, vectors)
-            for a, vectors in sorted(
-                by_round(sent_now, algorithm, engine, before, progress).items()
-            )
-        ]
+    for before, progress in pairwise(history(algorithm, engine)):
+        down, of_round = to_send(algorithm, before.server), context(progress.round, 5)
+        unused = {"private": torch.zeros(algorithm.parts(engine.objective)[0].size).double()}
+        states = dict.fromkeys(progress.cohort, unused)  # heads come from the server
+        results = engine.agent_updates(algorithm, down, states, of_round)
+        updates = [AgentUpdate(a, progress.round, 18, r.vectors) for a, r in results.items()]
         heads |= {a: row["heads"] for a, row in FedPAC(**OWN).combined(updates).items()}
         down = Downlink.of(to_send(algorithm, progress.server))
         for agent in engine.federation.split.agents:
-            found = down.to(agent)["private"]
             right = heads.get(agent, progress.server["private"])
-            assert torch.allclose(found, right, rtol=0, atol=1e-12)
+            assert torch.allclose(down.to(agent)["private"], right, rtol=0, atol=1e-12)
     assert len(heads) > 3 and row_of(progress.server, engine.federation.split.unseen[0]) is None
-
-
-def by_round(sent_now, algorithm, engine, before, progress):
-    """What the cohort of a round sends, computed again."""
-    down = to_send(algorithm, before.server)
-    states = {a: {"private": torch.zeros(24).double()} for a in progress.cohort}
-    results = engine.agent_updates(algorithm, down, states, context(progress.round, 5))
-    return {a: r.vectors for a, r in results.items()}
 
 
 def check_without_both_parts_it_is_fedrep(cls):

@@ -20,11 +20,11 @@ from nufed.flower.app.registry import SiteKeys
 from nufed.flower.app.server_app import Server
 from nufed.lab.files import sha256
 from nufed.lab.runs.part_files import Checkpoint
-from nufed.lab.runs.records import round_line
+from nufed.lab.runs.records import Manifest, round_line
 from nufed.server import Downlink, Rules, StatesOf, to_send
-from nufed.simulation import DirectEngine, Engines, Faults, Training, WorkerEngine, train
+from nufed.simulation import DirectEngine, Engines, Faults, WorkerEngine, train
 from nufed.simulation.loop import replay
-from support import federation, mlp, same
+from support import context, federation, mlp, same
 
 SETTINGS = {"meta_lr": 0.1, "local_steps": 2, "batch_size": 6}
 
@@ -80,6 +80,14 @@ def scores(algorithm, engine, last):
     return engine.evaluate(algorithm, received, states, steps=2, measure=measure)
 
 
+def alone_in_the_next_round(engine, before, agent):
+    """The model that an agent receives, and the one that it sends."""
+    down = Downlink.of(to_send(KEPT, before.server))
+    of_round = context(before.round + 1)
+    (result,) = engine.agent_updates(KEPT, down, {agent: {}}, of_round).values()
+    return down.to(agent)["model"], result.vectors["model"]
+
+
 @pytest.fixture
 def engines():
     return Engines(Objective(mlp()), federation(unseen=1), seed=5)
@@ -106,15 +114,9 @@ def test_agents_get_their_own_on_engines_and_workers(name, engines):
     server = alone[-1].server
     assert server["agents"].tolist() == sorted({a for p in alone for a in p.cohort})
     assert len(server["models"].unique(dim=0)) == len(server["agents"]) > 3
-    # each is that agent's own training, whatever the others did
-    agent, visits = alone[-1].cohort[0], [p.round for p in alone if alone[-1].cohort[0] in p.cohort]
-    assert visits
-    w = server["models"][row_of(server, agent)]
-    before = alone[visits[-1] - 1].server
-    down = Downlink.of(to_send(KEPT, before))
-    context = Training(KEPT, engine, 0.6)._context(alone[visits[-1] - 1])
-    (result,) = engine.agent_updates(KEPT, down, {agent: {}}, context).values()
-    torch.testing.assert_close(result.vectors["model"], w)
+    for agent in alone[-1].cohort:  # each is that agent's own training, whatever the others did
+        _, sent = alone_in_the_next_round(engine, alone[-2], agent)
+        torch.testing.assert_close(server["models"][row_of(server, agent)], sent)
 
 
 def test_gram_space_refuses_it(engines):
@@ -196,10 +198,7 @@ def test_a_replay_and_faults_use_what_each_agent_received(engines):
     faults, seen = Faults(corruption=0.6), engine.federation.split.seen
     last, bad = trained(KEPT, engine, faults=faults), faults.corrupt_agents(seen, engine.seed)
     agent = next(a for a in last[-1].cohort if a in bad)
-    down = Downlink.of(to_send(KEPT, last[-2].server))
-    context = Training(KEPT, engine, 0.6)._context(last[-2])
-    (result,) = engine.agent_updates(KEPT, down, {agent: {}}, context).values()
-    start, honest = down.to(agent)["model"], result.vectors["model"]
+    start, honest = alone_in_the_next_round(engine, last[-2], agent)
     sent = last[-1].server["models"][row_of(last[-1].server, agent)]
     torch.testing.assert_close(sent, start - (honest - start))
 
@@ -208,13 +207,19 @@ def test_grown_tables_fit_a_checkpoint_and_other_shapes_do_not(engines, tmp_path
     engine = engines.get("direct")
     server, start = trained(KEPT, engine)[-1].server, KEPT.server_init(None, torch.zeros(5))
     like = KEPT.server_init(None, engine.objective.initial())
-    Checkpoint(4, server, 0, sha256(b"")).check_fits(like, tmp_path)
-    for wrong in (start, {**like, "models": torch.empty(0)}, {"model": like["model"]}):
-        with pytest.raises(RunError, match="its vectors are not those of this method"):
-            Checkpoint(4, server, 0, sha256(b"")).check_fits(wrong, tmp_path)
+    about = Manifest(
+        round=4, states=(0, 0), metrics_bytes=0, metrics_sha256=sha256(b""), belongs_to={}
+    )
+    Checkpoint(about, server).check_fits(like, tmp_path)
     wider = {**server, "models": server["models"][:, 1:]}
-    with pytest.raises(RunError, match="its vectors are not those of this method"):
-        Checkpoint(4, wider, 0, sha256(b"")).check_fits(like, tmp_path)
+    for saved, initial in (
+        (server, start),
+        (server, {**like, "models": torch.empty(0)}),
+        (server, {"model": like["model"]}),
+        (wider, like),
+    ):
+        with pytest.raises(RunError, match="its vectors are not those of this method"):
+            Checkpoint(about, saved).check_fits(initial, tmp_path)
 
 
 def test_secure_aggregation_and_privacy_refuse_it():
