@@ -11,8 +11,8 @@ from nufed import Exact, Federation, FirstOrder, GMeta, HessianFree, Objective
 from nufed.data import DirichletReusing, as_samples, lazy_split, make_split
 from nufed.evaluate import Measure
 from nufed.models import cnn_groupnorm, fcnn
-from nufed.objective.fast.gram_space import first_layer
-from nufed.simulation import DirectEngine, GramEngine, Progress, Training, WorkerEngine
+from nufed.simulation import DirectEngine, Progress, Training, WorkerEngine
+from nufed.simulation.choose_engine import Engines
 
 ACCURACY = Measure("accuracy")
 
@@ -174,7 +174,7 @@ def paper_contenders(data, sizes, cores, local_steps=4):
     module, batch = paper_module(sizes.inputs), sizes.batch
     objective = Objective(module)
     direct = DirectEngine(objective, data, 0)
-    gram = GramEngine(objective, data, 0, first_layer(objective, (sizes.inputs,)))
+    gram = Engines(objective, data, 0).get("gram_onednn")
     yardstick = Plain(module, data, batch, local_steps)
     return {
         "plain loop, 1 thread": yardstick,

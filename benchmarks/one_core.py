@@ -72,7 +72,7 @@ def rounds_of_a_run(samples, sizes, nu, curvature):
             "participation": sizes.cohort / sizes.agents,
             "eval_every": rounds,
             "workers": 1,
-            "engine": "gram",
+            "engine": "gram_onednn",
             "baselines": [],
             "data": {"partition": "given", "test": 0.2},
             "model": {"name": "fcnn"},

@@ -61,6 +61,6 @@ def test_a_run_takes_few_times_the_memory_of_its_model(monkeypatch, curvature, e
     import memory
 
     found = memory.in_own_process(curvature, engine, [1300, 1000])
-    assert found["engine"] == {"direct": "direct", "auto": "gram"}[engine]
+    assert found["engine"] == {"direct": "direct", "auto": "gram_onednn"}[engine]
     # a small model: the libraries themselves take about two times its memory while it is trained
     assert (found["peak"] - found["base"]) / found["model"] < most

@@ -5,8 +5,7 @@ from problem import EVALUATION, LOCAL_STEPS, METHODS, load, paper_module
 
 from jobs import Ours, Plain  # isort: skip
 from nufed import Objective
-from nufed.objective.fast.gram_space import first_layer
-from nufed.simulation import GramEngine
+from nufed.simulation.choose_engine import Engines
 
 
 def jobs_of(contender, sizes):
@@ -26,5 +25,5 @@ def nufed(folder, sizes, serve):
     """The engine that `auto` chooses for long runs of this job, with one worker."""
     torch.set_num_threads(1)
     objective = Objective(paper_module(sizes.inputs))
-    engine = GramEngine(objective, load(folder), 0, first_layer(objective, (sizes.inputs,)))
+    engine = Engines(objective, load(folder), 0).get("gram_onednn")
     serve(jobs_of(Ours(engine, sizes.batch, LOCAL_STEPS), sizes))

@@ -13,7 +13,7 @@ from nufed.algorithms.protocol import Checks
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import build_federation, build_samples
 from nufed.models import cnn_groupnorm, fcnn, logistic
-from nufed.simulation import DirectEngine, Engines, choose_engine, train
+from nufed.simulation import ENGINES, DirectEngine, Engines, choose_engine, train
 from support import federation, uneven_federation
 
 METHOD = GMeta(
@@ -49,12 +49,12 @@ def test_small_networks_are_stacked():
 
 def test_wide_first_layers_use_gram_space_if_agents_train_often_enough():
     data = wide()
-    for visits, right in ((20, "gram"), (1e-3, "batched")):
+    for visits, right in ((20, "gram_onednn"), (1e-3, "batched")):
         chosen = engines(net(data), data, visits).choose(METHOD, "auto")
         assert chosen == right
     big = wide(inputs=4000)  # two models are more than a small stack
-    assert engines(net(big), big, 1e-3).choose(METHOD, "auto") == "direct"
-    assert engines(net(big), big).choose(METHOD, "auto") == "gram"
+    assert engines(net(big), big, 1e-3).choose(METHOD, "auto") == "direct_onednn"
+    assert engines(net(big), big).choose(METHOD, "auto") == "gram_onednn"
 
 
 def test_no_gram_matrix_for_agents_with_many_samples_and_few_batches():
@@ -67,8 +67,8 @@ def test_no_gram_matrix_for_agents_with_many_samples_and_few_batches():
         batch_size=40,
         curvature=FirstOrder(),
     )
-    assert engines(net(data), data).choose(once, "auto") != "gram"
-    assert engines(net(data), data).choose(METHOD, "auto") == "gram"
+    assert engines(net(data), data).choose(once, "auto") == "direct_onednn"
+    assert engines(net(data), data).choose(METHOD, "auto") == "gram_onednn"
 
 
 def images():
@@ -332,15 +332,15 @@ def test_gram_matrices_above_the_memory_limit_are_refused(monkeypatch):
     data = wide(inputs=4000)
     size = 3 * 60**2 * 4  # three agents, 60 training samples, float32
     for allowed, seeds, right in (
-        (size, 1, "gram"),
-        (size - 1, 1, "direct"),
-        (size, 2, "direct"),
-        (2 * size, 2, "gram"),
+        (size, 1, "gram_onednn"),
+        (size - 1, 1, "direct_onednn"),
+        (size, 2, "direct_onednn"),
+        (2 * size, 2, "gram_onednn"),
     ):
         monkeypatch.setattr(choose_engine, "GRAM_BYTES", allowed)
         these = engines(net(data), data, seeds=seeds)
         assert these.choose(METHOD, "auto") == right
-        if right == "direct":
+        if right == "direct_onednn":
             with pytest.raises(InputError, match=r"matrices would take 0\.0 GiB"):
                 these.choose(METHOD, "gram")
 
@@ -349,7 +349,7 @@ def test_gram_matrices_above_the_memory_limit_are_refused(monkeypatch):
 def test_the_choice_does_not_depend_on_the_number_of_cores(cores, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    for data, right in ((wide(), "gram"), (federation(samples=60), "batched")):
+    for data, right in ((wide(), "gram_onednn"), (federation(samples=60), "batched")):
         assert engines(net(data), data).choose(small(), "auto") == right
 
 
@@ -467,7 +467,7 @@ def outlying():
 
 
 def test_a_plain_network_of_that_form_uses_gram_space():
-    assert engines(Net(), outlying()).choose(small(), "auto") == "gram"
+    assert engines(Net(), outlying()).choose(small(), "auto") == "gram_onednn"
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
@@ -520,7 +520,7 @@ def test_a_requested_engine_that_cannot_run_is_refused(wanted, method, module, m
 
 def test_a_requested_engine_that_can_run_is_used():
     these = engines(Net(), outlying())
-    for name in ("direct", "batched", "gram"):
+    for name in ENGINES:
         assert these.choose(small(), name) == name
         assert these.get(name) is these.get(name)
     assert these.choose(Scaffold(meta_lr=0.1, batch_size=6), "direct") == "direct"

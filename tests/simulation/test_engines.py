@@ -17,7 +17,9 @@ from nufed.data.federation import AgentBatches
 from nufed.evaluate import Measure
 from nufed.lab.config.problem import squared_error
 from nufed.models import fcnn, logistic
+from nufed.objective.fast import onednn
 from nufed.objective.fast.gram_space import first_layer
+from nufed.objective.fast.onednn import OneDNNFirstLayer, with_onednn
 from nufed.simulation import BatchedEngine, DirectEngine, GramEngine, train
 from nufed.simulation.batched_engine import StackedBatches
 from nufed.simulation.gram_engine import IndexedBatches
@@ -84,8 +86,20 @@ def gram(objective, federation):
     return GramEngine(objective, federation, 5, layer, most=2)
 
 
+def gram_onednn(objective, federation):
+    layer = first_layer(objective, federation.samples.input_shape, OneDNNFirstLayer)
+    return GramEngine(objective, federation, 5, layer, most=2)
+
+
+def direct_onednn(objective, federation):
+    return DirectEngine(with_onednn(objective), federation, seed=5)
+
+
 def direct(objective, federation):
     return DirectEngine(objective, federation, seed=5)
+
+
+ACCELERATED = (batched, gram, gram_onednn, direct_onednn)
 
 
 def empty_states(federation):
@@ -168,11 +182,12 @@ def test_learned_step_sizes_are_the_same_in_a_stack(how):
         ("relu", "float32", "hf 1"),
     ],
 )
-def test_engines_still_agree_after_fifty_rounds(module, dtype, method):
+def test_engines_still_agree_after_fifty_rounds(module, dtype, method, monkeypatch):
+    monkeypatch.setattr(onednn, "LARGE", 1)  # products by oneDNN, where they are in float32
     algorithm = METHODS[method]
     objective = objective_of(MODULES[module], getattr(torch, dtype))
     bound = tolerance(algorithm) if dtype == "float64" else ROUNDING_32
-    for distance in distances(algorithm, objective, uneven_federation(), (batched, gram), 50):
+    for distance in distances(algorithm, objective, uneven_federation(), ACCELERATED, 50):
         assert distance < bound
 
 

@@ -21,7 +21,8 @@ from nufed.errors import NufedError, TrainingError, UpdateError
 from nufed.evaluate import Measure
 from nufed.lab.files import read_sealed
 from nufed.models import fcnn
-from nufed.objective.fast.gram_space import first_layer
+from nufed.objective.fast.gram_space import FirstLayer, first_layer
+from nufed.objective.fast.onednn import OneDNNFirstLayer, with_onednn
 from nufed.server import to_send
 from nufed.simulation import (
     BatchedEngine,
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.skipif(start_method() != "fork", reason="this system ca
 ALGORITHM = GMeta(
     adapt_steps=2, adapt_lr=0.2, meta_lr=0.3, local_steps=2, batch_size=12, curvature=Exact()
 )
-KINDS = ("direct", "batched", "gram")
+KINDS = ("direct", "direct_onednn", "batched", "gram", "gram_onednn")
 TESTS = Path(__file__).parents[1]
 
 
@@ -47,11 +48,12 @@ def make(kind, loss=F.cross_entropy, activation="tanh"):
     torch.manual_seed(0)
     objective = Objective(fcnn((5,), 3, hidden=(6,), activation=activation), loss)
     data = uneven_federation()
-    if kind == "direct":
-        return DirectEngine(objective, data, 5)
+    if kind.startswith("direct"):
+        return DirectEngine(with_onednn(objective) if kind != "direct" else objective, data, 5)
     if kind == "batched":
         return BatchedEngine(objective, data, 5, most=2)
-    return GramEngine(objective, data, 5, first_layer(objective, (5,)), most=2)
+    layer = FirstLayer if kind == "gram" else OneDNNFirstLayer
+    return GramEngine(objective, data, 5, first_layer(objective, (5,), layer), most=2)
 
 
 @pytest.fixture
@@ -97,7 +99,10 @@ def update(engine, round=1, algorithm=ALGORITHM):
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_workers_gives_the_bits_of_the_engine_alone(kind, workers, spread):
+def test_any_number_of_workers_gives_the_bits_of_the_engine_alone(
+    kind, workers, spread, monkeypatch
+):
+    monkeypatch.setattr("nufed.objective.fast.onednn.LARGE", 1)
     alone = everything(ALGORITHM, make(kind))
     assert everything(ALGORITHM, spread(make(kind), workers)) == alone
 

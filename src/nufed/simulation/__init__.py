@@ -2,7 +2,7 @@
 
 from nufed.server import Progress
 from nufed.simulation.batched_engine import BatchedEngine
-from nufed.simulation.choose_engine import ENGINES, Engines
+from nufed.simulation.choose_engine import ENGINES, GRAM, Engines
 from nufed.simulation.direct_engine import DirectEngine
 from nufed.simulation.engine import Engine, EngineName
 from nufed.simulation.faults import Faults
@@ -20,6 +20,7 @@ from nufed.simulation.worker_pool import (
 
 __all__ = [
     "ENGINES",
+    "GRAM",
     "BatchedEngine",
     "DirectEngine",
     "Engine",

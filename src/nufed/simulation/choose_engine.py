@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
@@ -24,7 +25,8 @@ from nufed.data import Federation
 from nufed.errors import InputError, in_short
 from nufed.evaluate import Measure
 from nufed.objective import Objective
-from nufed.objective.fast.gram_space import MOST_ROWS, first_layer
+from nufed.objective.fast.gram_space import MOST_ROWS, FirstLayer, first_layer
+from nufed.objective.fast.onednn import OneDNNFirstLayer, has_large_products, with_onednn
 from nufed.server import Downlink, initial_server, next_server, to_send
 from nufed.simulation.batched_engine import BatchedEngine
 from nufed.simulation.direct_engine import DirectEngine
@@ -55,13 +57,23 @@ def _direct(objective: Objective, federation: Federation, seed: int, double: boo
     return DirectEngine(objective.double if double else objective, federation, seed)
 
 
+def _direct_onednn(objective: Objective, federation: Federation, seed: int, double: bool) -> Engine:
+    return _direct(with_onednn(objective), federation, seed, double)
+
+
 def _batched(objective: Objective, federation: Federation, seed: int, double: bool) -> Engine:
     most = max(1, min(MAX_AGENTS, STACK // objective.size))
     return BatchedEngine(objective.double if double else objective, federation, seed, most)
 
 
-def _gram(objective: Objective, federation: Federation, seed: int, double: bool) -> Engine | None:
-    layer = first_layer(objective, federation.samples.input_shape)
+def _gram(
+    objective: Objective,
+    federation: Federation,
+    seed: int,
+    double: bool,
+    kind: type[FirstLayer] = FirstLayer,
+) -> Engine | None:
+    layer = first_layer(objective, federation.samples.input_shape, kind)
     plain = isinstance(federation.samples.inputs, Tensor)
     if layer is None or not plain:
         return None
@@ -71,8 +83,12 @@ def _gram(objective: Objective, federation: Federation, seed: int, double: bool)
     return GramEngine(objective, federation, seed, layer, most)
 
 
+NO_FIRST_LAYER = "this module does not begin with a linear layer on the raw inputs"
 ENGINES: dict[EngineName, EngineKind] = {
     "direct": EngineKind("one agent at a time, on plain tensors", "", _direct),
+    "direct_onednn": EngineKind(
+        "direct, with large float32 products of linear layers by oneDNN", "", _direct_onednn
+    ),
     "batched": EngineKind(
         "several agents of a small model at once, stacked",
         "this module can't be stacked over agents (random layers can't)",
@@ -80,11 +96,18 @@ ENGINES: dict[EngineName, EngineKind] = {
     ),
     "gram": EngineKind(
         "models with a linear first layer, whose products are not computed in every step",
-        "this module does not begin with a linear layer on the raw inputs",
+        NO_FIRST_LAYER,
         _gram,
+    ),
+    "gram_onednn": EngineKind(
+        "gram, with large float32 products by oneDNN",
+        NO_FIRST_LAYER,
+        partial(_gram, kind=OneDNNFirstLayer),
     ),
 }
 assert tuple(ENGINES) == get_args(EngineName)
+GRAM: tuple[EngineName, ...] = ("gram", "gram_onednn")
+"""Engines in Gram space."""
 
 
 GRAM_BYTES = 2**31  # upper bound for the matrices K of all agents and seeds
@@ -137,8 +160,9 @@ class Engines:
         if wanted == "auto":
             choices: list[tuple[EngineName, bool]] = [
                 ("batched", self._stackable(MAX_AGENTS)),
-                ("gram", self._gram_pays(algorithm)),
+                ("gram_onednn", self._gram_pays(algorithm)),
                 ("batched", self._stackable(2)),
+                ("direct_onednn", self._products_are_large(algorithm)),
             ]
             for name, pays in choices:
                 if pays and self.obstacle(name, algorithm, tried) is None:
@@ -156,14 +180,14 @@ class Engines:
 
         ``tried`` as for :meth:`choose`.
         """
-        if name == "direct":
+        if name in ("direct", "direct_onednn"):
             return None
         if algorithm.combines is None:
             return f"{type(algorithm).__name__} does not declare that its agents may be stacked"
         samples = self.federation.samples
         if not samples.classes and not samples.targets.is_floating_point():
             return "the targets are integers other than classes, of which the loss may ignore some"
-        if name == "gram":
+        if name in GRAM:
             vectors = {*algorithm.receives, *algorithm.sends}
             only_model = vectors == {"model"} and not defines(algorithm, "downlink")
             if algorithm.combines != "linearly" or not only_model:
@@ -255,6 +279,11 @@ class Engines:
         rows = min(batches * batch / 2, MOST_ROWS)
         steps = batches * batch * rows / layer.inputs
         return 2 * used + matrix + steps < batches * (2 * batch + PASSES)
+
+    def _products_are_large(self, algorithm: Algorithm) -> bool:
+        """Whether batches are large enough for products by oneDNN to pay."""
+        batch = min(algorithm.batch_size, self.federation.split.most_rows)
+        return has_large_products(self.objective, batch)
 
     def _gram_bytes(self) -> int:
         split, size = self.federation.split, self.objective.dtype.itemsize

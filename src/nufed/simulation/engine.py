@@ -12,7 +12,7 @@ from nufed.errors import NufedError, TrainingError
 from nufed.evaluate import AgentScores, Measure, Scoring
 from nufed.objective import Objective
 
-EngineName: TypeAlias = Literal["direct", "batched", "gram"]
+EngineName: TypeAlias = Literal["direct", "direct_onednn", "batched", "gram", "gram_onednn"]
 States: TypeAlias = Mapping[int, State | None]
 """The states of agents to evaluate; None for an agent without a state (a newcomer).
 

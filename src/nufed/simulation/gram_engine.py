@@ -17,7 +17,7 @@ from nufed.data.partition import Rows
 from nufed.evaluate import AgentScores, Scoring, evaluation_context
 from nufed.evaluate.scores import Predict, outputs_of, score_stack
 from nufed.objective import Batch, Objective
-from nufed.objective.fast.gram_space import FirstLayer, GramObjective, GramVector
+from nufed.objective.fast.gram_space import FirstLayer, GramObjective, GramVector, distinct
 from nufed.simulation.batched_engine import OfAStack, even_chunks
 from nufed.simulation.engine import Engine, States
 from nufed.simulation.worker_pool import shared_zeros
@@ -225,10 +225,10 @@ class IndexedBatches(OfAStack):
         for source, taken in zip(sources, picked, strict=True):
             stacked = np.stack([p.places for p in taken])
             if among_used or tunes.all():
-                used.append(np.unique(stacked))
+                used.append(distinct(stacked))
             else:
-                first = np.unique(stacked[~tunes])
-                used.append(np.concatenate([first, np.setdiff1d(stacked[tunes], first)]))
+                first = distinct(stacked[~tunes])
+                used.append(np.concatenate([first, distinct(stacked[tunes], but=first)]))
             places.append(np.searchsorted(used[-1], stacked) if among_used else stacked)
             rows = np.stack([p.rows for p in taken])
             targets.append(source.federation.samples.targets[rows])

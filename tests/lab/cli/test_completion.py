@@ -44,7 +44,10 @@ def completed(tmp_path, monkeypatch):
         ("nufed run m", ["mine.toml"]),
         ("nufed run quickstart data.dirich", ["data.dirichlet=", "data.dirichlet=0.01"]),
         ("nufed run quickstart method.adapt_", ["method.adapt_lr=", "method.adapt_steps="]),
-        ("nufed run quickstart engine=", ["direct", "batched", "gram", "auto"]),
+        (
+            "nufed run quickstart engine=",
+            ["direct", "direct_onednn", "batched", "gram", "gram_onednn", "auto"],
+        ),
         ("nufed run quickstart engine=di", ["direct"]),
         ("nufed run quickstart rounds=5 tune_local=", ["true", "false"]),
         ("nufed run quickstart method.curvature=f", ["first_order"]),

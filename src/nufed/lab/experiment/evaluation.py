@@ -37,7 +37,7 @@ from nufed.lab.runs.agent_states import personal_after, write_personal
 from nufed.lab.runs.part_files import Recorder
 from nufed.lab.runs.records import evaluation_line
 from nufed.server import Downlink, Progress, StatesOf, choose_cohort, to_send
-from nufed.simulation import Engine, EngineName
+from nufed.simulation import GRAM, Engine, EngineName
 from nufed.simulation.choose_engine import STACK
 
 
@@ -206,7 +206,7 @@ def baselines(
     short = local_training(setup, rounds=1)
     own_model, own_model_short = OwnModel.like(local), OwnModel.like(short)
     named = config.engine
-    scorer = engines.choose(own_model, "auto" if named == "gram" else named, own_model_short)
+    scorer = engines.choose(own_model, "auto" if named in GRAM else named, own_model_short)
     engine = get_engine(scorer)
     if "majority" in wanted:
         scores = [majority_class(engine.federation, a, steps, measure.resamples) for a in agents]

@@ -84,22 +84,28 @@ class FirstLayer:
         """The flat vector with W = s·W₀ + CᵀX and the other parameters, where w holds W₀."""
         result = w.clone()
         before, weight, bias, after = self._parts(result)
-        weight.addmm_(rows.T, inputs, beta=scale)
+        self._add_combination(weight, rows, inputs, scale)
         if self.bias:
             bias.mul_(scale).add_(rows.sum(dim=0))
         before.copy_(others[: self.start])
         after.copy_(others[self.start :])
         return result
 
+    def _add_combination(self, weight: Tensor, rows: Tensor, inputs: Tensor, scale: float) -> None:
+        """Turn W₀ into s·W₀ + CᵀX, in place."""
+        weight.addmm_(rows.T, inputs, beta=scale)
+
     def _parts(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         before, weight, bias, after = torch.split(w, self._sizes)
         return before, weight.view(self.outputs, self.inputs), bias, after
 
 
-def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer | None:
+def first_layer(
+    objective: Objective, input_shape: Sequence[int], kind: type[FirstLayer] = FirstLayer
+) -> FirstLayer | None:
     """The module's first linear layer, if it is applied to the unchanged inputs; else None.
 
-    The engine is verified by a trial all the same.
+    It is of this ``kind``. The engine is verified by a trial all the same.
     """
     # an empty parameter, as logistic regression has no others
     module = nn.Sequential(objective.module(objective.initial()))
@@ -122,7 +128,7 @@ def first_layer(objective: Objective, input_shape: Sequence[int]) -> FirstLayer 
             module.set_submodule(name.rpartition(".")[0], nn.Identity())
             bias = owner.bias is not None
             rest = objective.variant(module=module)
-            return FirstLayer(start, owner.out_features, owner.in_features, bias, rest)
+            return kind(start, owner.out_features, owner.in_features, bias, rest)
         start += parameter.numel() if parameter.requires_grad else 0
     return None
 
@@ -203,9 +209,10 @@ class GramVector:
 
     def of(self, agent: int) -> tuple[float, Rows, Tensor, Tensor]:
         """One agent's s, its sample indices, their rows of C, and the other parameters."""
-        places, inverse = np.unique(self.places[agent].numpy(), return_inverse=True)
+        places = distinct(self.places[agent].numpy())
         rows = self.rows.new_zeros(len(places), self.rows.shape[2])
-        rows.index_add_(0, torch.from_numpy(inverse), self.rows[agent])
+        order = np.searchsorted(places, self.places[agent].numpy())
+        rows.index_add_(0, torch.from_numpy(order), self.rows[agent])
         scale = float(self.scale[agent]) if isinstance(self.scale, Tensor) else self.scale
         return scale, places, rows, self.others[agent]
 
@@ -342,6 +349,20 @@ def _one_row_per_place(places: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     added = rows.new_zeros(agents, size, rows.shape[2])
     added.scatter_add_(1, places.unsqueeze(2).expand_as(rows), rows)
     return torch.arange(size).repeat(agents, 1), added
+
+
+def distinct(places: Rows, but: Rows | None = None) -> Rows:
+    """The distinct indices without those in ``but``, sorted; numpy's functions sort, at ten times
+    the cost.
+
+    >>> distinct(np.array([3, 1, 3, 0]), but=np.array([0])).tolist()
+    [1, 3]
+    """
+    marks = np.zeros(places.max(initial=-1) + 1, dtype=bool)
+    marks[places] = True
+    if but is not None:
+        marks[but[but < len(marks)]] = False
+    return np.flatnonzero(marks)
 
 
 def _places(batch: AnyBatch) -> Tensor:
