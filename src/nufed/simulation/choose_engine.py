@@ -275,7 +275,8 @@ class Engines:
         batch = min(algorithm.batch_size, most)
         batches = sum(draw.number for draw in algorithm.update_draws())
         used = most * (1 - (1 - batch / most) ** batches)
-        matrix = most**2 / 2 / layer.outputs / self.visits
+        # half of its products, and as much for gathering the samples and writing it
+        matrix = most**2 / layer.outputs / self.visits
         rows = min(batches * batch / 2, MOST_ROWS)
         steps = batches * batch * rows / layer.inputs
         return 2 * used + matrix + steps < batches * (2 * batch + PASSES)

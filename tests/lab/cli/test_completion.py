@@ -48,7 +48,7 @@ def completed(tmp_path, monkeypatch):
             "nufed run quickstart engine=",
             ["direct", "direct_onednn", "batched", "gram", "gram_onednn", "auto"],
         ),
-        ("nufed run quickstart engine=di", ["direct"]),
+        ("nufed run quickstart engine=di", ["direct", "direct_onednn"]),
         ("nufed run quickstart rounds=5 tune_local=", ["true", "false"]),
         ("nufed run quickstart method.curvature=f", ["first_order"]),
         ("nufed run quickstart methods.x.algorithm=dit", ["ditto"]),
