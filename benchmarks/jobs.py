@@ -32,7 +32,7 @@ class Sizes:
     cnn_samples: int = 200
     cnn_side: int = 32
     conv_cohort: int = 2  # agents a round of the rows of convolutional nets
-    conv_repeats: int = 3
+    conv_repeats: int = 5
     quickstart: tuple[str, ...] = ()  # overrides
     pool: int = 20_000  # samples that a large number of agents share
     scale: tuple[int, ...] = (10**2, 10**3, 10**4, 10**5, 10**6)

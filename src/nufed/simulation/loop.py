@@ -42,6 +42,7 @@ from nufed.server import (
 from nufed.simulation.engine import Engine, work_of
 from nufed.simulation.faults import Faults
 
+LARGEST_REUSED = 2**25 - 2**12  # bytes of a block that glibc does not return to the system
 PART_BYTES = 2**24  # of updates that are in memory at once, before aggregation
 Doubt: TypeAlias = Callable[[int, str], None]
 """Called with a round and the numerical problem found in it."""
@@ -292,13 +293,13 @@ class _Attempt:
 
 @cache
 def _keep_freed_memory() -> None:
-    """Let the next part reuse the memory of a part's updates.
+    """Let local steps and the next part reuse the memory of freed vectors.
 
     glibc returns the free end of its heap to the system if that is twice as long as the largest
-    block that was ever mapped alone and freed (mallopt(3)). With a block as long as a part, parts
-    do not take new pages from the system every time, which costs more than their aggregation.
+    block, up to 32 MiB, that was ever mapped alone and freed (mallopt(3)). With such a block
+    vectors do not take new pages from the system every time, which costs more than their sums.
     """
-    torch.empty(PART_BYTES, dtype=torch.uint8)
+    torch.empty(LARGEST_REUSED, dtype=torch.uint8)
 
 
 def _parts(
