@@ -2,7 +2,7 @@
 
 Beside the plain loop there is a lower bound: what every float32 implementation that keeps one model
 per agent has to compute in the wide layer, namely one product with each distinct sample before the
-first step, and one product that writes the agent's model.
+first step, and one product that writes the agent's model; both as nufed computes them, by oneDNN.
 """
 
 import tempfile
@@ -15,6 +15,7 @@ from jobs import METHODS, Plain, paper_data, paper_module
 from measure import median, ratio
 
 from nufed import Samples, run
+from nufed.objective.fast.onednn import product
 
 TARGETS = {"FedAvg": 3.5, "FO nu=3": 4.5, "HF nu=3": 6, "exact nu=3": 7}
 CURVATURES = {"first_order": "first_order", "hf": "hessian_free", "exact": "exact"}
@@ -33,7 +34,7 @@ class WideProducts:
         most = data.split.most_rows
         self.weight, self.rows = torch.rand(width, self.inputs.shape[1]), torch.rand(most, width)
         self.table = torch.empty(most, self.inputs.shape[1])
-        self.outputs, self.after = torch.empty(most, width), torch.empty_like(self.weight)
+        self.after = torch.empty_like(self.weight)
 
     def draw(self, rows, number):
         return [self.rng.choice(rows, self.batch_size, replace=False) for _ in range(number)]
@@ -46,9 +47,9 @@ class WideProducts:
             used = np.concatenate([in_result, np.setdiff1d(tuned_on, in_result)])
             table = self.table[: len(used)]
             torch.index_select(self.inputs, 0, torch.from_numpy(used), out=table)
-            torch.mm(table, self.weight.T, out=self.outputs[: len(used)])
+            product(table, self.weight)
             rows, samples = self.rows[: len(in_result)], table[: len(in_result)]
-            torch.addmm(self.weight, rows.T, samples, out=self.after)
+            torch.add(self.weight, product(rows.T, samples.T), out=self.after)
 
 
 def rounds_of(contender, cohort, nu, curvature, number=10):
