@@ -22,8 +22,8 @@ COHORT, EVALUATED = 3, 6
 ENGINES = [
     (c, e) for c, a in CASES.items() for e in ("direct", "batched") if a.combines or e == "direct"
 ]
-DECIDES = {"fedala": 11, "fedl2p": 0}
-"""Algorithms whose loops end when a loss does, with the waits of a round that this takes."""
+DECIDES = {"fedala": 11, "fedl2p": 0, "fedavg-kept": COHORT}
+"""Algorithms whose loops end when a loss does, or that read a count of steps, with their waits."""
 
 
 class Trainer:

@@ -9,7 +9,7 @@ from torch import nn
 
 from nufed import InputError, Objective, fedavg, gmeta
 from nufed.algorithms import ALGORITHMS, Scaffold
-from nufed.algorithms.local_optimizer import SGD, AdamW, AdamWSteps, Nesterov, Steps
+from nufed.algorithms.local_optimizer import SGD, AdamW, AdamWSteps, Memory, Nesterov, Steps
 from nufed.algorithms.protocol import AgentContext
 from nufed.meta.fine_tuning import descend
 from nufed.server import server_model
@@ -335,8 +335,8 @@ def test_steps_leave_statistics_alone():
 
 
 class Wrong(SGD):
-    def start(self, objective, lr, round):
-        return self.Own(self, objective, self.rate(lr, round))
+    def start(self, objective, lr, round, memory=None):
+        return self.Own(self, objective, self.rate(lr, round), memory)
 
 
 class DecayBeforeClipping(Wrong):
@@ -344,10 +344,8 @@ class DecayBeforeClipping(Wrong):
         def __call__(self, w, gradient, batch=None, overwrite=False):
             own = self._optimizer
             without = Steps(replace_sgd(own, weight_decay=0.0), self._objective, self._rate)
-            without._momentum = self._momentum
-            found = without(w, gradient + own.weight_decay * w)
-            self._momentum = without._momentum
-            return found
+            without._memory = self._memory
+            return without(w, gradient + own.weight_decay * w)
 
 
 class ClipsByValue(Wrong):
@@ -374,8 +372,8 @@ class ClipsTheMomentum(Wrong):
             own = self._optimizer
             g = gradient + own.weight_decay * w
             if own.momentum:
-                g = g if self._momentum is None else own.momentum * self._momentum + g
-                self._momentum = g
+                before = self._memory["momentum"]
+                self._memory["momentum"] = g = g if before is None else own.momentum * before + g
             if own.clip_norm:
                 g = g * min(1.0, own.clip_norm / float(g.norm()))
             return descend(w, self._rate, g)
@@ -390,7 +388,7 @@ class Dampened(Wrong):
 class WithoutMomentum(Wrong):
     class Own(Steps):
         def __call__(self, w, gradient, batch=None, overwrite=False):
-            self._momentum = None
+            self._memory = Memory({})
             return super().__call__(w, gradient, batch)
 
 
@@ -460,7 +458,7 @@ class FirstStepSize(UsualFormAlways):
 
 def unclipped(**settings):
     class Unclipped(type(gmeta())):
-        def start_steps(self, context, lr=None):
+        def start_steps(self, context, lr=None, memory=None):
             return SGD().start(context.objective, self.meta_lr, context.round)
 
     return Unclipped(**settings)
@@ -593,3 +591,123 @@ def test_engines_that_need_linear_combinations_refuse_adamw():
 def test_nesterov_needs_a_momentum(settings):
     with pytest.raises(InputError, match="momentum"):
         Nesterov(**settings)
+
+
+# what agents keep
+
+
+KEPT = (
+    SGD(momentum=0.8, weight_decay=0.3, optimizer_state="kept"),
+    Nesterov(momentum=0.5, optimizer_state="kept"),
+    AdamW(weight_decay=0.5, optimizer_state="kept"),
+)
+
+
+def plain_torch(own, parameter, lr):
+    if type(own) is not SGD:
+        return torchs(own, parameter, lr)
+    return torch.optim.SGD([parameter], lr, own.momentum, weight_decay=own.weight_decay)
+
+
+def check_rounds_continue_torchs_steps(change=lambda state: state):
+    """Three rounds of one agent are twelve steps of one optimiser of torch, in float64."""
+    objective, data = Objective(mlp()), federation()
+    for own in KEPT:
+        algorithm = fedavg(optimizer=own, **SETTINGS)
+        w = objective.initial()
+        state = algorithm.agent_init(objective, {"model": w})
+        parameter = torch.nn.Parameter(w.clone())
+        optimizer = plain_torch(own, parameter, 0.1)
+        for round in (1, 2, 3):
+            at = own_context(objective, data, 1, round)
+            before = {name: vector.clone() for name, vector in state.items()}
+            result = algorithm.agent_update(at, {"model": w}, state)
+            assert all(torch.equal(before[name], state[name]) for name in state)
+            assert {n: x.shape for n, x in result.state.items()} == {
+                n: x.shape for n, x in state.items()
+            }
+            w, state = result.vectors["model"], change(result.state)
+            for t in range(4):
+                (batch,) = at.batches.draw("outer", 6, step=t)
+                parameter.grad = objective.grad(parameter.detach(), batch)
+                optimizer.step()
+            torch.testing.assert_close(w, parameter.detach(), rtol=0, atol=1e-12)
+
+
+def test_rounds_continue_torchs_steps():
+    check_rounds_continue_torchs_steps()
+
+
+def forgets(name):
+    return lambda state: {n: torch.zeros_like(x) if name in n else x for n, x in state.items()}
+
+
+@pytest.mark.parametrize("name", ["momentum", "mean", "squares", "steps"])
+def test_each_part_of_what_is_kept_matters(name):
+    with pytest.raises(AssertionError):
+        check_rounds_continue_torchs_steps(forgets(name))
+
+
+def test_ditto_keeps_one_memory_for_each_of_its_models():
+    """v is trained as by one optimiser of torch along ∇f(v) + λ(v − w), w by another."""
+    objective, data = Objective(mlp()), federation()
+    own = SGD(momentum=0.8, optimizer_state="kept")
+    algorithm = ALGORITHMS["ditto"](
+        optimizer=own, weight=0.5, personal_lr=0.2, personal_steps=4, **SETTINGS
+    )
+    w = objective.initial()
+    state = algorithm.agent_init(objective, {"model": w})
+    assert set(state) == {"personal", "local.momentum", "personal.momentum"}
+    one, other = (torch.nn.Parameter(w.clone()) for _ in range(2))
+    steps = [plain_torch(own, one, 0.1), plain_torch(own, other, 0.2)]
+    for round in (1, 2):
+        at = own_context(objective, data, 1, round)
+        result = algorithm.agent_update(at, {"model": w}, state)
+        for t in range(4):
+            (batch,) = at.batches.draw("outer", 6, step=t)
+            one.grad = objective.grad(one.detach(), batch)
+            steps[0].step()
+        for t in range(4):
+            (batch,) = at.batches.draw("personal", 6, step=t)
+            other.grad = objective.grad(other.detach(), batch) + 0.5 * (other.detach() - w)
+            steps[1].step()
+        w, state = result.vectors["model"], result.state
+        torch.testing.assert_close(w, one.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(state["personal"], other.detach(), rtol=0, atol=1e-12)
+
+
+def test_what_is_kept_changes_rounds_of_agents_that_took_part_before():
+    engine = DirectEngine(Objective(mlp()), federation(), 5)
+    for own in KEPT:
+        kept, fresh = (
+            history(fedavg(optimizer=replace(own, optimizer_state=state), **SETTINGS), engine, 4)
+            for state in ("kept", "fresh")
+        )
+        repeated = [r.round for r in kept[1:] if set(r.cohort) & set(kept[1].cohort)][1]
+        for one, other in zip(kept, fresh, strict=True):
+            same_bits = torch.equal(one.server["model"], other.server["model"])
+            assert same_bits == (one.round < repeated)
+
+
+def test_optimizers_that_remember_nothing_or_of_parts_are_refused():
+    with pytest.raises(InputError, match="remembers nothing; set momentum"):
+        SGD(optimizer_state="kept")
+    with pytest.raises(InputError, match="agents of FedRep can't keep it"):
+        ALGORITHMS["fedrep"](optimizer=KEPT[0])
+    methods = {name: cls for name, cls in ALGORITHMS.items() if cls.kept_loops}
+    assert {"fedavg", "gmeta", "fedadam", "reptile", "fedprox", "scaffold", "ditto"} <= set(methods)
+    for cls in methods.values():
+        for own in KEPT:
+            algorithm = cls(optimizer=own, **SETTINGS)
+            state = algorithm.agent_init(Objective(mlp()), {"model": torch.zeros(66)})
+            assert {name for name in state if "." in name} == {
+                f"{loop}.{name}" for loop in cls.kept_loops for name in own.initial(torch.zeros(2))
+            }
+
+
+def test_agents_of_adamw_that_took_part_unequally_are_not_stacked():
+    engines = Engines(Objective(mlp()), federation(), 5)
+    for own, obstacle in ((KEPT[0], False), (KEPT[1], False), (KEPT[2], True)):
+        algorithm = fedavg(optimizer=own, **SETTINGS)
+        assert (engines.obstacle("batched", algorithm) is not None) == obstacle
+        assert obstacle or "keep no state" in engines.obstacle("gram", algorithm)

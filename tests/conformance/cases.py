@@ -2,6 +2,7 @@
 
 from nufed import Exact, FirstOrder, HessianFree
 from nufed.algorithms import ALGORITHMS
+from nufed.algorithms.local_optimizer import SGD, AdamW
 
 SETTINGS = {"adapt_lr": 0.2, "meta_lr": 0.1, "local_steps": 2, "batch_size": 6}
 CURVATURES = {
@@ -50,6 +51,13 @@ CASES = {
     "fedl2p": ALGORITHMS["fedl2p"](pretrain_rounds=0, net_lr=0.1, base_lr=0.1, **SETTINGS),
     "fedl2p-both": ALGORITHMS["fedl2p"](pretrain_rounds=2, net_lr=0.1, base_lr=0.1, **SETTINGS),
     "scalefl": ALGORITHMS["scalefl"](widths="0.5, 1", depths="1, 1", shares="0.5, 0.5", **SETTINGS),
+}
+CASES |= {  # optimisers whose state agents keep
+    "fedavg-kept": ALGORITHMS["fedavg"](optimizer=AdamW(optimizer_state="kept"), **SETTINGS),
+    "ditto-kept": ALGORITHMS["ditto"](
+        optimizer=SGD(momentum=0.5, optimizer_state="kept"),
+        **{**SETTINGS, "personal_lr": 0.2, "personal_steps": 2},
+    ),
 }
 CASES |= {  # an algorithm that is not listed above is run with these settings and its own defaults
     name: cls(**SETTINGS)

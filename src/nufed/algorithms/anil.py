@@ -68,4 +68,4 @@ class ANIL(GMeta):
     @property
     def combines(self) -> Literal["elementwise", "linearly"] | None:
         """Elementwise, not linearly: the step size is a vector."""
-        return None if self.local_epochs else "elementwise"
+        return "elementwise" if self.in_step else None

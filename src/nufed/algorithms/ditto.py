@@ -21,6 +21,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from nufed.algorithms.local_optimizer import Memory
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Draw, Notes, Personal, State
 from nufed.meta.fine_tuning import proximal
@@ -47,6 +48,7 @@ class Ditto(LocalTraining):
     )
     personal_steps: int = setting(4, "τ_v, steps of the personal model per round", least=1)
 
+    kept_loops: ClassVar[tuple[str, ...]] = ("local", "personal")
     notes: ClassVar[Notes] = Notes(
         newcomer="takes personal_steps steps of v from the global model",
         optimized="steps of w and of v",
@@ -54,22 +56,28 @@ class Ditto(LocalTraining):
     )
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
-        return {"personal": objective.base.initial()}
+        kept = super().agent_init(objective, received)
+        return {**kept, "personal": objective.base.initial()}
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        w = self.descend(context, received["model"])
-        v = self.personal_update(context, state["personal"], received["model"])
+        state = {**state}
+        w = self.descend(context, received["model"], memory=Memory(state))
+        memory = Memory(state, "personal")
+        v = self.personal_update(context, state["personal"], received["model"], memory)
         cost = Cost(self.steps_per_round(context) + self.personal_steps)
-        return AgentResult({"model": w}, {"personal": v}, cost)
+        return AgentResult({"model": w}, {**state, "personal": v}, cost)
 
-    def personal_update(self, context: AgentContext, v: Tensor, w: Tensor) -> Tensor:
+    def personal_update(
+        self, context: AgentContext, v: Tensor, w: Tensor, memory: Memory | None = None
+    ) -> Tensor:
         """v after τ_v steps towards a minimum of f_i(v) + λ/2‖v − w‖²."""
 
         def gradient(v: Tensor, batch: Batch) -> Tensor:
             return proximal(context.objective.grad(v, batch), self.weight, v, centre=w)
 
         batches = context.draw_each(self._personal_draws())
-        return self.descend(context, v, gradient, lr=self.personal_lr, batches=batches)
+        lr = self.personal_lr
+        return self.descend(context, v, gradient, lr=lr, batches=batches, memory=memory)
 
     def personal_model(
         self, context: AgentContext, received: State, state: State | None

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.aggregation import Mean
+from nufed.algorithms.local_optimizer import Memory
 from nufed.algorithms.local_training import LocalTraining, of_parameters
 from nufed.algorithms.protocol import (
     AgentContext,
@@ -68,6 +69,7 @@ class FedDyn(LocalTraining):
         0.1, "α, weight of the dynamic regulariser", above=0, search=Search(1e-2, 1.0)
     )
 
+    kept_loops: ClassVar[tuple[str, ...]] = ("local",)
     notes: ClassVar[Notes] = Notes(
         newcomer="fine-tunes the global model; it has no correction",
         lost_state="the server's h is no longer the mean of the agents' corrections, which biases "
@@ -79,18 +81,19 @@ class FedDyn(LocalTraining):
         return {"model": w, "h": torch.zeros_like(w)}
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
-        return {"correction": torch.zeros_like(received["model"])}
+        kept = super().agent_init(objective, received)
+        return {**kept, "correction": torch.zeros_like(received["model"])}
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        w, g_i = received["model"], state["correction"]
+        w, g_i, state = received["model"], state["correction"], {**state}
 
         def gradient(y: Tensor, batch: Batch) -> Tensor:
             return proximal(context.objective.grad(y, batch) - g_i, self.weight, y, centre=w)
 
-        y = self.descend(context, w, gradient)
+        y = self.descend(context, w, gradient, memory=Memory(state))
         moved = of_parameters(context.objective.base, y - w)
-        cost = Cost(self.steps_per_round(context))
-        return AgentResult({"model": y}, {"correction": g_i - self.weight * moved}, cost)
+        state["correction"] = g_i - self.weight * moved
+        return AgentResult({"model": y}, state, Cost(self.steps_per_round(context)))
 
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]

@@ -25,6 +25,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from nufed.algorithms.local_optimizer import Memory
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, State
 from nufed.meta.fine_tuning import proximal
@@ -45,14 +46,15 @@ class FedProx(LocalTraining):
         0.1, "μ, weight of the proximal term", least=0, search=Search(1e-3, 10.0)
     )
 
+    kept_loops: ClassVar[tuple[str, ...]] = ("local",)
     notes: ClassVar[Notes] = replace(LocalTraining.notes, newcomer="fine-tunes the global model")
     combines = LocalTraining.combines_linearly
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        w = received["model"]
+        w, state = received["model"], {**state}
 
         def gradient(y: Tensor, batch: Batch) -> Tensor:
             return proximal(context.objective.grad(y, batch), self.weight, y, centre=w)
 
-        y = self.descend(context, w, gradient)
+        y = self.descend(context, w, gradient, memory=Memory(state))
         return AgentResult({"model": y}, state, Cost(self.steps_per_round(context)))

@@ -28,14 +28,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from nufed.algorithms.aggregation import Mean
 from nufed.algorithms.gmeta_checks import GMetaChecks
-from nufed.algorithms.local_optimizer import SGD
+from nufed.algorithms.local_optimizer import SGD, Memory
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
@@ -75,6 +75,7 @@ class GMeta(LocalTraining):
     curvature: Curvature = setting(Exact(), "how the Hessian enters", choices=CURVATURES)
     rates_lr: float = setting(0.0, "step size of learned step sizes; 0: they are fixed", least=0)
 
+    kept_loops: ClassVar[tuple[str, ...]] = ("local",)
     notes: ClassVar[Notes] = Notes(
         newcomer="fine-tunes the global model",
         optimized="the local updates, with the meta-gradient as gradient",
@@ -103,7 +104,8 @@ class GMeta(LocalTraining):
         return {"model": w, "log_rates": rates.log()}
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        vectors, step = received, self.start_steps(context)
+        vectors, state = received, {**state}
+        step = self.start_steps(context, memory=Memory(state))
         for batch in self.meta_batches(context):
             vectors = self.local_update(context.objective, vectors, batch, step)
         return AgentResult(vectors, state, self._cost(self.steps_per_round(context)))
@@ -223,6 +225,8 @@ def local_sgd(like: Algorithm) -> GMeta:
     """SGD with the settings that it shares with another algorithm, for the null baseline."""
     shared = ("adapt_lr", "meta_lr", "batch_size", "local_steps", "local_epochs", "optimizer")
     settings = {name: getattr(like, name) for name in shared if hasattr(like, name)}
+    if isinstance(settings.get("optimizer"), SGD):  # one loop over all steps keeps no state
+        settings["optimizer"] = replace(settings["optimizer"], optimizer_state="fresh")
     return GMeta(adapt_steps=0, curvature=FirstOrder(), **settings)
 
 

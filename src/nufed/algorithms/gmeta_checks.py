@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nufed.algorithms.local_optimizer import Memory
 from nufed.algorithms.protocol import AgentContext, Checks, State
 from nufed.meta.curvature import HessianFree, spectral_norm, unchecked
 from nufed.meta.fine_tuning import Rate, trajectory
@@ -26,7 +27,7 @@ class GMetaChecks(Checks):
     algorithm: GMeta
 
     def diagnose(self, context: AgentContext, received: State, state: State) -> str | None:
-        return _diagnose(self.algorithm, context, received)
+        return _diagnose(self.algorithm, context, received, state)
 
     def doubt(self, context: AgentContext, received: State) -> str | None:
         """Why the first Hessian-vector product is inaccurate; None if it is accurate."""
@@ -47,10 +48,10 @@ class GMetaChecks(Checks):
         return self.algorithm.with_settings(adapt_steps=min(1, self.algorithm.adapt_steps))
 
 
-def _diagnose(algorithm: GMeta, context: AgentContext, received: State) -> str | None:
+def _diagnose(algorithm: GMeta, context: AgentContext, received: State, state: State) -> str | None:
     """Where the update became non-finite, found by recomputing it step by step."""
     objective = context.objective.base
-    vectors, take_step = received, algorithm.start_steps(context)
+    vectors, take_step = received, algorithm.start_steps(context, memory=Memory({**state}))
     for t, meta in enumerate(algorithm.meta_batches(context)):
         where = f"in local update {t + 1}"
         w, lr = vectors["model"], algorithm.rate(objective, vectors)

@@ -2,7 +2,9 @@
 
 SGD without momentum, weight decay, clipping and a schedule is the default: the steps are then
 bit-equal to the paper's w ← w − η∇f(w). What an optimiser remembers starts anew in every round: an
-agent whose turn comes rarely would continue with gradients of an old model.
+agent whose turn comes rarely would continue with gradients of an old model. With
+``optimizer_state = "kept"`` it is part of the agent's state instead, and the next round in which
+the agent takes part continues from it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nufed.errors import require
 from nufed.meta.fine_tuning import Rate, descend
 from nufed.objective import AnyBatch, AnyObjective
 from nufed.settings import check_settings, setting
@@ -23,7 +26,8 @@ from nufed.settings import check_settings, setting
 class SGD:
     """SGD as in torch: g ← clip(g) + λw, m ← μm + g, w ← w − η_k·m.
 
-    m starts at 0 in every round. η_k is the step size of round k, with γ = ``schedule_rounds``:
+    m starts at 0, in every round or once (``optimizer_state``). η_k is the step size of round k,
+    with γ = ``schedule_rounds``:
 
     * ``constant``: η;
     * ``inverse``: η·γ/(γ + k − 1), the 1/k decay of Li et al. (2020);
@@ -37,6 +41,7 @@ class SGD:
         clip_norm: the maximum of ‖g‖, to which larger gradients are scaled; 0: no clipping.
         schedule: how the step size depends on the round.
         schedule_rounds: γ.
+        optimizer_state: whether m is part of an agent's state.
     """
 
     momentum: float = setting(0.0, "μ, momentum of local steps", least=0, below=1)
@@ -48,9 +53,24 @@ class SGD:
     schedule_rounds: int = setting(
         100, "γ: inverse halves the step size in round γ + 1, cosine ends at 0 there", least=1
     )
+    optimizer_state: Literal["fresh", "kept"] = setting(
+        "fresh", "what the optimiser remembers: fresh in every round, or kept in the agent's state"
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
+        allowed = "SGD without momentum remembers nothing; set momentum, or remove it"
+        remembers = self.momentum > 0 or isinstance(self, AdamW) or not self.keeps
+        require(remembers, "optimizer_state", self.optimizer_state, allowed)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what it remembers is part of an agent's state."""
+        return self.optimizer_state == "kept"
+
+    def initial(self, w: Tensor) -> dict[str, Tensor]:
+        """What it remembers of a vector like w before the first step."""
+        return {"momentum": torch.zeros_like(w)}
 
     @property
     def linear(self) -> bool:
@@ -66,9 +86,14 @@ class SGD:
             return lr / (1 + share)
         return lr * (0.5 * (1 + math.cos(math.pi * min(1.0, share))))
 
-    def start(self, objective: AnyObjective, lr: Rate, round: int) -> Steps:
-        """The optimiser at the start of a loop of steps in a round."""
-        return Steps(self, objective, self.rate(lr, round))
+    def start(
+        self, objective: AnyObjective, lr: Rate, round: int, memory: Memory | None = None
+    ) -> Steps:
+        """The optimiser at the start of a loop of steps in a round.
+
+        If it ``keeps`` what it remembers, that is read from and written to ``memory``.
+        """
+        return Steps(self, objective, self.rate(lr, round), memory)
 
 
 @dataclass(frozen=True)
@@ -105,12 +130,37 @@ class AdamW(SGD):
     def linear(self) -> bool:
         return False
 
-    def start(self, objective: AnyObjective, lr: Rate, round: int) -> AdamWSteps:
-        return AdamWSteps(self, objective, self.rate(lr, round))
+    def initial(self, w: Tensor) -> dict[str, Tensor]:
+        zero = torch.zeros_like(w)
+        return {"mean": zero, "squares": zero, "steps": w.new_zeros(1)}
+
+    def start(
+        self, objective: AnyObjective, lr: Rate, round: int, memory: Memory | None = None
+    ) -> AdamWSteps:
+        return AdamWSteps(self, objective, self.rate(lr, round), memory)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the optimiser of one loop remembers, as part of an agent's state.
+
+    Args:
+        state: the agent's next state, which is written to.
+        loop: the name of the loop, with which its names in the state begin.
+    """
+
+    state: dict[str, Tensor]
+    loop: str = "local"
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        return self.state.get(f"{self.loop}.{name}")
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self.state[f"{self.loop}.{name}"] = value
 
 
 class Steps:
-    """SGD in one loop of local steps; holds the momentum.
+    """SGD in one loop of local steps.
 
     >>> from nufed import Objective
     >>> objective = Objective(torch.nn.Linear(2, 1, bias=False))
@@ -120,9 +170,11 @@ class Steps:
     (tensor([-0.3000, -0.4000]), tensor([-0.4500, -0.6000]))
     """
 
-    def __init__(self, optimizer: SGD, objective: AnyObjective, rate: Rate) -> None:
+    def __init__(
+        self, optimizer: SGD, objective: AnyObjective, rate: Rate, memory: Memory | None = None
+    ) -> None:
         self._optimizer, self._objective, self._rate = optimizer, objective, rate
-        self._momentum: Tensor | None = None
+        self._memory = memory if memory is not None and optimizer.keeps else Memory({})
 
     def __call__(self, w: Tensor, gradient: Tensor, batch: AnyBatch | None = None) -> Tensor:
         """w after one step; ``batch`` updates running statistics, if the model tracks them."""
@@ -143,14 +195,14 @@ class Steps:
         if settings.weight_decay:
             g = g + settings.weight_decay * w
         if settings.momentum:
-            m = g if self._momentum is None else settings.momentum * self._momentum + g
-            self._momentum = m
+            before = self._memory["momentum"]
+            self._memory["momentum"] = m = g if before is None else settings.momentum * before + g
             g = g + settings.momentum * m if isinstance(settings, Nesterov) else m
         return descend(w, self._rate, g)
 
 
 class AdamWSteps(Steps):
-    """AdamW in one loop of local steps; holds m, v and t.
+    """AdamW in one loop of local steps.
 
     >>> from nufed import Objective
     >>> objective = Objective(torch.nn.Linear(2, 1, bias=False))
@@ -159,18 +211,24 @@ class AdamWSteps(Steps):
     tensor([-0.1000,  0.1000])
     """
 
-    def __init__(self, optimizer: AdamW, objective: AnyObjective, rate: Rate) -> None:
-        super().__init__(optimizer, objective, rate)
-        self._adamw, self._taken = optimizer, 0
-        self._mean: Tensor | float = 0.0
-        self._squares: Tensor | float = 0.0
+    def __init__(
+        self, optimizer: AdamW, objective: AnyObjective, rate: Rate, memory: Memory | None = None
+    ) -> None:
+        super().__init__(optimizer, objective, rate, memory)
+        self._adamw, steps = optimizer, self._memory["steps"]
+        self._taken = 0 if steps is None else int(steps)
 
     def _step(self, w: Tensor, g: Tensor) -> Tensor:
-        adamw = self._adamw
+        adamw, memory = self._adamw, self._memory
         self._taken += 1
-        mean: Tensor = adamw.beta1 * self._mean + (1 - adamw.beta1) * g
-        squares: Tensor = adamw.beta2 * self._squares + (1 - adamw.beta2) * g * g
-        self._mean, self._squares = mean, squares
+        mean, squares = (1 - adamw.beta1) * g, (1 - adamw.beta2) * g * g
+        if (before := memory["mean"]) is not None:
+            mean = adamw.beta1 * before + mean
+        if (before := memory["squares"]) is not None:
+            squares = adamw.beta2 * before + squares
+        memory["mean"], memory["squares"] = mean, squares
+        if adamw.keeps:
+            memory["steps"] = w.new_full((1,), self._taken)
         of_squares = squares / (1 - adamw.beta2**self._taken)
         direction = mean / (1 - adamw.beta1**self._taken) / (of_squares.sqrt() + adamw.epsilon)
         decayed = w * (1 - self._rate * adamw.weight_decay) if adamw.weight_decay else w

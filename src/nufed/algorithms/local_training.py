@@ -9,11 +9,12 @@ from typing import ClassVar, Literal, TypeAlias
 from torch import Tensor
 
 from nufed.algorithms.aggregation import AGGREGATIONS, Aggregation, Mean
-from nufed.algorithms.local_optimizer import LOCAL_OPTIMIZERS, SGD, Steps
-from nufed.algorithms.protocol import AgentContext, Algorithm, Draw, Notes
+from nufed.algorithms.local_optimizer import LOCAL_OPTIMIZERS, SGD, AdamW, Memory, Steps
+from nufed.algorithms.protocol import AgentContext, Algorithm, Draw, Notes, State
 from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
+from nufed.errors import require
 from nufed.meta.fine_tuning import Rate
-from nufed.objective import Batch, Objective
+from nufed.objective import AnyObjective, Batch, Objective
 from nufed.objective.parts import Part
 from nufed.settings import STEP_SIZES, setting
 
@@ -53,16 +54,37 @@ class LocalTraining(Algorithm):
     )
 
     notes: ClassVar[Notes] = Notes(optimized="the local steps")
+    kept_loops: ClassVar[tuple[str, ...]] = ()
+    """Its loops over steps of a whole model whose optimiser's state agents can keep."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        allowed = f'agents of {type(self).__name__} can\'t keep it; set it to "fresh"'
+        possible = bool(self.kept_loops) or not self.optimizer.keeps
+        require(possible, "optimizer_state", self.optimizer.optimizer_state, allowed)
+
+    def agent_init(self, objective: AnyObjective, received: State) -> State:
+        """What optimisers remember, if agents keep that."""
+        if not self.optimizer.keeps:
+            return {}
+        initial = self.optimizer.initial(received["model"])
+        return {f"{loop}.{name}": x for loop in self.kept_loops for name, x in initial.items()}
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all agents take the same number of steps, also in sum over their rounds."""
+        counted = isinstance(self.optimizer, AdamW) and self.optimizer.keeps
+        return not (self.local_epochs or counted)
 
     @property
     def combines(self) -> Literal["elementwise", "linearly"] | None:
         """Elementwise, unless agents of a stack would take different numbers of steps."""
-        return None if self.local_epochs else "elementwise"
+        return "elementwise" if self.in_step else None
 
     @property
     def combines_linearly(self) -> Literal["elementwise", "linearly"] | None:
         """``combines`` of a subclass whose gradient is a sum of multiples of ∇f and vectors."""
-        if self.local_epochs:
+        if not self.in_step:
             return None
         return "linearly" if self.optimizer.linear else "elementwise"
 
@@ -81,10 +103,12 @@ class LocalTraining(Algorithm):
             for t in range(self.local_steps):
                 yield from context.batches.draw(purpose, self.batch_size, step=t)
 
-    def start_steps(self, context: AgentContext, lr: Rate | None = None) -> Steps:
+    def start_steps(
+        self, context: AgentContext, lr: Rate | None = None, memory: Memory | None = None
+    ) -> Steps:
         """The optimiser at the start of a loop of local steps, of size ``meta_lr`` by default."""
         rate = self.meta_lr if lr is None else lr
-        return self.optimizer.start(context.objective, rate, context.round)
+        return self.optimizer.start(context.objective, rate, context.round, memory)
 
     def descend(
         self,
@@ -95,6 +119,7 @@ class LocalTraining(Algorithm):
         lr: Rate | None = None,
         batches: Iterable[Batch] | None = None,
         part: Part | None = None,
+        memory: Memory | None = None,
     ) -> Tensor:
         """w after one local step per batch: w ← w − η·gradient(w, batch), with the optimiser.
 
@@ -106,8 +131,9 @@ class LocalTraining(Algorithm):
             batches: those of :meth:`local_batches` by default.
             part: the coordinates that are trained, all by default; the others stay bit-equal,
                 whatever the optimiser does, and do not count in the norm of a gradient.
+            memory: where the optimiser keeps its state, if it does; one of ``kept_loops``.
         """
-        objective, step = context.objective, self.start_steps(context, lr)
+        objective, step = context.objective, self.start_steps(context, lr, memory)
         for batch in self.local_batches(context) if batches is None else batches:
             if gradient is not None:
                 g = of_parameters(objective.base, gradient(w, batch))

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from nufed.algorithms.local_optimizer import Memory
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
@@ -47,11 +48,13 @@ class Reptile(LocalTraining):
 
     server_lr: float = setting(0.5, "ε, step size of the server", above=0, search=Search(0.03, 1.0))
 
+    kept_loops: ClassVar[tuple[str, ...]] = ("local",)
     notes: ClassVar[Notes] = replace(LocalTraining.notes, newcomer="fine-tunes the global model")
     combines = LocalTraining.combines_linearly
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        w = self.descend(context, received["model"])
+        state = {**state}
+        w = self.descend(context, received["model"], memory=Memory(state))
         return AgentResult({"model": w}, state, Cost(self.steps_per_round(context)))
 
     def server_update(

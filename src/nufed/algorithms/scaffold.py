@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.aggregation import Mean
+from nufed.algorithms.local_optimizer import Memory
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
@@ -58,6 +59,7 @@ class Scaffold(LocalTraining):
 
     receives: ClassVar[tuple[str, ...]] = ("model", "control")
     sends: ClassVar[tuple[str, ...]] = ("model", "control")
+    kept_loops: ClassVar[tuple[str, ...]] = ("local",)
     notes: ClassVar[Notes] = Notes(
         newcomer="fine-tunes the global model; it has no control variate",
         lost_state="the server's control variate is no longer the mean of the agents', which "
@@ -69,10 +71,12 @@ class Scaffold(LocalTraining):
         return {"model": w, "control": torch.zeros_like(w)}
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
-        return {"control": torch.zeros_like(received["model"])}
+        kept = super().agent_init(objective, received)
+        return {**kept, "control": torch.zeros_like(received["model"])}
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         x, c, c_i = received["model"], received["control"], state["control"]
+        state = {**state}
         total = torch.zeros_like(x)  # the sum of ∇f_i over steps
 
         def corrected(y: Tensor, batch: Batch) -> Tensor:
@@ -81,11 +85,12 @@ class Scaffold(LocalTraining):
             total = total + g
             return g + (c - c_i)
 
-        y, steps = self.descend(context, x, corrected), self.steps_per_round(context)
-        new = total / steps  # c_i − c + (x − y)/(τη) of plain steps
+        y = self.descend(context, x, corrected, memory=Memory(state))
+        steps = self.steps_per_round(context)
+        state["control"] = new = total / steps  # c_i − c + (x − y)/(τη) of plain steps
         # sent is the server's vector plus the agent's change: c + (new − c_i)
         vectors = {"model": y, "control": c + (new - c_i)}
-        return AgentResult(vectors, {"control": new}, Cost(steps))
+        return AgentResult(vectors, state, Cost(steps))
 
     def server_update(
         self, context: Context, server: State, updates: Sequence[AgentUpdate]
