@@ -165,7 +165,7 @@ def test_what_no_training_row_has_counts_as_missing():
     assert x.indicator and not x.missing and e.empty
     inputs, notes = prepare(found, made)
     assert notes == [
-        "the column 'c' has 2 values that no training row has ('b', 'new'); they count as missing"
+        "in column 'c', 2 values that no training row has ('b', 'new') count as missing"
     ]
     assert inputs.inputs.shape == (4, made.width) and not inputs.columns
     by_name = dict(zip(made.inputs, inputs.inputs.T.tolist(), strict=True))
@@ -179,7 +179,7 @@ def test_columns_of_another_site():
     made = learn_preparation(samples({"x": [1.0, None], "sex": ["f", "m"]}), [np.arange(2)])
     number, seen = made.apply(as_table({"sex": ["m"], "id": ["p1"]}))
     assert number.tolist() == [[0, 1, 0, 1]]
-    assert seen == ["1 of the columns of training (x) are not there and count as missing"]
+    assert seen == ["columns of training that are not there (x) count as missing"]
     with pytest.raises(InputError, match=r"'x' holds 'tall' at row 0 .* trained on numbers there"):
         made.apply(as_table({"x": ["tall"], "sex": ["m"]}))
     with pytest.raises(InputError, match=r"has none of the columns x, sex: its columns are X"):

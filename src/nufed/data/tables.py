@@ -340,8 +340,7 @@ class Preparation:
             )
         if absent:
             notes.append(
-                f"{len(absent)} of the columns of training ({listed(absent)}) are not there and "
-                "count as missing"
+                f"columns of training that are not there ({listed(absent)}) count as missing"
             )
         for column in self.columns:
             place = places.get(column.name)
@@ -350,9 +349,10 @@ class Preparation:
             inputs, unseen = column.apply(raw, values)
             parts.append(inputs)
             if unseen:
+                count = sum(unseen.values())
                 notes.append(
-                    f"the column {shown(column.name)} has {sum(unseen.values())} values that no "
-                    f"training row has ({listed(list(map(repr, unseen)))}); they count as missing"
+                    f"in column {shown(column.name)}, {count} value{'s' * (count > 1)} that no "
+                    f"training row has ({listed(list(map(repr, unseen)))}) count as missing"
                 )
         return torch.cat(parts, dim=1).float(), notes
 

@@ -200,8 +200,8 @@ def test_adapt_and_predict_take_raw_columns(run, tmp_path, nufed):
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # printed
         said = nufed("predict", "m.safetensors", data, cwd=tmp_path)
-    assert "columns of training (thal) are not there" in said.stderr
-    assert "'cp' has 4 values that no training row has ('9')" in said.stderr
+    assert "columns of training that are not there (thal) count as missing" in said.stderr
+    assert "in column 'cp', 4 values that no training row has ('9') count as missing" in said.stderr
 
     raw("switzerland", tmp_path, lambda row: {**row, "thalach": "high"})
     said = nufed("predict", "m.safetensors", data, cwd=tmp_path)
