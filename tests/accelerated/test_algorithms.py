@@ -1,9 +1,11 @@
 """Every algorithm and engine gives the CPU's bits on the test accelerator."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import accelerator
 from accelerator import NAME
@@ -13,7 +15,7 @@ from nufed import Objective
 from nufed.algorithms import fixed_point
 from nufed.algorithms.aggregation import AGGREGATIONS
 from nufed.simulation import Engines
-from support import federation, same, states_of
+from support import batches, federation, same, states_of
 
 PAIRS = [(c, m) for c in CASES for m in MODULES if m == "float64" or c in THOROUGH]
 
@@ -73,3 +75,34 @@ def test_sums_run_on_the_cpu_where_the_device_lacks_float64(rule, monkeypatch):
         outcome(algorithm, MODULES["float32"], "direct", NAME)
     monkeypatch.setattr(fixed_point, "WITHOUT_FLOAT64", {NAME})
     assert_same(outcome(algorithm, MODULES["float32"], "direct", NAME), right)
+
+
+def test_channels_last():
+    """Gradients of convolutions, in the layout that the configuration names."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Unflatten(1, (1, 1, 5)),
+        nn.Conv2d(1, 4, (1, 3), padding=(0, 1)),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, (1, 3), padding=(0, 1)),
+        nn.Flatten(),
+        nn.Linear(20, 3),
+    )
+    (batch,) = batches(1, dtype=torch.float32)
+    last, plain, there = (
+        Objective(made, memory_format=layout)
+        for made, layout in (
+            (module, "channels_last"),
+            (module, "contiguous"),
+            (copy.deepcopy(module).to(NAME), "channels_last"),
+        )
+    )
+    w = last.initial()
+    for compute in (
+        lambda o, w: o.grad(w, batch),
+        lambda o, w: o.hvp(w, batch, w),
+        lambda o, w: o.predict(w, batch.inputs),
+    ):
+        found, right = compute(there, there.initial()), compute(last, w)
+        assert found.device.type == NAME and torch.equal(found.cpu(), right)
+        torch.testing.assert_close(right, compute(plain, w), rtol=1e-4, atol=1e-6)

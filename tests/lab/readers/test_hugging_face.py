@@ -4,9 +4,12 @@ import socket
 
 import numpy as np
 import pytest
+import torch
 
 import nufed
 from nufed import InputError
+from nufed.lab.config import load_config
+from nufed.lab.config.problem import build_samples, build_split
 from nufed.lab.config.trust import named_code
 from nufed.lab.readers.hugging_face import from_datasets
 from nufed.lab.readers.sources import SOURCES
@@ -73,6 +76,10 @@ def test_files_in_a_folder_and_a_run(tmp_path):
     with without_report():
         run = nufed.run(config, out=tmp_path / "run")
     assert run.agents == 3 and named_code(run.config) == {}
+    for partition, agents in (("iid", 4), ("dirichlet", 5), ("given", 3)):
+        changes = {"partition": partition, "agents": agents, "dirichlet": 1.0, "test": 0.2}
+        data = load_config({**config, "data": {**config["data"], **changes}}).data
+        assert len(build_split(data, build_samples(data), 0).agents) == agents
 
 
 def test_images(tmp_path):
@@ -101,6 +108,13 @@ def test_texts_with_a_tokenizer(tmp_path):
     data = datasets.Dataset.from_dict({"text": ["to be or not", "be"], "label": ["x", "y"]})
     samples = from_datasets(data, tokenizer=str(tmp_path / "tokenizer"), length=3)
     assert samples.inputs.tolist() == [[1, 2, 3], [2, 0, 0]]
+    with pytest.raises(InputError, match="has no padding token"):
+        from_datasets(data, tokenizer=str(tmp_path / "tokenizer"), length=3, mask=True)
+    fast.pad_token = "not"
+    fast.save_pretrained(str(tmp_path / "padding"))
+    masked = from_datasets(data, tokenizer=str(tmp_path / "padding"), length=3, mask=True).inputs
+    assert masked["input_ids"].tolist() == [[1, 2, 3], [2, 4, 4]]
+    assert masked["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/ann.txt").write_text("to be or not to be " * 5)
     windows = SOURCES["text"](
@@ -154,6 +168,10 @@ def test_flower_datasets():
         "h1": [1, 4, 7, 10],
         "h2": [2, 5, 8, 11],
     }
+    owned = from_datasets(table(), inputs=["age", "dose"], owner="hospital")
+    for name in by_owner:
+        rows = (each.inputs[each.owners == name] for each in (samples, owned))
+        assert torch.equal(*rows)
     even = partitioners.IidPartitioner(num_partitions=4)
     even.dataset = table()
     samples = from_datasets(even, inputs="dose")

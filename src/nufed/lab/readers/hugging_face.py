@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nufed.data.samples import Samples, as_samples
 from nufed.errors import InputError, in_short, require, shown
+from nufed.lab.pretrained import tokens as padded_tokens
 from nufed.lab.readers.files import check_size, data_limit
 from nufed.lab.readers.text import read_tokenizer
 from nufed.registry import suggest
@@ -27,6 +28,7 @@ def hugging_face(
     owner: str | None = None,
     tokenizer: str | None = None,
     length: int = 128,
+    mask: bool = False,
 ) -> Samples:
     """A Hugging Face data set from a folder or the local cache, "hf:PATH" or "hf:NAME".
 
@@ -38,7 +40,7 @@ def hugging_face(
             the name of a cached data set.
         name: of the data set's configuration, if it has several.
         split: of the data set.
-        inputs, target, owner, tokenizer, length: as for :func:`from_datasets`.
+        inputs, target, owner, tokenizer, length, mask: as for :func:`from_datasets`.
     """
     require(isinstance(path, str) and bool(path), "data.args.path", path, "must be text")
     try:
@@ -60,7 +62,13 @@ def hugging_face(
             "data.source",
         ) from None
     return from_datasets(
-        data, inputs=inputs, target=target, owner=owner, tokenizer=tokenizer, length=length
+        data,
+        inputs=inputs,
+        target=target,
+        owner=owner,
+        tokenizer=tokenizer,
+        length=length,
+        mask=mask,
     )
 
 
@@ -72,6 +80,7 @@ def from_datasets(
     owner: str | None = None,
     tokenizer: str | None = None,
     length: int = 128,
+    mask: bool = False,
     split: str = "train",
 ) -> Samples:
     """A ``datasets.Dataset``, or a partitioner or ``FederatedDataset`` of Flower Datasets.
@@ -83,6 +92,8 @@ def from_datasets(
         owner: the column that names the agent of a sample.
         tokenizer: of texts: the folder of a tokenizer, or its name in the local cache.
         length: tokens per text; longer ones are cut, shorter ones padded.
+        mask: inputs are ``input_ids`` and ``attention_mask``, as models of transformers take them,
+            with the tokenizer's special tokens; otherwise identifiers alone.
         split: of a ``FederatedDataset``.
 
     >>> import nufed
@@ -107,7 +118,8 @@ def from_datasets(
     ]
     if owner is not None:
         owners = np.array([str(each) for each in data[owner]])
-    x = _inputs(data, [str(each) for each in columns], tokenizer, length)
+    texts = None if tokenizer is None else Texts(tokenizer, length, mask)
+    x = _inputs(data, [str(each) for each in columns], texts)
     kind = data.features[target]
     if names := getattr(kind, "names", None):
         y = torch.tensor(data[target])
@@ -181,7 +193,15 @@ def _usual_target(data: Any) -> str:
     )
 
 
-def _inputs(data: Any, columns: Sequence[str], tokenizer: str | None, length: int) -> Any:
+class Texts(NamedTuple):
+    """How texts become tokens: see :func:`from_datasets`."""
+
+    tokenizer: str
+    length: int
+    mask: bool
+
+
+def _inputs(data: Any, columns: Sequence[str], texts: Texts | None) -> Any:
     """Images as bytes, texts as tokens, or numbers side by side."""
     if not columns:
         raise InputError("no column is left for inputs: name them with data.args.inputs")
@@ -189,8 +209,8 @@ def _inputs(data: Any, columns: Sequence[str], tokenizer: str | None, length: in
     text = [name for name in columns if _is_text(data.features[name])]
     if "Image" in kinds and len(columns) == 1:
         return _images(data, columns[0])
-    if text and len(columns) == 1 and tokenizer is not None:
-        return _tokens(data[columns[0]], tokenizer, length)
+    if text and len(columns) == 1 and texts is not None:
+        return _tokens(list(data[columns[0]]), *texts)
     if "Image" in kinds or text:
         odd = text[0] if text else next(n for n in columns if hasattr(data.features[n], "decode"))
         raise InputError(
@@ -238,13 +258,19 @@ def _images(data: Any, column: str) -> torch.Tensor:
     return torch.from_numpy(np.stack(pixels))
 
 
-def _tokens(texts: Sequence[str], tokenizer: str, length: int) -> torch.Tensor:
-    """Token identifiers, cut to ``length`` or padded with 0."""
+def _tokens(
+    texts: Sequence[str], tokenizer: str, length: int, mask: bool
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Token identifiers, cut to ``length`` or padded with 0; or with a mask of what is padding."""
     whole = isinstance(length, int) and not isinstance(length, bool) and length >= 1
     require(whole, "data.args.length", length, "must be a whole number, at least 1")
+    if mask:
+        names = ("input_ids", "attention_mask")
+        encoded = padded_tokens(texts, tokenizer, length)
+        return {name: encoded[name] for name in names}
     encode = read_tokenizer(tokenizer)
     tokens = np.zeros((len(texts), length), np.int64)
     for row, text in enumerate(texts):
-        encoded = encode(text)[:length]
-        tokens[row, : len(encoded)] = encoded
+        of_text = encode(text)[:length]
+        tokens[row, : len(of_text)] = of_text
     return torch.from_numpy(tokens)
