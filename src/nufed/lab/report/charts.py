@@ -110,7 +110,8 @@ def _charts_of_scores(
     score = _score(runs)
     cut = " " + caption("edges") if look.clipped else ""
     counts = {line.steps for run in runs for line in run.lines() if line.kind == "method"}
-    steps, sizes = " or ".join(map(str, sorted(counts))), _sized_by_round(runs)
+    steps = " or ".join(map(str, sorted(counts))) + " fine-tuning step" + "s" * (counts != {1})
+    sizes = _sized_by_round(runs)
     for group in groups:
         words = caption("results", score=score, group=group) + cut
         yield f"results-{group}", words, partial(result_chart, group=group, look=look)
