@@ -140,7 +140,7 @@ class RestartsFromTheGlobalModel(Ditto):
 
 
 class WithoutProximalTerm(Ditto):
-    def personal_update(self, context, v, w):
+    def personal_update(self, context, v, w, memory=None):
         return (
             super().personal_update(context, v, v) if self.weight == 0 else self.alone(context, v)
         )
@@ -155,7 +155,7 @@ class WithoutProximalTerm(Ditto):
 class PullsAway(Ditto):
     """λ with the other sign."""
 
-    def personal_update(self, context, v, w):
+    def personal_update(self, context, v, w, memory=None):
         for t in range(self.personal_steps):
             (batch,) = context.batches.draw("personal", self.batch_size, step=t)
             g = context.objective.grad(v, batch) - self.weight * (v - w)

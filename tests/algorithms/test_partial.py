@@ -492,7 +492,7 @@ class PlainNormRestarts(FedBN):
 
 
 class PlainStepsAreTwiceAsLong(FedBN):
-    def start_steps(self, context, lr=None):
+    def start_steps(self, context, lr=None, memory=None):
         return super().start_steps(context, 2 * self.meta_lr if self.optimizer == SGD() else lr)
 
 
