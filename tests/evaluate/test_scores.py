@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from nufed import Federation, InputError, Objective, fedavg
+from nufed.algorithms.protocol import Cost
 from nufed.data import Samples, Split
 from nufed.evaluate import AgentScores, Measure, accuracy, majority_class, score_agent, summarise
+from nufed.evaluate.scores import Outputs
 from nufed.lab.runs.records import SCORES
 from nufed.simulation import DirectEngine
 from support import agent_context, federation, mlp
@@ -119,6 +121,12 @@ def uneven(train, test):
     return Federation(samples, split)
 
 
+def scores_of(objective, data, outputs, measure):
+    """The scores of agent 0, whose models' outputs after 0, 1, … steps are given."""
+    (found,) = score_agent(objective, data, 0, Outputs(None, [outputs], Cost(), False), measure)
+    return found
+
+
 def predicting(classes):
     """Outputs of a model that predicts these classes."""
     return torch.eye(3)[torch.tensor(classes)]
@@ -128,16 +136,36 @@ def test_balanced_and_minority_accuracy():
     data = uneven(train=[2, 2, 2, 0, 1], test=[2, 2, 2, 2, 0, 0, 1])
     objective = Objective(mlp(torch.float32))
     outputs = [predicting([2] * 7), predicting([2, 2, 2, 0, 0, 2, 1])]
-    found = score_agent(objective, data, 0, outputs, Measure("accuracy"))
+    found = scores_of(objective, data, outputs, Measure("accuracy"))
     assert found.score == pytest.approx((4 / 7, 5 / 7))
     assert found.balanced == pytest.approx((1 / 3, (3 / 4 + 1 / 2 + 1) / 3))
     assert found.minority == pytest.approx((0, 2 / 3)) and found.minority_samples == 3
 
 
+def test_many_outputs_are_scored_as_each_alone():
+    """Bit by bit, for every number of steps and scale, with one that is not finite among them."""
+    rng = torch.Generator().manual_seed(0)
+    data = uneven(train=[2, 2, 0, 1], test=torch.randint(3, (41,), generator=rng).tolist())
+    objective, measure = Objective(mlp(torch.float32)), Measure("accuracy")
+    every = torch.randn(7, 41, 3, generator=rng)
+    every[4, 3, 1] = math.nan
+    *personal, shared = every.unbind()
+    outputs = Outputs(shared, [personal[:3], personal[3:]], Cost(5, 6), True)
+    records = score_agent(objective, data, 0, outputs, measure)
+    for record, part in zip(records, (personal[:3], personal[3:]), strict=True):
+        alone = [scores_of(objective, data, [one], measure) for one in part]
+        for field in ("loss", "score", "balanced", "minority"):
+            assert str(getattr(record, field)) == str(sum((getattr(a, field) for a in alone), ()))
+        whole = scores_of(objective, data, [shared], measure)
+        assert (record.global_score, record.global_loss) == (whole.score[0], whole.loss[0])
+        assert (record.personal_gradients, record.personal_hvps, record.newcomer) == (5, 6, True)
+    assert math.isnan(records[1].score[1]) and math.isfinite(records[1].score[0])
+
+
 def test_an_agent_of_one_class_has_no_minority():
     data = uneven(train=[1, 1, 1], test=[1, 1])
     objective = Objective(mlp(torch.float32))
-    found = score_agent(objective, data, 0, [predicting([1, 0])], Measure("accuracy"))
+    found = scores_of(objective, data, [predicting([1, 0])], Measure("accuracy"))
     assert found.minority_samples == 0 and math.isnan(found.minority[0])
     assert found.balanced == (0.5,)
     assert math.isnan(summarise([found], 0, Measure("accuracy")).minority)
@@ -156,7 +184,7 @@ def test_outputs_that_are_not_finite_have_no_score():
     data = uneven(train=[1, 1, 0], test=[1, 0])
     outputs = torch.full((2, 3), math.nan)
     objective = Objective(mlp(torch.float32))
-    found = score_agent(objective, data, 0, [outputs], Measure("accuracy"))
+    found = scores_of(objective, data, [outputs], Measure("accuracy"))
     assert all(math.isnan(x[0]) for x in (found.score, found.balanced, found.minority))
 
 
@@ -164,7 +192,7 @@ def test_other_metrics_and_losses_have_no_classes():
     data = uneven(train=[1, 1, 0], test=[1, 0])
     objective = Objective(mlp(torch.float32))
     for measure in (Measure("loss", None), Measure("own", lambda outputs, targets: 0.5)):
-        found = score_agent(objective, data, 0, [predicting([1, 0])], measure)
+        found = scores_of(objective, data, [predicting([1, 0])], measure)
         assert found.balanced == found.minority == ()
         assert math.isnan(summarise([found], 0, measure).balanced)
 
@@ -199,7 +227,7 @@ def test_resamples_have_the_spread_of_a_bootstrap():
     wanted = {accuracy: np.array([0, 0, 1, 1, 1, 1]), None: np.array(losses)}
     for metric, values in wanted.items():
         measure = replace(Measure("m", metric), resamples=4000)
-        found = score_agent(objective, data, 0, [outputs, outputs], measure)
+        found = scores_of(objective, data, [outputs, outputs], measure)
         (first, second) = found.resampled
         assert first == second and len(first) == 4000
         assert np.std(first) == pytest.approx(np.std(values) / math.sqrt(6), rel=0.05)
@@ -208,7 +236,7 @@ def test_resamples_have_the_spread_of_a_bootstrap():
     null = majority_class(data, 0, 1, 4000)
     share = null.score[0]
     assert np.std(null.resampled[1]) == pytest.approx(math.sqrt(share * (1 - share) / 6), rel=0.05)
-    assert not score_agent(objective, data, 0, [outputs], Measure("m")).resampled
+    assert not scores_of(objective, data, [outputs], Measure("m")).resampled
 
 
 def test_a_metric_that_fails_on_resamples_has_no_interval():
@@ -220,5 +248,5 @@ def test_a_metric_that_fails_on_resamples_has_no_interval():
     objective, data = Objective(mlp(torch.float32)), federation()
     seen = set(data.samples.targets[data.scored_rows(0)].tolist())
     outputs = torch.zeros(6, int(data.samples.targets.max()) + 1)
-    found = score_agent(objective, data, 0, [outputs], Measure("m", whole).resampled(4))
+    found = scores_of(objective, data, [outputs], Measure("m", whole).resampled(4))
     assert found.score == (0.5,) and found.resampled == ()

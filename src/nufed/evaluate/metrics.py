@@ -31,10 +31,16 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     0.5
     """
-    _check(outputs, targets, "accuracy")
-    if not torch.isfinite(outputs).all():
-        return float("nan")  # argmax would call it class 0
-    return int((outputs.argmax(dim=1) == targets).sum()) / len(targets)
+    return accuracies(outputs[None], targets)[0]
+
+
+def accuracies(outputs: Tensor, targets: Tensor) -> list[float]:
+    """The accuracy of every model, whose outputs are stacked."""
+    _check(outputs[0], targets, "accuracy")
+    right = (outputs.argmax(dim=2) == targets).sum(dim=1).tolist()
+    finite = torch.isfinite(outputs).flatten(1).all(dim=1).tolist()
+    # argmax would call outputs that are not finite class 0
+    return [n / len(targets) if ok else math.nan for n, ok in zip(right, finite, strict=True)]
 
 
 def balanced_accuracy(outputs: Tensor, targets: Tensor) -> float:

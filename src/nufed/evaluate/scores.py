@@ -14,15 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nufed.algorithms.protocol import AgentContext, Algorithm, BatchSource, Cost, State
 from nufed.data import Federation, ScoredOn
-from nufed.evaluate.metrics import Better, Metric, accuracy
+from nufed.evaluate.metrics import Better, Metric, accuracies, accuracy
 from nufed.objective import AnyObjective, Inputs, Objective
 from nufed.seeding import stream
 from nufed.server import AgentStates, Downlink
@@ -206,11 +208,7 @@ def evaluate_agent(
         scoring.steps,
         scoring.scales,
     )
-    made = outputs.cost, outputs.newcomer
-    return [
-        score_agent(objective, federation, agent, by_steps, scoring.measure, outputs.shared, *made)
-        for by_steps in outputs.personal
-    ]
+    return score_agent(objective, federation, agent, outputs, scoring.measure)
 
 
 def evaluation_context(
@@ -235,7 +233,8 @@ def majority_class(
     most = _most_frequent(federation, agent)
     guess = torch.tensor(most).expand(len(targets))
     correct = float((targets == guess).double().mean())
-    scored = [(float("nan"), correct, *_by_class(guess, targets, most))]
+    (by_class,) = _by_class(guess[None], targets, most)
+    scored = [(float("nan"), correct, *by_class)]
     minority = int((targets != most).sum())
     record = _record(federation, agent, scored * (steps + 1), None, minority)
     right = _deviations(targets == guess, _resamples(agent, len(targets), resamples))
@@ -273,64 +272,34 @@ def summarise(scores: Iterable[AgentScores], step: int, measure: Measure) -> Sum
 
 
 def score_agent(
-    objective: Objective,
-    federation: Federation,
-    agent: int,
-    outputs: Iterable[Tensor],
-    measure: Measure,
-    shared: Tensor | None = None,
-    cost: Cost = NO_COST,
-    newcomer: bool = False,
-) -> AgentScores:
-    """An agent's scores from its models' outputs on the scored samples.
-
-    Args:
-        objective, federation, agent, measure: who is scored, and by what.
-        outputs: of the personal model after 0, 1, … steps.
-        shared: of the global model, if there is one.
-        cost: of computing the personal model.
-        newcomer: whether that was done without a state.
-    """
+    objective: Objective, federation: Federation, agent: int, outputs: Outputs, measure: Measure
+) -> list[AgentScores]:
+    """An agent's scores by scale, from its models' outputs on the scored samples."""
     rows, samples = federation.scored_rows(agent), federation.samples
     targets, by_class = samples.targets[rows], measure.metric is accuracy and bool(samples.classes)
-    most, outputs = _most_frequent(federation, agent) if by_class else None, list(outputs)
-    every = outputs if shared is None else [*outputs, shared]
+    most = _most_frequent(federation, agent) if by_class else None
+    minority = 0 if most is None else int((targets != most).sum())
+    shared = [] if outputs.shared is None else [outputs.shared]
+    every = [*chain.from_iterable(outputs.personal), *shared]
     # losses are computed where the outputs are, metrics on the host; either is copied once
     there = samples.take_targets(rows, every[0].device)
-    losses = _losses(objective, ((each, there) for each in every))
-    on_host = _on_host(every)
-    pairs = zip(losses, on_host, strict=True)
-    scored = [_scores(loss, each, targets, measure, most) for loss, each in pairs]
-    whole = None if shared is None else scored.pop()
-    minority = 0 if most is None else int((targets != most).sum())
-    record = _record(federation, agent, scored, whole, minority, cost, newcomer)
-    if federation.scored_on == "validation" and len(federation.split.seen) < ENOUGH_AGENTS:
-        groups = min(len(targets), GROUPS)
-        parts = (
-            zip(each.tensor_split(groups), there.tensor_split(groups), strict=True)
-            for each in outputs
-        )
-        record = replace(record, group_loss=tuple(tuple(_losses(objective, p)) for p in parts))
-    if not measure.resamples:
-        return record
-    picks = _resamples(agent, len(targets), measure.resamples)
-    if measure.metric is accuracy:
-        answers = [each.argmax(dim=1) for each in on_host[: len(outputs)]]
-        return replace(record, resampled=tuple(_deviations(y == targets, picks) for y in answers))
-    resampled = []
-    for number, (each, (_, score, *_)) in enumerate(zip(outputs, scored, strict=True)):
-        try:
-            if measure.metric is None:
-                on = _losses(
-                    objective, ((each[picked], there[picked]) for picked in picks.to(there.device))
-                )
-            else:
-                host = on_host[number]
-                on = [float(measure.metric(host[picked], targets[picked])) for picked in picks]
-        except Exception:  # a metric of one's own may need, say, samples of every class
-            return record
-        resampled.append(_rounded(value - score for value in on))
-    return replace(record, resampled=tuple(resampled))
+    losses, on_host = _losses(objective, ((each, there) for each in every)), _on_host(every)
+    scored = _scores(losses, on_host, targets, measure, most)
+    whole = scored.pop() if shared else None
+    grouped = federation.scored_on == "validation" and len(federation.split.seen) < ENOUGH_AGENTS
+    records, start = [], 0
+    for personal in outputs.personal:
+        part = slice(start, start := start + len(personal))
+        made = outputs.cost, outputs.newcomer
+        record = _record(federation, agent, scored[part], whole, minority, *made)
+        if grouped:
+            record = replace(record, group_loss=_group_losses(objective, personal, there))
+        if measure.resamples:
+            host = on_host[part]
+            resampled = _resampled(objective, measure, record, personal, there, host, targets)
+            record = replace(record, resampled=resampled)
+        records.append(record)
+    return records
 
 
 def score_stack(
@@ -343,14 +312,54 @@ def score_stack(
     """The scores of a stack of agents by scale; behind an agent's samples there may be others."""
     scores: list[dict[int, AgentScores]] = [{} for _ in outputs.personal]
     for row, agent in enumerate(agents):
-        size, made = len(federation.scored_rows(agent)), (outputs.cost, outputs.newcomer)
-        shared = None if outputs.shared is None else outputs.shared[row][:size]
-        for by_agent, by_steps in zip(scores, outputs.personal, strict=True):
-            personal = [each[row][:size] for each in by_steps]
-            by_agent[agent] = score_agent(
-                objective, federation, agent, personal, measure, shared, *made
-            )
+        size = len(federation.scored_rows(agent))
+        of_agent = replace(
+            outputs,
+            shared=None if outputs.shared is None else outputs.shared[row][:size],
+            personal=[[each[row][:size] for each in by_steps] for by_steps in outputs.personal],
+        )
+        records = score_agent(objective, federation, agent, of_agent, measure)
+        for by_agent, record in zip(scores, records, strict=True):
+            by_agent[agent] = record
     return scores
+
+
+def _group_losses(
+    objective: Objective, outputs: Sequence[Tensor], targets: Tensor
+) -> tuple[tuple[float, ...], ...]:
+    """The losses of groups of an agent's samples, by number of steps."""
+    groups = min(len(targets), GROUPS)
+    parts = targets.tensor_split(groups)
+    pairs = (zip(each.tensor_split(groups), parts, strict=True) for each in outputs)
+    return tuple(tuple(_losses(objective, of_groups)) for of_groups in pairs)
+
+
+def _resampled(
+    objective: Objective,
+    measure: Measure,
+    record: AgentScores,
+    outputs: Sequence[Tensor],
+    there: Tensor,
+    on_host: Sequence[Tensor],
+    targets: Tensor,
+) -> tuple[tuple[float, ...], ...]:
+    """How far scores on each resample are from that of the record, by number of steps; ``there``
+    are the targets where the outputs are."""
+    picks = _resamples(record.agent, len(targets), measure.resamples)
+    if measure.metric is accuracy:
+        answers = [each.argmax(dim=1) for each in on_host]
+        return tuple(_deviations(y == targets, picks) for y in answers)
+    resampled = []
+    for each, host, score in zip(outputs, on_host, record.score, strict=True):
+        try:
+            if measure.metric is None:
+                on = _losses(objective, ((each[p], there[p]) for p in picks.to(there.device)))
+            else:
+                on = [float(measure.metric(host[picked], targets[picked])) for picked in picks]
+        except Exception:  # a metric of one's own may need, say, samples of every class
+            return ()
+        resampled.append(_rounded(score - value for value in on))
+    return tuple(resampled)
 
 
 def _resamples(agent: int, samples: int, number: int) -> Tensor:
@@ -389,26 +398,38 @@ def _on_host(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _scores(
-    loss: float, outputs: Tensor, targets: Tensor, measure: Measure, most: int | None
-) -> tuple[float, ...]:
-    """Loss and score, and for classes balanced and minority accuracy."""
+    losses: Sequence[float],
+    outputs: Sequence[Tensor],
+    targets: Tensor,
+    measure: Measure,
+    most: int | None,
+) -> list[tuple[float, ...]]:
+    """Loss and score of each of the outputs, and for classes balanced and minority accuracy."""
     if measure.metric is None:
-        return loss, loss
-    score = float(measure.metric(outputs, targets))
+        return [(loss, loss) for loss in losses]
+    if measure.metric is not accuracy:
+        scores = [float(measure.metric(each, targets)) for each in outputs]
+        return list(zip(losses, scores, strict=True))
+    together = torch.stack(list(outputs))  # of small models, launching operations takes longest
+    scores = accuracies(together, targets)
     if most is None:
-        return loss, score
-    if score != score:
-        return loss, score, score, score
-    return loss, score, *_by_class(outputs.argmax(dim=1), targets, most)
+        return list(zip(losses, scores, strict=True))
+    by_class = _by_class(together.argmax(dim=2), targets, most)
+    return [
+        (loss, score, *(both if score == score else (score, score)))
+        for loss, score, both in zip(losses, scores, by_class, strict=True)
+    ]
 
 
-def _by_class(predicted: Tensor, targets: Tensor, most: int) -> tuple[float, float]:
-    """Mean accuracy over classes, and accuracy on all classes but the most frequent one."""
-    correct = (predicted == targets).double()
-    counts = torch.bincount(targets)
+def _by_class(answers: Tensor, targets: Tensor, most: int) -> list[tuple[float, float]]:
+    """Mean accuracy over classes, and accuracy on all classes but the most frequent one, for each
+    row of answers."""
+    right, members = (answers == targets).double(), F.one_hot(targets).double()
+    counts = members.sum(dim=0)
     held = counts > 0
-    per_class = torch.bincount(targets, weights=correct)[held] / counts[held]
-    return float(per_class.mean()), float(correct[targets != most].mean())
+    per_class = (right @ members)[:, held] / counts[held]
+    minority = right[:, targets != most].mean(dim=1)
+    return list(zip(per_class.mean(dim=1).tolist(), minority.tolist(), strict=True))
 
 
 def _most_frequent(federation: Federation, agent: int) -> int:

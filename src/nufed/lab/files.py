@@ -47,6 +47,11 @@ def write_durably(path: Path, content: bytes | Pieces) -> None:
         raise cannot_write(path, error) from error
 
 
+def cache_directory() -> Path:
+    """``nufed`` in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nufed"
+
+
 def make_private(folder: Path, *, exist_ok: bool = True) -> None:
     """Create a directory of mode 0700, whatever the umask.
 

@@ -165,6 +165,16 @@ def test_what_is_shown_by_default():
     assert config.steps_of("ditto") == [3]
 
 
+def test_a_copy_of_a_configuration_has_its_own_algorithms():
+    config = load_config({"methods": {"gmeta": {"adapt_steps": 2}}})
+    assert config.algorithms()["gmeta"] is config.algorithms()["gmeta"]  # made once
+    methods = {"gmeta": config.methods["gmeta"].model_copy(update={"adapt_steps": 5})}
+    changed = config.model_copy(update={"methods": methods})
+    assert (changed.steps_shown, config.steps_shown) == (5, 2)
+    assert config == load_config({"methods": {"gmeta": {"adapt_steps": 2}}})
+    assert changed != config and config.model_dump().keys() <= type(config).model_fields.keys()
+
+
 @pytest.mark.parametrize(
     ("method", "own", "sentence"),
     [

@@ -1,6 +1,7 @@
 """Charts are drawn in a separate process, and a report is written without them if it dies."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -47,21 +48,22 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def drawing(monkeypatch, tmp_path):
-    """Lets another script draw, as if in a new process of nufed."""
+    """Lets another script draw, as if nothing had been cached."""
 
     def use(text):
         script = tmp_path / "script.py"
         script.write_text(text)
         monkeypatch.setattr(figures, "SCRIPT", script)
-        monkeypatch.setattr(figures, "_javascript", [])
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     return use
 
 
 def limited(*arguments, cwd):
-    """The command line with 8 GB of address space, which is not enough for V8."""
+    """The command line with 8 GB of address space, not enough for V8, and nothing cached."""
     command = [sys.executable, "-c", UNDER_A_LIMIT, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cwd / "cache")}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
 
 
 def test_a_run_with_little_address_space_completes_without_charts(tmp_path):
@@ -163,7 +165,7 @@ def test_charts_of_bounds_are_left_out_with_a_warning(tmp_path, drawing):
         assert figures.save_figures(bounds_charts(bounds), tmp_path) == []
 
 
-def test_the_javascript_is_obtained_once_per_process(run, tmp_path, drawing):
+def test_the_javascript_is_bundled_once_and_again_if_its_cache_is_damaged(run, tmp_path, drawing):
     count = tmp_path / "count"
     drawing(
         "import json, sys\n"
@@ -171,7 +173,28 @@ def test_the_javascript_is_obtained_once_per_process(run, tmp_path, drawing):
         f"open({str(count)!r}, 'a').write(f'{{asked}} ')\n"
         "if asked: print(json.dumps({'javascript': 'const vega = 1'}))"
     )
-    for _ in range(2):
+
+    def bundled():
         build_report([load_run(run.path)], tmp_path / "out")
         assert "const vega = 1" in (tmp_path / "out/report.html").read_text()
-    assert sorted(count.read_text().split()) == ["False", "False", "True"]
+        asked = sorted(count.read_text().split())
+        count.unlink()
+        return asked
+
+    assert bundled() == ["False", "True"] and bundled() == ["False"]
+    (cached,) = (tmp_path / "cache/nufed").iterdir()
+    cached.write_bytes(cached.read_bytes().replace(b"vega = 1", b"vega = 2"))
+    assert bundled() == ["False", "True"] and bundled() == ["False"]
+
+
+def test_a_cache_that_cannot_be_written_is_none(run, tmp_path, drawing):
+    drawing("import json; print(json.dumps({'javascript': 'const vega = 1'}))")
+    (tmp_path / "cache").write_text("not a directory")
+    build_report([run], tmp_path / "out", figures=False)
+    assert "const vega = 1" in (tmp_path / "out/report.html").read_text()
+
+
+def test_the_cached_javascript_is_what_was_bundled(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bundled, cached = (figures.draw({}, javascript=True).javascript for _ in range(2))
+    assert bundled == cached and "vegaEmbed" in bundled

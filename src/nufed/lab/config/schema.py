@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast, get_args
 
 import tomli_w
 from pydantic import (
@@ -480,28 +481,20 @@ class Config(_Table):
     @property
     def steps_shown(self) -> int:
         """``eval_steps`` as a number: the fine-tuning steps after which results are shown."""
-        return self._steps_shown(self.algorithms())
-
-    def _steps_shown(self, algorithms: Mapping[str, Algorithm]) -> int:
         if self.eval_steps != "auto":
             return self.eval_steps
-        return max(1, *(a.adaptation.steps for a in algorithms.values()))
+        return max(1, *(a.adaptation.steps for a in self.algorithms().values()))
 
     def steps_of(self, method: str) -> list[int]:
         """The numbers of fine-tuning steps after which a method's results are shown."""
-        return self._steps_of(method, self.algorithms())
-
-    def _steps_of(self, method: str, algorithms: Mapping[str, Algorithm]) -> list[int]:
         of_method = self.methods[method].eval_steps if method in self.methods else None
-        usual = algorithms[method].notes.shown_steps
-        shown = self._steps_shown(algorithms) if usual is None else usual
-        return of_method or self.method.eval_steps or [shown]
+        usual = self.algorithms()[method].notes.shown_steps
+        return of_method or self.method.eval_steps or [self.steps_shown if usual is None else usual]
 
     @property
     def steps_evaluated(self) -> int:
         """The largest number of steps shown for any method; all smaller ones are scored, too."""
-        made = self.algorithms()  # slow: once for all methods
-        return max(self._steps_shown(made), *(s for m in made for s in self._steps_of(m, made)))
+        return max(self.steps_shown, *(s for m in self.algorithms() for s in self.steps_of(m)))
 
     def algorithms(
         self, given: Mapping[str, Algorithm] | None = None, recorded: bool = True
@@ -512,6 +505,17 @@ class Config(_Table):
 
         Imports nothing: modules that the configuration names must be imported already.
         """
+        if given is None and recorded:
+            return dict(self._algorithms)
+        return self._make_algorithms(given, recorded)
+
+    @cached_property  # a run and its report ask hundreds of times
+    def _algorithms(self) -> dict[str, Algorithm]:
+        return self._make_algorithms(None, True)
+
+    def _make_algorithms(
+        self, given: Mapping[str, Algorithm] | None, recorded: bool
+    ) -> dict[str, Algorithm]:
         for name in get_args(Baseline):
             if name in self.methods:
                 raise InputError(
@@ -520,6 +524,12 @@ class Config(_Table):
                 )
         made = make_methods(self.method, self.methods, given, recorded)
         return {name: method.algorithm for name, method in made.items()}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other values, without what was computed from the earlier ones."""
+        copied = super().model_copy(update=update, deep=deep)
+        vars(copied).pop("_algorithms", None)
+        return copied
 
     def with_objects(
         self, given: Mapping[str, Algorithm], shared: MethodConfig | None = None

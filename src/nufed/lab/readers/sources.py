@@ -25,6 +25,7 @@ from nufed.data.omniglot import Characters, omniglot14
 from nufed.data.samples import Samples
 from nufed.data.sinusoid import sinusoid
 from nufed.errors import InputError, require
+from nufed.files import cache_directory
 from nufed.lab.readers.files import own_file, read_npz
 from nufed.lab.readers.heart import heart
 from nufed.lab.readers.hugging_face import hugging_face
@@ -129,9 +130,7 @@ def is_valid(content: bytes, sha256: str) -> bool:
 def data_directory() -> Path:
     """``NUFED_DATA``, or ``nufed`` in the user's cache directory."""
     given = os.environ.get("NUFED_DATA")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nufed"
+    return Path(given).expanduser() if given else cache_directory()
 
 
 _TABLES = tomllib.loads((files("nufed.lab.readers") / "stored.toml").read_text("utf-8"))

@@ -231,7 +231,7 @@ def _curves(
         return look.axis(alt.Y, field)
 
     clip = {"clip": True} if look.clipped else {}
-    band = base.mark_area(opacity=0.15, **clip).encode(y=height("low"), y2=alt.Y2("high:Q"))
+    band = base.mark_area(fillOpacity=0.15, **clip).encode(y=height("low"), y2=alt.Y2("high:Q"))
     line = base.mark_line(strokeWidth=2, **clip).encode(y=height("mean"))
     # open symbols of different shapes distinguish methods whose lines coincide
     point = base.mark_point(size=55, strokeWidth=1.5, **clip).encode(
@@ -632,7 +632,7 @@ def _chart(
         *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in ("value", "before")),
     ]
     chart = alt.layer(
-        base.mark_area(opacity=0.15).encode(y=height("low"), y2="high:Q"),
+        base.mark_area(fillOpacity=0.15).encode(y=height("low"), y2="high:Q"),
         base.mark_line(strokeWidth=1.5).encode(y=height("mean")),
         base.mark_point(size=40 if few else 8, strokeWidth=1.2).encode(
             y=height("mean"),
@@ -797,7 +797,7 @@ def _advice_chart(advice: Advice) -> Any:
     chosen = [row for row in rows(best) if row["steps"] == advice.recommended.steps]
     layers = [
         chart(rows(best))
-        .mark_area(opacity=0.15)
+        .mark_area(fillOpacity=0.15)
         .encode(y=height("low"), y2="high:Q", color=colour),
         chart(lines).mark_line(strokeWidth=2).encode(y=height("mean"), color=colour),
         chart(lines)

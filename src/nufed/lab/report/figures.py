@@ -10,11 +10,14 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from nufed.errors import ReportWarning, RunError, visible
+from nufed.files import cache_directory, read_sealed, write_sealed
 
 SCRIPT = Path(__file__).with_name("draw.py")
 TIMEOUT = 300.0  # seconds for all charts of a report
@@ -27,8 +30,6 @@ _OBJECT_KEYS = (
     *("toString", "valueOf", "__proto__", "__defineGetter__", "__defineSetter__"),
     *("__lookupGetter__", "__lookupSetter__"),
 )
-
-_javascript: list[str] = []  # cached per process, as it is slow to obtain
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ class Drawn:
 def draw(specs: Mapping[str, Any], *, javascript: bool = False) -> Drawn:
     """Draw charts from Vega-Lite specifications and, on request, get the page's JavaScript.
 
-    Both take about a second, and are done at the same time by a process each. If one dies, the
-    charts drawn so far are returned with the reason.
+    Both take about a second, and are done at the same time by a process each; the JavaScript is
+    cached. If a process dies, the charts drawn so far are returned with the reason.
     """
-    drawn = Drawn()
-    requests = [{"javascript": True, "specs": {}}] if javascript and not _javascript else []
+    drawn = Drawn(javascript=_cached_javascript() if javascript else None)
+    requests = [{"javascript": True, "specs": {}}] if javascript and not drawn.javascript else []
     requests += [{"javascript": False, "specs": dict(specs)}] if specs else []
     with ThreadPoolExecutor(max_workers=2) as pool:
         for output, failure in pool.map(_run, [json.dumps(each).encode() for each in requests]):
@@ -75,9 +76,18 @@ def draw(specs: Mapping[str, Any], *, javascript: bool = False) -> Drawn:
             for line in output.splitlines(keepends=True):
                 if line.endswith(b"\n"):  # complete
                     _add(json.loads(line), drawn)
-    if javascript and _javascript:
-        drawn.javascript = _javascript[0]
     return drawn
+
+
+def _javascript_file() -> Path:
+    """In the user's cache directory; every version of vl-convert has its own."""
+    return cache_directory() / f"vega-{version('vl-convert-python')}.json"
+
+
+def _cached_javascript() -> str | None:
+    with suppress(RunError, KeyError):  # there is none yet, or it is damaged
+        return str(read_sealed(_javascript_file()).about["javascript"])
+    return None
 
 
 def spec_of(chart: Any) -> dict[str, Any]:
@@ -119,7 +129,10 @@ def save_chart(chart: Any, path: Path) -> None:
 
 def _add(result: dict[str, str], drawn: Drawn) -> None:
     if "javascript" in result:
-        _javascript.append(result["javascript"])
+        drawn.javascript = result["javascript"]
+        with suppress(OSError, RunError):  # a cache that can't be written is none
+            _javascript_file().parent.mkdir(parents=True, exist_ok=True)
+            write_sealed(_javascript_file(), result)
     else:
         drawn.figures[result["name"]] = Figure(result["svg"], base64.b64decode(result["png"]))
 
