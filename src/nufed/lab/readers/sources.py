@@ -25,7 +25,7 @@ from nufed.data.omniglot import Characters, omniglot14
 from nufed.data.samples import Samples
 from nufed.data.sinusoid import sinusoid
 from nufed.errors import InputError, require
-from nufed.files import cache_directory
+from nufed.lab.files import cache_directory
 from nufed.lab.readers.files import own_file, read_npz
 from nufed.lab.readers.heart import heart
 from nufed.lab.readers.hugging_face import hugging_face

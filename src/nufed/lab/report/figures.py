@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nufed.errors import ReportWarning, RunError, visible
-from nufed.files import cache_directory, read_sealed, write_sealed
+from nufed.lab.files import cache_directory, read_sealed, write_sealed
 
 SCRIPT = Path(__file__).with_name("draw.py")
 TIMEOUT = 300.0  # seconds for all charts of a report
