@@ -192,6 +192,8 @@ def test_methods_meet_the_same_batches():
         {"rates_lr": 0.1, "adapt_steps": 0},
         {"adapt_lr": 0.0, "rates_lr": 0.1},
         {"adapt_lr": torch.ones(3), "rates_lr": 0.1},
+        {"adapt_lr": torch.ones(2, 3)},
+        {"rates": "layer"},
     ],
 )
 def test_bad_settings_are_refused(bad):
@@ -200,30 +202,77 @@ def test_bad_settings_are_refused(bad):
         GMeta(**bad)
 
 
+RATES = ["tensor", "coordinate", "step"]
+
+
 @pytest.mark.parametrize("first_order", [False, True])
 @pytest.mark.parametrize("module", [mlp, tied])
-def test_learned_step_sizes_move_by_the_gradient_of_their_logarithms(module, first_order):
-    """One local update against autograd through the unrolled loop, one step size per tensor."""
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("nu", [1, 3])
+def test_learned_step_sizes_move_by_the_gradient_of_their_logarithms(
+    nu, rates, module, first_order
+):
+    check_learned_step_sizes(GMeta, nu, rates, module, first_order)
+
+
+def check_learned_step_sizes(cls, nu=3, rates="step", module=mlp, first_order=False):
+    """One local update against autograd through the unrolled loop."""
     objective = Objective(module())
-    own = batches(4)
+    own = batches(nu + 1)
     how = FirstOrder() if first_order else Exact()
-    algorithm = GMeta(3, curvature=how, rates_lr=0.7, **SETTINGS)
+    algorithm = cls(nu, curvature=how, rates_lr=0.7, rates=rates, **SETTINGS)
     before = algorithm.server_init(objective, objective.initial())
     spread = torch.linspace(-1, 1, len(before["log_rates"]), dtype=torch.float64)
     before = {**before, "log_rates": before["log_rates"] + spread}
     step = algorithm.optimizer.start(objective, algorithm.meta_lr, 1)
-    after = algorithm.local_update(objective, before, MetaBatch(own[:3], own[3], own[:3]), step)
+    after = algorithm.local_update(objective, before, MetaBatch(own[:nu], own[nu], own[:nu]), step)
 
     leaves = [before[name].clone().requires_grad_() for name in ("model", "log_rates")]
-    w, rates = leaves[0], leaves[1].exp()
+    w, numbers = leaves[0], leaves[1].exp()
     sizes = [p.numel() for p in module().parameters()]
-    every = torch.cat([r.expand(n) for r, n in zip(rates, sizes, strict=True)])
-    for batch in own[:3]:
+    assert len(numbers) == {"tensor": len(sizes), "coordinate": sum(sizes)}.get(
+        rates, nu * len(sizes)
+    )
+    for step, batch in enumerate(own[:nu]):
+        if rates == "coordinate":
+            every = numbers
+        else:
+            some = numbers.view(-1, len(sizes))[step if rates == "step" else 0]
+            every = torch.cat([r.expand(n) for r, n in zip(some, sizes, strict=True)])
         (g,) = torch.autograd.grad(objective.forward(w, batch), w, create_graph=True)
         w = w - every * (g.detach() if first_order else g)
-    right = torch.autograd.grad(objective.forward(w, own[3]), leaves)
+    right = torch.autograd.grad(objective.forward(w, own[nu]), leaves)
     for name, lr, gradient in zip(("model", "log_rates"), (0.2, 0.7), right, strict=True):
         assert relative_error(before[name] - after[name], lr * gradient) < 1e-11
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_step_sizes_that_hardly_move_give_what_one_fixed_size_gives(rates):
+    """A vector of equal step sizes is that step size, up to rounding; off, equal bits."""
+    objective, data = Objective(mlp()), federation()
+    right = final_model(GMeta(3, **SETTINGS), objective, data)
+    off = GMeta(3, rates_lr=0.0, rates=rates, **SETTINGS)
+    assert torch.equal(final_model(off, objective, data), right)
+    still = GMeta(3, rates_lr=1e-300, rates=rates, **SETTINGS)
+    assert relative_error(final_model(still, objective, data), right) < 1e-13
+
+
+def test_fine_tuning_beyond_the_trained_steps_takes_the_last_steps_sizes():
+    objective, data = Objective(mlp()), federation()
+    algorithm = GMeta(2, rates_lr=0.1, rates="step", **SETTINGS)
+    server = algorithm.server_init(objective, objective.initial())
+    spread = torch.linspace(-1, 1, len(server["log_rates"]), dtype=torch.float64)
+    server = {**server, "log_rates": server["log_rates"] + spread}
+    own = agent_context(objective, data.batches(0, 0, "evaluate"))
+    models = [each["model"] for each in algorithm.fine_tune(own, server, server, 4, 0.5)]
+    numbers = server["log_rates"].exp().view(2, -1)
+    for step, batch in enumerate(own.batches.draw("adapt", 7, 4)):
+        rate = torch.cat(
+            [r.expand(n) for r, n in zip(numbers[min(step, 1)], objective.sizes, strict=True)]
+        )
+        right = models[step] - 0.5 * rate * objective.grad(models[step], batch)
+        assert relative_error(models[step + 1], right) < 1e-14
+    assert algorithm.shipped(objective, server).adapt_lr.shape == (2, objective.size)
 
 
 def test_step_sizes_that_are_too_small_grow_and_serve_fine_tuning():
@@ -352,3 +401,43 @@ MUTANTS = [
 def test_a_wrong_copy_is_rejected(mutant):
     with pytest.raises(AssertionError):
         check_local_updates_are_the_recursion(mutant)
+
+
+class RatesOfTheNextStep(GMeta):
+    """The gradient of step l's sizes given to step l + 1."""
+
+    def collected(self, objective, vectors):
+        return super().collected(objective, vectors.roll(1, 0))
+
+
+class SharedBetweenSteps(GMeta):
+    """The sum over steps given to every step."""
+
+    def collected(self, objective, vectors):
+        return super().collected(objective, vectors.sum(0, keepdim=True).expand_as(vectors))
+
+
+class LastSizesEverywhere(GMeta):
+    def expanded(self, objective, numbers):
+        return super().expanded(objective, numbers)[-1:].expand(self.adapt_steps, -1)
+
+
+class MovesTheSizesThemselves(GMeta):
+    """Without the factor a of ∂f/∂θ = a⊙∂f/∂a."""
+
+    def collected(self, objective, vectors):
+        return super().collected(objective, vectors / self.lr)
+
+    def rate(self, objective, received):
+        vars(self)["lr"] = super().rate(objective, received)
+        return self.lr
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [RatesOfTheNextStep, SharedBetweenSteps, LastSizesEverywhere, MovesTheSizesThemselves],
+    ids=lambda cls: cls.__name__,
+)
+def test_wrong_learned_step_sizes_are_rejected(mutant):
+    with pytest.raises(AssertionError):
+        check_learned_step_sizes(mutant)

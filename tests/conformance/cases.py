@@ -19,6 +19,12 @@ CASES = {
         for how, curvature in CURVATURES.items()
     },
     "gmeta-exact-learned": ALGORITHMS["gmeta"](adapt_steps=2, rates_lr=0.5, **SETTINGS),
+    **{
+        f"gmeta-{rates}": ALGORITHMS["gmeta"](
+            adapt_steps=2, curvature=curvature, rates_lr=0.5, rates=rates, **SETTINGS
+        )
+        for rates, curvature in (("coordinate", FirstOrder()), ("step", Exact()))
+    },
     "scaffold": ALGORITHMS["scaffold"](**SETTINGS),
     "feddyn": ALGORITHMS["feddyn"](weight=0.5, **SETTINGS),
     "fednova": ALGORITHMS["fednova"](**SETTINGS),

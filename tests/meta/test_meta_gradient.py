@@ -69,6 +69,31 @@ def test_exact_equals_autograd_through_the_unrolled_loop(kind, steps, per_coordi
         assert relative_error(first_order, right) > 0.1
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_step_sizes_by_step_equal_autograd_through_the_unrolled_loop(rows):
+    """Three steps with fewer, as many and more rows of step sizes; the last row serves the rest."""
+    module, steps = mlp(), 3
+    objective, own = Objective(module), batches(steps + 1)
+    w, batch = objective.initial(), MetaBatch(own[:-1], own[-1], curvature=own[:-1])
+    lr = 0.5 + torch.rand(rows, len(w), dtype=w.dtype, generator=torch.Generator().manual_seed(1))
+    leaves = [each.clone().requires_grad_() for each in (w, lr)]
+    current = leaves[0]
+    for step, each in enumerate(batch.adapt):
+        rate, value = leaves[1][min(step, rows - 1)], objective.forward(current, each)
+        (gradient,) = torch.autograd.grad(value, current, create_graph=True)
+        current = current - rate * gradient
+    right = torch.autograd.grad(objective.forward(current, batch.outer), leaves)
+    got = meta_gradient_with_rates(objective, w, batch, lr=lr, curvature=Exact())
+    for one, other in zip(got, right, strict=True):
+        assert relative_error(one, other) < 1e-11
+    assert torch.equal(meta_gradient(objective, w, batch, lr=lr, curvature=Exact()), got[0])
+    *_, last = trajectory(objective, w, batch.adapt, lr)
+    assert relative_error(last, current.detach()) < 1e-14
+    same = meta_gradient_with_rates(objective, w, batch, lr=lr[:1], curvature=Exact())
+    shared = meta_gradient_with_rates(objective, w, batch, lr=lr[0], curvature=Exact())
+    assert torch.equal(same[0], shared[0]) and torch.equal(same[1][0], shared[1])
+
+
 @pytest.mark.parametrize("steps", range(5))
 def test_closed_form_on_quadratics_with_independent_curvature_batches(steps):
     objective, make = quadratic()

@@ -51,13 +51,8 @@ class ANIL(GMeta):
 
     def rate(self, objective: AnyObjective, received: State) -> Rate:
         """The step size per coordinate: 0 outside the part that is fine-tuned."""
-        w, rate = received["model"], super().rate(objective, received)
-        part, rates = objective.base.part(self.adapted), torch.zeros_like(w)
-        zeros = part.take(rates)
-        part.fill(
-            rates, zeros + (part.take(rate.expand_as(w)) if isinstance(rate, Tensor) else rate)
-        )
-        return rates
+        everywhere = torch.zeros_like(received["model"]) + super().rate(objective, received)
+        return objective.base.part(self.adapted).only(everywhere)
 
     def tuned_part(self, objective: AnyObjective) -> Part | None:
         """The part that is fine-tuned, if it has one step size and is not all of the model."""

@@ -6,22 +6,34 @@ The agents train one model w to be good after ν fine-tuning steps on each agent
 
 ν = 0 is FedAvg and ν = 1 is Per-FedAvg.
 
-Beyond the paper, the step size may be learned along with the model, one per parameter tensor
-(Meta-SGD, Li et al. 2017, which has one per coordinate and so sends twice as much):
+Beyond the paper, step sizes may be learned along with the model:
 
-    min_{w, θ}  (1/N) Σ_i f_i(w^i_ν),   w^i_{l+1} = w^i_l − a⊙∇f_i(w^i_l),   a = E exp(θ),
+    min_{w, θ}  (1/N) Σ_i f_i(w^i_ν),   w^i_{l+1} = w^i_l − a_l⊙∇f_i(w^i_l),   a = E exp(θ),
 
-with E the expansion of one number per tensor to a vector like w. The logarithms θ are trained, sent
-and aggregated: rates stay positive whatever an agent sends, the mean of θ is the geometric mean of
-rates, and a step changes a rate in proportion to its value, whatever its order of magnitude. Each
-local update changes both, on the same batches:
+with E the expansion of the numbers that ``rates`` asks for to a vector like w for every step:
 
-    w ← w − β·d₀,   θ ← θ − rates_lr·Eᵀ(a⊙∂f(w_ν)/∂a),   ∂f(w_ν)/∂a = −Σ_l ∇f(w_l)⊙d_{l+1}.
+    tensor       one number per parameter tensor, the same in every step
+    coordinate   one per coordinate, the same in every step (Meta-SGD, Li et al. 2017; it sends
+                 twice as much as gMeta)
+    step         one per tensor and step (MAML++, Antoniou et al. 2019); fine-tuning beyond ν steps
+                 takes those of the last
+
+The logarithms θ are trained, sent and aggregated: rates stay positive whatever an agent sends, the
+mean of θ is the geometric mean of rates, and a step changes a rate in proportion to its value,
+whatever its order of magnitude. Each local update changes both, on the same batches:
+
+    w ← w − β·d₀,   θ ← θ − rates_lr·Eᵀ(a⊙∂f(w_ν)/∂a),   ∂f(w_ν)/∂a_l = −∇f(w_l)⊙d_{l+1},
+
+summed over l where steps share a. The papers train a itself, with the step size of w: a may become
+negative in Meta-SGD. MAML++ also has losses of all steps and an annealed first order, which are not
+implemented.
 
 Known mistakes elsewhere: a meta-gradient that is silently first-order because the graph is detached
 between the fine-tuning steps and the outer gradient; fine-tuning on the test samples that are then
-evaluated. The tests also reject: one batch for all terms, where the paper has independent ones; the
-outer gradient at w instead of w_ν; a Hessian at w_ν instead of w_l; fine-tuning steps of size β.
+evaluated; learned step sizes that no gradient reached (learnables/learn2learn#167). The tests also
+reject: one batch for all terms, where the paper has independent ones; the outer gradient at w
+instead of w_ν; a Hessian at w_ν instead of w_l; fine-tuning steps of size β; the gradients of step
+sizes of another step, or summed over steps, or without the factor a.
 """
 
 from __future__ import annotations
@@ -31,6 +43,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from nufed.algorithms.aggregation import Mean
@@ -65,6 +78,7 @@ class GMeta(LocalTraining):
     Args:
         adapt_steps: ν, the fine-tuning steps that the model is trained for.
         curvature: how the Hessian enters: ``Exact()``, ``FirstOrder()`` or ``HessianFree()``.
+        rates: what has a step size of its own, where step sizes are learned.
         rates_lr: the step size of learned step sizes, whose initial value is ``adapt_lr``; 0: they
             are fixed. It acts on logarithms: on the digits data 0.1 is stable, 0.5 diverges.
         others: as for :class:`LocalTraining`; ``adapt_lr`` (α) may be a vector like w, and
@@ -74,6 +88,9 @@ class GMeta(LocalTraining):
     adapt_steps: int = setting(1, "ν, fine-tuning steps the model is trained for", least=0)
     curvature: Curvature = setting(Exact(), "how the Hessian enters", choices=CURVATURES)
     rates_lr: float = setting(0.0, "step size of learned step sizes; 0: they are fixed", least=0)
+    rates: Literal["tensor", "coordinate", "step"] = setting(
+        "tensor", "learned step sizes: one per tensor, per coordinate, or per step and tensor"
+    )
 
     kept_loops: ClassVar[tuple[str, ...]] = ("local",)
     notes: ClassVar[Notes] = Notes(
@@ -84,6 +101,8 @@ class GMeta(LocalTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        shape = tuple(self.adapt_lr.shape) if isinstance(self.adapt_lr, Tensor) else ()
+        require(len(shape) < 2, "adapt_lr", shape, "must be a number or a vector like w")
         if self.rates_lr:
             number = not isinstance(self.adapt_lr, Tensor) and self.adapt_lr > 0
             allowed = "where step sizes are learned it must be a number above 0 to start from"
@@ -100,7 +119,9 @@ class GMeta(LocalTraining):
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         if not self.rates_lr:
             return {"model": w}
-        rates = w.new_full((len(objective.base.sizes),), float(self.adapt_lr))
+        tensors, nu = len(objective.base.sizes), self.adapt_steps
+        numbers = {"tensor": tensors, "coordinate": w.numel(), "step": nu * tensors}
+        rates = w.new_full((numbers[self.rates],), float(self.adapt_lr))
         return {"model": w, "log_rates": rates.log()}
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
@@ -122,7 +143,7 @@ class GMeta(LocalTraining):
             return {"model": step(w, d, batch.outer)}
         lr = self.rate(objective, vectors)
         d, by_rates = meta_gradient_with_rates(objective, w, batch, lr=lr, curvature=curvature)
-        by_logs = per_tensor(lr * by_rates, objective.base.sizes)
+        by_logs = self.collected(objective, lr * by_rates)
         return {
             "model": step(w, d, batch.outer),
             "log_rates": descend(vectors["log_rates"], self.rates_lr, by_logs),
@@ -144,7 +165,22 @@ class GMeta(LocalTraining):
         """The step size of fine-tuning: as given, or as learned so far."""
         if not self.rates_lr:
             return self.adapt_lr
-        return per_coordinate(received["log_rates"].exp(), objective.base.sizes)
+        return self.expanded(objective, received["log_rates"].exp())
+
+    def expanded(self, objective: AnyObjective, numbers: Tensor) -> Tensor:
+        """E·numbers: a vector like w, or one for each step."""
+        if self.rates == "coordinate":
+            return numbers
+        if self.rates == "step":
+            numbers = torch.stack(numbers.chunk(self.adapt_steps, dim=-1))
+        return per_coordinate(numbers, objective.base.sizes)
+
+    def collected(self, objective: AnyObjective, vectors: Tensor) -> Tensor:
+        """Eᵀ·vectors."""
+        if self.rates == "coordinate":
+            return vectors
+        sums = per_tensor(vectors, objective.base.sizes)
+        return torch.cat(sums.unbind(), dim=-1) if self.rates == "step" else sums
 
     def tuned_part(self, objective: AnyObjective) -> Part | None:
         """The coordinates that take steps of size ``adapt_lr``; None: all, as :meth:`rate` says."""
@@ -193,6 +229,7 @@ class FedAvg(GMeta):
     adapt_steps: int = field(default=0, init=False)
     curvature: Curvature = field(default=FirstOrder(), init=False)
     rates_lr: float = field(default=0.0, init=False)
+    rates: Literal["tensor"] = field(default="tensor", init=False)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from nufed.objective import AnyBatch, AnyObjective
 from nufed.objective.parts import Part, support
 
 Rate: TypeAlias = float | Tensor
-"""A step size: one number, or one per coordinate of w."""
+"""A step size: one number, or one per coordinate of w; with one more dimension in front, those of
+each step, where steps beyond the last take the last's."""
+T = TypeVar("T")
 
 
 def trajectory(
@@ -37,13 +39,10 @@ def trajectory(
     >>> list(trajectory(objective, torch.tensor([8.0]), [batch, batch], lr=0.25))
     [tensor([8.]), tensor([4.]), tensor([2.])]
     """
-    check_rate(lr, w)
-    rate = lr
-    if isinstance(lr, Tensor) and lr.ndim == 1 and w.ndim == 1 and lr.device.type == "cpu":
-        part = support(lr, objective.base.sizes)  # where it is 0 no gradient is needed
-        rate = lr if part is None else part.take(lr)
+    rates = [_tuned(objective, w, rate, part) for rate in by_step(lr, w)]
     yield w
-    for batch in batches:
+    for step, batch in enumerate(batches):
+        part, rate = at(rates, step)
         if part is None:
             after = descend(w, rate, objective.grad(w, batch))
         else:
@@ -52,14 +51,24 @@ def trajectory(
         yield w
 
 
+def _tuned(
+    objective: AnyObjective, w: Tensor, lr: Rate, part: Part | None
+) -> tuple[Part | None, Rate]:
+    """The part that a step changes, and its step size there: where it is 0 no gradient is taken."""
+    if not isinstance(lr, Tensor) or not lr.ndim == w.ndim == 1 or lr.device.type != "cpu":
+        return part, lr
+    part = support(lr, objective.base.sizes)
+    return part, lr if part is None else part.take(lr)
+
+
 def descent(
     objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The same as pairs of the gradient ∇f(w_l, 𝒟_l) and the next iterate w_{l+1}."""
-    check_rate(lr, w)
-    for batch in batches:
+    rates = by_step(lr, w)
+    for step, batch in enumerate(batches):
         gradient = objective.grad(w, batch)
-        w = descend(w, lr, gradient)
+        w = descend(w, at(rates, step), gradient)
         yield gradient, w
 
 
@@ -95,18 +104,33 @@ def proximal(gradient: Tensor, weight: float, y: Tensor, centre: Tensor) -> Tens
     return gradient + weight * (y - centre)
 
 
-def check_rate(lr: Rate, w: Tensor) -> None:
-    """Refuse a step size that is neither one number nor one number per coordinate of w.
+def by_step(lr: Rate, w: Tensor) -> list[Rate]:
+    """The step sizes of the first steps, of which the last serves all further ones.
 
-    In a stack, every row may have its own.
+    Refuses what is neither one number nor one per coordinate of w, nor such vectors by step. In a
+    stack, every row may have its own.
+
+    >>> by_step(0.1, torch.zeros(2))
+    [0.1]
+    >>> by_step(torch.tensor([[0.1, 0.2], [0.3, 0.4]]), torch.zeros(2))
+    [tensor([0.1000, 0.2000]), tensor([0.3000, 0.4000])]
     """
-    if isinstance(lr, Tensor):
-        require(
-            lr.ndim == 0 or (lr.shape in (w.shape[-1:], w.shape) and lr.dtype == w.dtype),
-            "lr",
-            f"{tuple(lr.shape)} of {lr.dtype}",
-            f"step sizes must be one number or a tensor like w, {tuple(w.shape[-1:])} of {w.dtype}",
-        )
+    if not isinstance(lr, Tensor):
+        return [lr]
+    several = lr.ndim > w.ndim and len(lr) > 0
+    one = lr[0] if several else lr
+    require(
+        one.ndim == 0 or (one.shape in (w.shape[-1:], w.shape) and lr.dtype == w.dtype),
+        "lr",
+        f"{tuple(lr.shape)} of {lr.dtype}",
+        f"step sizes must be one number or a tensor like w, {tuple(w.shape[-1:])} of {w.dtype}",
+    )
+    return list(lr) if several else [lr]
+
+
+def at(steps: Sequence[T], step: int) -> T:
+    """What belongs to this step; beyond the last, the last."""
+    return steps[min(step, len(steps) - 1)]
 
 
 def per_coordinate(numbers: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nufed.errors import require
 from nufed.meta.curvature import Curvature
-from nufed.meta.fine_tuning import Rate, descend, descent, trajectory
+from nufed.meta.fine_tuning import Rate, at, by_step, descend, descent, trajectory
 from nufed.objective import AnyBatch, AnyObjective
 from nufed.objective.parts import Part
 
@@ -53,12 +53,13 @@ def meta_gradient(
         d ← ∇f(w_ν, 𝒟_ν);  for l = ν−1 … 0:  d ← d − α∇²f(w_l, 𝒟′_l)·d
 
     It stores ν iterates (first-order: none) and no graph. With step sizes per coordinate, diag(a)
-    in place of α, the transposed Jacobian is I − ∇²f·diag(a): the Hessian is applied to a⊙d.
+    in place of α, the transposed Jacobian is I − ∇²f·diag(a): the Hessian is applied to a⊙d. With
+    those of each step, a is a_l.
 
     Args:
         objective, w: the loss and the model.
         batch: the 2ν+1 batches (ν+1 for first-order); ν is ``len(batch.adapt)``, 0 is allowed.
-        lr: the step size α of fine-tuning, a number or a vector like w.
+        lr: the step size α of fine-tuning: a number, a vector like w, or one such vector per step.
         curvature: :class:`Exact`, :class:`FirstOrder` or :class:`HessianFree`.
         part: the coordinates that fine-tuning changes, with ``lr`` a number; all by default.
 
@@ -86,7 +87,8 @@ def meta_gradient_with_rates(
 
         ∂f(w_ν)/∂a = −Σ_l ∇f(w_l, 𝒟_l) ⊙ d_{l+1}.
 
-    The derivative with respect to a step size that several coordinates share is the sum over them.
+    The derivative with respect to a step size that several coordinates share is the sum over them;
+    with step sizes a_l by step, ∂f(w_ν)/∂a_l is the l-th term, a row of the result.
     No further evaluations are needed; the ν gradients are stored besides the ν iterates. Arguments
     are those of :func:`meta_gradient`.
 
@@ -101,11 +103,12 @@ def meta_gradient_with_rates(
     """
     steps = list(descent(objective, w, batch.adapt, lr))
     every = _backwards(objective, [w, *(after for _, after in steps)], batch, lr, curvature)
-    d, by_rates = next(every), torch.zeros_like(w)
-    for gradient, _ in reversed(steps):
-        by_rates = by_rates - gradient * d
+    d, shared = next(every), not isinstance(lr, Tensor) or lr.ndim <= w.ndim
+    by_rates = [torch.zeros_like(w) for _ in by_step(lr, w)]
+    for step, (gradient, _) in reversed(list(enumerate(steps))):
+        at(by_rates, step).sub_(gradient * d)
         d = next(every)
-    return d, by_rates
+    return d, by_rates[0] if shared else torch.stack(by_rates)
 
 
 def trouble_with_curvature(
@@ -120,7 +123,7 @@ def trouble_with_curvature(
     before, last = deque(trajectory(objective, w, batch.adapt, lr), maxlen=2)
     d = objective.grad(last, batch.outer)
     del last
-    _, shape = _scale_and_shape(lr)
+    _, shape = _scale_and_shape(at(by_step(lr, before), len(batch.adapt) - 1))
     v = d if shape is None else shape * d
     return curvature.trouble(objective, before, batch.curvature[-1], v)
 
@@ -143,10 +146,10 @@ def _backwards(
     )
     d = objective.grad(iterates.pop(), batch.outer)
     yield d
-    scale, shape = _scale_and_shape(lr)
+    rates = [_scale_and_shape(rate) for rate in by_step(lr, d)]
     for step in reversed(range(steps)):
         if batch.curvature:  # first-order needs none
-            w, samples = iterates.pop(), batch.curvature[step]
+            (scale, shape), w, samples = at(rates, step), iterates.pop(), batch.curvature[step]
             v = d if shape is None else shape * d
             d = descend(d, scale, curvature.product(objective, w, samples, v, part))
         yield d

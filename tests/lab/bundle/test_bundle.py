@@ -256,6 +256,44 @@ def test_learned_step_sizes_travel_in_the_bundle(tmp_path):
     bundle.adapt(digits().inputs[:20], digits().targets[:20])
 
 
+@pytest.mark.parametrize("rates", ["coordinate", "step"])
+def test_step_sizes_by_coordinate_or_step_are_stored_beside_the_weights(rates, tmp_path):
+    learning = {"gmeta": {"rates_lr": 0.1, "rates": rates, "adapt_steps": 2}}
+    config = {**CONFIG, "seeds": [0], "eval_lr": "as_trained", "methods": learning}
+    run = nufed.run(config, out=tmp_path / "run")
+    bundle = load_bundle(run.path / "bundles" / "gmeta.nufed")
+    server = load_file(run.path / "methods" / "gmeta" / "seed-0" / "model.safetensors")
+    algorithm = run.config.algorithms()["gmeta"]
+    assert torch.equal(bundle.rate(), algorithm.rate(bundle.objective, server))
+    again = load_bundle(bundle.save(tmp_path / "again.nufed"))
+    assert torch.equal(again.rate(), bundle.rate()) and "per coordinate or step" in again.card
+
+
+@pytest.mark.parametrize("rows", [(), (2,)])
+def test_adapting_takes_the_stored_step_sizes(rows, tmp_path):
+    rates = torch.rand(*rows, 39, generator=torch.Generator().manual_seed(0))
+    bundle = load_bundle(small(adapt_lr=rates).save(tmp_path / "b.nufed"), module=small().module)
+    x, y = data(8)  # a batch holds all of them
+    adapted = bundle.adapt(x, y, steps=3, anyway=True).module[1]
+    w = bundle.objective.initial()
+    for step in range(3):
+        rate = rates[min(step, 1)] if rows else rates
+        w = w - rate * bundle.objective.grad(w, (torch.tensor(x), torch.tensor(y)))
+    found = torch.cat([p.flatten() for p in adapted.parameters()])
+    torch.testing.assert_close(found, w)
+    one = bundle.adapt(x, y, steps=3, lr=0.3, anyway=True).module[1]  # replaces the stored ones
+    other = small(adapt_lr=0.3).adapt(x, y, steps=3, anyway=True).module[1]
+    assert same(weights(one), weights(other))
+
+
+@pytest.mark.parametrize(
+    "rates", [torch.ones(3), torch.full((39,), -1.0), torch.full((2, 39), float("nan"))]
+)
+def test_stored_step_sizes_that_are_not_the_models_are_refused(rates):
+    with pytest.raises(InputError, match="step sizes must be"):
+        small(adapt_lr=rates)
+
+
 def test_an_adapted_model_can_be_exported():
     x, y = data(50)
     module = small().adapt(x, y).module

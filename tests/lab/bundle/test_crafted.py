@@ -53,7 +53,7 @@ def changed(good, path, change):
 
 
 CRAFTED = {
-    "newer format": (lambda a: a.update(format=4), "has format 4, .* install a newer nufed"),
+    "newer format": (lambda a: a.update(format=5), "has format 5, .* install a newer nufed"),
     "columns that make other inputs": (
         lambda a: a.update(preparation=[{"name": "age"}]),
         r"its preparation makes 1 inputs, not \[",
@@ -91,6 +91,10 @@ CRAFTED = {
     "not a number": (lambda a: a["inputs"].update(scale=float("nan")), "inputs.scale"),
     "a range of nothing": (lambda a: a["inputs"].update(range={"low": 0.0}), "inputs.range"),
     "a negative step": (lambda a: a["adapt"].update(lr=-1.0), "adapt.lr"),
+    "stored step sizes that are not there": (
+        lambda a: a["adapt"].update(lr="stored"),
+        "no step sizes beside",
+    ),
     "steps without end": (lambda a: a["adapt"].update(steps=10**12), "adapt.steps"),
     "step sizes of others": (lambda a: a["adapt"].update(lr={"x": 0.1}), "must have one for every"),
     "another optimiser": (lambda a: a["adapt"].update(optimiser="adam"), "adapt.optimiser"),

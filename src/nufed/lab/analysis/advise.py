@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from nufed.data import Federation, Samples
 from nufed.errors import InputError
@@ -445,4 +446,7 @@ def _majority(case: Case) -> float:
 def _rate(bundle: Bundle) -> float:
     """The step size; the mean of learned ones."""
     lr = bundle.about.adapt.lr
-    return lr if isinstance(lr, float) else float(np.mean(list(lr.values())))
+    if isinstance(lr, dict):
+        return float(np.mean(list(lr.values())))
+    rate = bundle.rate()
+    return float(rate.mean()) if isinstance(rate, Tensor) else rate

@@ -29,8 +29,9 @@ from nufed.lab.config.schema import LoraConfig
 from nufed.lab.runs.json_files import DataclassJson
 from nufed.objective.modules import RunningStats
 
-# version of About: 1 has no inputs.range, only 3 has a preparation or a part that is trained
-FORMAT = 3
+# version of About: 1 has no inputs.range, only 3 and later have a preparation or a part that is
+# trained, only 4 has step sizes beside the weights
+FORMAT = 4
 MAX_SIZE = 2**40  # numbers per input; larger values are refused as crafted
 MAX_ARGS_CHARACTERS = 20_000  # of a model's arguments as text
 
@@ -141,13 +142,18 @@ def _check_whole(given: Tensor, dtype: torch.dtype, what: str, remedy: str = "")
 class AdaptAbout(_AboutRecord):
     """How the model is meant to be fine-tuned: ν steps of size α on batches of D samples.
 
-    ``lr`` is one number, or one for every parameter by its name (learned step sizes). If it was
+    ``lr`` is one number, one for every parameter by its name (learned step sizes), or ``"stored"``:
+    one for every coordinate, or these for every step, in a tensor beside the weights. If it was
     chosen on validation samples of agents seen in training, ``lr_scale`` is its ratio to that of
     training; 0: no step lowered the loss there, so that ``steps`` is 0.
     """
 
     steps: Annotated[int, Field(ge=0, le=100_000)]
-    lr: Annotated[Finite, Field(ge=0)] | dict[str, Annotated[Finite, Field(ge=0)]]
+    lr: (
+        Annotated[Finite, Field(ge=0)]
+        | dict[str, Annotated[Finite, Field(ge=0)]]
+        | Literal["stored"]
+    )
     lr_scale: Annotated[Finite, Field(ge=0)] | None = None
     batch_size: Size
     optimiser: Literal["sgd"] = "sgd"
@@ -168,7 +174,7 @@ class PersonalAbout(_AboutRecord):
 class About(_AboutRecord):
     """The metadata of a bundle or an adapted model."""
 
-    format: Literal[1, 2, 3] = 2
+    format: Literal[1, 2, 3, 4] = 2
     nufed: str
     name: str
     model: ModelAbout
@@ -310,7 +316,8 @@ def _lines(about: About) -> Iterator[str]:
         yield f"**This file holds {contents}**: store it only where they may be."
     yield ""
     yield "## Use"
-    rate = f"{adapt.lr:.4g}" if isinstance(adapt.lr, float) else "one per parameter, learned"
+    several = "per coordinate or step" if adapt.lr == "stored" else "one per parameter"
+    rate = f"{adapt.lr:.4g}" if isinstance(adapt.lr, float) else f"{several}, learned"
     if adapt.lr_scale == 0:
         rate += " (no step lowered the loss on validation samples of agents seen in training)"
     elif adapt.lr_scale is not None:

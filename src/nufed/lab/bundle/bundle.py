@@ -35,11 +35,12 @@ from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.problem import LOSSES, find_named
 from nufed.lab.config.schema import LoraConfig
 from nufed.lab.files import unseal, write_sealed
-from nufed.meta.fine_tuning import Rate, per_coordinate
+from nufed.meta.fine_tuning import Rate, by_step, per_coordinate
 from nufed.objective import Loss, Objective
 from nufed.objective.modules import RunningStats
 
 SUFFIX = ".nufed"
+STORED_RATES = "fine-tuning/rates"  # a tensor's name in a file
 MAX_BYTES = 2**33  # of a file
 MAX_STEPS = 10  # considered by `steps="auto"`, or twice those that the model was trained for
 
@@ -52,11 +53,13 @@ class Bundle:
         about: how it is built, preprocessed and fine-tuned, and its scores (:class:`About`).
         module: the meta-model itself.
         loss: minimised by fine-tuning.
+        stored_rates: α, one per coordinate or a row of these per step, if ``about`` says so.
     """
 
     about: About
     module: nn.Module
     loss: Loss
+    stored_rates: Tensor | None = None
 
     @classmethod
     def of(
@@ -64,7 +67,7 @@ class Bundle:
         module: nn.Module,
         *,
         input_shape: tuple[int, ...],
-        adapt_lr: float | Mapping[str, float],
+        adapt_lr: float | Mapping[str, float] | Tensor,
         lr_scale: float | None = None,
         adapt_steps: int = 1,
         batch_size: int = 40,
@@ -97,8 +100,9 @@ class Bundle:
                 data on another scale is then warned about.
             target_dtype: ``"int64"`` for targets that are whole numbers but no classes, such as
                 sequences of tokens; by default they are numbers to predict.
-            adapt_lr, adapt_steps, batch_size: α (one number, or one per parameter by name), ν and
-                D of fine-tuning.
+            adapt_lr, adapt_steps, batch_size: α (one number, one per parameter by name, or a vector
+                like :meth:`nufed.Objective.initial`, or a row of these per step), ν and D of
+                fine-tuning.
             lr_scale: if α was chosen on validation samples, its ratio to that of training; 0: no
                 step lowered the loss.
             classes: names of classes, in the order of outputs; none for regression.
@@ -119,7 +123,9 @@ class Bundle:
             load_state(module, load_file(weights))
         if loss == "auto":
             loss = "cross_entropy" if classes else "mse"
-        lr = dict(adapt_lr) if isinstance(adapt_lr, Mapping) else adapt_lr
+        stored = adapt_lr if isinstance(adapt_lr, Tensor) else None
+        lr: object = dict(adapt_lr) if isinstance(adapt_lr, Mapping) else adapt_lr
+        lr = lr if stored is None else "stored"
         adapt = {"steps": adapt_steps, "lr": lr, "lr_scale": lr_scale, "batch_size": batch_size}
         about = checked(
             {
@@ -148,11 +154,15 @@ class Bundle:
                 "measured": dict(measured or {}),
                 "personal": personal,
                 "preparation": preparation,
-                "format": 2 if preparation is None and train == "all" else 3,
+                "format": 4
+                if lr == "stored"
+                else 2
+                if preparation is None and train == "all"
+                else 3,
             }
         )
         function: Loss = find_named("loss", loss, LOSSES) if isinstance(loss, str) else loss
-        return cls(about, module, function)._checked()
+        return cls(about, module, function, stored)._checked()
 
     def _checked(self) -> Bundle:
         """Itself, after names of parameters and the card were checked."""
@@ -170,8 +180,10 @@ class Bundle:
         return Objective(self.module, self.loss, running_stats=self.about.model.running_stats)
 
     def rate(self) -> Rate:
-        """α as fine-tuning takes it: one number, or one per coordinate."""
+        """α as fine-tuning takes it: one number, or one per coordinate, or these by step."""
         lr = self.about.adapt.lr
+        if lr == "stored":
+            return self._checked_rates()
         if not isinstance(lr, Mapping):
             return lr
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -184,6 +196,16 @@ class Bundle:
         rates = [lr[n] for n in parameters]
         rates += [0.0] * (len(sizes) - len(rates))  # of tracked statistics
         return per_coordinate(initial.new_tensor(rates), sizes)
+
+    def _checked_rates(self) -> Tensor:
+        """The stored step sizes, refused where they are not those of the model."""
+        rates, like = self.stored_rates, self.objective.initial()
+        if rates is None:
+            raise InputError('adapt.lr is "stored", and there are no step sizes beside the weights')
+        by_step(rates, like)
+        ok = rates.ndim > 0 and bool((rates.isfinite() & (rates >= 0)).all())
+        require(ok, "adapt.lr", rates, "the stored step sizes must be finite numbers, 0 or more")
+        return rates
 
     def adapt(
         self,
@@ -253,7 +275,10 @@ class Bundle:
         path = Path(path)
         require(path.suffix == SUFFIX, "path", path.name, f"must end in {SUFFIX}")
         about = {"bundle": self.about.model_dump(mode="json")}
-        write_sealed(path, about, self.module.state_dict())
+        tensors = self.module.state_dict()
+        if self.about.adapt.lr == "stored":
+            tensors[STORED_RATES] = self._checked_rates()
+        write_sealed(path, about, tensors)
         return path
 
 
@@ -272,8 +297,10 @@ def load_bundle(
         module, loss: for bundles that were made from objects: the same module and loss.
     """
     with _opened(Path(path)) as (about, tensors):
-        built = build_model(about, tensors, trust, module)
-        bundle = Bundle(about, built, build_loss(about, trust, loss))._checked()
+        weights = {name: tensor for name, tensor in tensors.items() if name != STORED_RATES}
+        built = build_model(about, weights, trust, module)
+        rates = tensors.get(STORED_RATES)
+        bundle = Bundle(about, built, build_loss(about, trust, loss), rates)._checked()
         bundle.objective.initial()
     return bundle
 

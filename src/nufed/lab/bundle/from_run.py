@@ -89,7 +89,7 @@ def bundle_of(
     return Bundle.of(
         module,
         **described(run, objective, seed),
-        adapt_lr=_rate(method, shipped.adapt_lr, objective, module, scale or 1.0),
+        adapt_lr=_rate(shipped.adapt_lr, objective, module, scale or 1.0),
         lr_scale=scale,
         adapt_steps=steps,
         batch_size=algorithm.batch_size,
@@ -190,17 +190,15 @@ def _like(run: Run) -> Samples:
 
 
 def _rate(
-    method: str, rate: Rate, objective: Objective, module: nn.Module, scale: float
-) -> float | dict[str, float]:
-    """``scale`` times the step size; if it has one per coordinate, by name of the parameter."""
+    rate: Rate, objective: Objective, module: nn.Module, scale: float
+) -> float | dict[str, float] | Tensor:
+    """``scale`` times the step size; if it has one per parameter, by name."""
     if not isinstance(rate, Tensor):
         return scale * float(rate)
-    parts = torch.split(scale * rate, objective.sizes)
-    if any(bool((part != part[:1]).any()) for part in parts):
-        raise NoBundleError(
-            f"{method} can't be bundled: its step sizes differ inside a parameter, and a bundle "
-            "holds one for each"
-        )
+    rate = scale * rate
+    parts = torch.split(rate, objective.sizes, dim=-1)
+    if rate.ndim > 1 or any(bool((part != part[:1]).any()) for part in parts):
+        return rate.cpu()
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     # parts behind those of parameters are tracked statistics, which have no step size
     return {name: float(part[0]) for name, part in zip(names, parts, strict=False)}
