@@ -11,6 +11,7 @@ from nufed.algorithms.fedbabu import FedBABU
 from nufed.algorithms.fedbn import FedBN
 from nufed.algorithms.feddbe import FedDBE
 from nufed.algorithms.feddyn import FedDyn
+from nufed.algorithms.fedem import FedEM
 from nufed.algorithms.fedfomo import FedFomo
 from nufed.algorithms.fedl2p import FedL2P
 from nufed.algorithms.fednova import FedNova
@@ -22,6 +23,7 @@ from nufed.algorithms.fedprox import FedProx
 from nufed.algorithms.fedrep import FedRep
 from nufed.algorithms.fedrod import FedRoD
 from nufed.algorithms.gmeta import FedAvg, GMeta, PerFedAvg, fedavg, gmeta, per_fedavg
+from nufed.algorithms.ifca import IFCA
 from nufed.algorithms.knn_per import KNNPer
 from nufed.algorithms.lg_fedavg import LGFedAvg
 from nufed.algorithms.local_training import LocalTraining
@@ -85,6 +87,8 @@ ALGORITHMS: Registry[type[Algorithm]] = Registry(
         "fedamp": FedAMP,
         "fedfomo": FedFomo,
         "fedpac": FedPAC,
+        "ifca": IFCA,
+        "fedem": FedEM,
     },
     "nufed.algorithms",
     "Class",
@@ -95,6 +99,7 @@ __all__ = [
     "ALGORITHMS",
     "ANIL",
     "APFL",
+    "IFCA",
     "MOON",
     "AgentContext",
     "AgentResult",
@@ -114,6 +119,7 @@ __all__ = [
     "FedBN",
     "FedDBE",
     "FedDyn",
+    "FedEM",
     "FedFomo",
     "FedL2P",
     "FedNova",
