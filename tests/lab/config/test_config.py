@@ -57,6 +57,7 @@ def test_defaults_are_written_out_and_order_does_not_matter():
         "aggregation": "mean",
         "averaging": "uniform",
         "rates_lr": 0.0,
+        "rates": "tensor",
         "local_epochs": 0,
         "optimizer": "sgd",
         "momentum": 0.0,
