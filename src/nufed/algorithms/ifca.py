@@ -56,6 +56,7 @@ class IFCA(SeveralModels):
         others: as for :class:`SeveralModels`.
     """
 
+    receives: ClassVar[tuple[str, ...]] = ("models", "choice")  # k zeros: the grid of choices
     sends: ClassVar[tuple[str, ...]] = ("models", "choice")
     notes: ClassVar[Notes] = Notes(
         newcomer="takes the model with the lowest loss on its training samples",
