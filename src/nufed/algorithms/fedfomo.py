@@ -27,8 +27,9 @@ Privacy: an agent gets M models of single others as they are, and can attack eac
 could; whose they are it is not told. The server sees all models and who values whom. Secure
 aggregation and [privacy] are refused.
 
-In the authors' code θ may be one of several models (``--baseline_model``), distances are ℓ1 norms
-by default, only agents of the last round are available, and averages of models may be candidates.
+The authors' code takes this θ in its published commands (``--baseline_model first_model``), with
+five local epochs per round. There distances are ℓ1 norms by default, P also sums negative gains,
+only agents of the last round are available, and averages of models may be candidates.
 Known mistakes elsewhere: P sorted in ascending order, so that the least valued models are sent
 ([FLGo](https://github.com/WwZzz/easyFL/blob/FLGo/resources/algorithm/fedfomo.py)); only models of
 the last cohort, under wrong indices ([PFLlib #52](https://github.com/TsingZ0/PFLlib/issues/52),
