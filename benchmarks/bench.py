@@ -2,7 +2,7 @@
 
 Measures nufed's engines, a plain loop (plain.py) and the matrix-product floor of the direct method
 (floor.py) on the same random data, and the memory of large models (memory.py). Prints ratios with
-their range over repeats, and writes benchmarks/results/bench.json, charts beside it, and the table
+their range over repeats, and writes benchmarks/results/bench.json, a chart beside it, and the table
 of methods in docs/performance.md. `--quick` is a smoke test at tiny sizes and keeps nothing unless
 `--out` is given; `--job methods` runs one job and keeps the results of the others.
 """
@@ -237,34 +237,6 @@ def large_job(sizes):
     return result
 
 
-def sweeps(sizes, cores):
-    """Seconds per round against nu, tau, cohort and workers."""
-    data, result, cohort = paper_data(sizes), {}, range(sizes.cohort)
-    names = ["plain loop, 1 thread", f"direct, {cores} workers", f"gram, {cores} workers"]
-
-    def measured(contenders, *arguments):
-        works = {n: partial(c.round, *arguments) for n, c in contenders.items()}
-        return {n: median(t) for n, t in interleaved(works, sizes.few_repeats).items()}
-
-    def some(local_steps=4):
-        every = paper_contenders(data, sizes, cores, local_steps)
-        return {name: every[name] for name in names}
-
-    usual = some()
-    result["nu"] = {nu: measured(usual, cohort, nu, "first_order") for nu in sizes.nu}
-    result["cohort"] = {c: measured(usual, range(c), 3, "first_order") for c in sizes.cohorts}
-    result["tau"] = {t: measured(some(t), cohort, 3, "first_order") for t in sizes.tau}
-    result["workers"] = {}
-    for count in sizes.workers:
-        every = paper_contenders(data, sizes, count)
-        contenders = {
-            kind: every[f"{kind}, {count} workers" if count > 1 else f"{kind}, 1 worker"]
-            for kind in ("direct", "gram")
-        }
-        result["workers"][count] = measured(contenders, cohort, 3, "first_order")
-    return result
-
-
 def table(job, times, unit):
     print(f"  {job}")
     for name, own in times.items():
@@ -289,7 +261,7 @@ def in_own_process(sizes, *arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one repeat")
-    parser.add_argument("--out", type=Path, help="directory for results and charts")
+    parser.add_argument("--out", type=Path, help="directory for results and the chart")
     parser.add_argument("--job", choices=JOBS, help="run this job alone and keep other results")
     parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -338,7 +310,6 @@ JOBS = {
     "large": lambda sizes, cores: large_job(sizes),
     "scale": lambda sizes, cores: scale_job(sizes),
     "states": lambda sizes, cores: states_job(sizes),
-    "sweeps": sweeps,
 }
 
 

@@ -4,7 +4,7 @@
 
 measures rounds of gMeta on the direct engine, every size in a process of its own: the CPU-seconds
 of a round, and the peak of resident memory above that without the model. Each size is compared
-with its linear prediction: the line through the smaller sizes of its row. Measured sizes are kept
+with its linear prediction: the line through the two sizes before it. Measured sizes are kept
 in growth.json, so that a stopped benchmark resumes. Writes the chart beside it, and the table of
 docs/performance.md.
 """
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import altair as alt
-import numpy as np
 import torch
 from jobs import Sizes, lazy_data
 from memory import ENVIRONMENT, resident
 
 from nufed import Exact, FirstOrder, GMeta, Objective
+from nufed.lab.report.figures import save_figures
 from nufed.models import fcnn
 from nufed.simulation import DirectEngine, Training
 
@@ -92,12 +92,12 @@ def measure(wanted: Round) -> dict[str, float]:
     data = lazy_data(wanted.agents, sizes)
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
     base = resident("VmRSS")
-    size, times = rounds_of(data, wanted)
-    return {"numbers": size, "cpu": min(times), "peak": resident("VmHWM") - base}
+    times = rounds_of(data, wanted)
+    return {"cpu": min(times), "peak": resident("VmHWM") - base}
 
 
-def rounds_of(data, wanted: Round, most: int = MOST_ROUNDS) -> tuple[int, list[float]]:
-    """The size of the model and CPU-seconds of rounds after a first one."""
+def rounds_of(data, wanted: Round, most: int = MOST_ROUNDS) -> list[float]:
+    """CPU-seconds of rounds after a first one."""
     torch.manual_seed(0)
     width = max(1, round((wanted.numbers - CLASSES) / (INPUTS + 1 + CLASSES)))
     objective = Objective(fcnn((INPUTS,), CLASSES, hidden=[width]))
@@ -110,26 +110,31 @@ def rounds_of(data, wanted: Round, most: int = MOST_ROUNDS) -> tuple[int, list[f
         start = time.process_time()
         progress = training.round(progress)
         times.append(time.process_time() - start)
-    return objective.size, times
+    return times
 
 
-def in_own_process(wanted: Round) -> dict[str, float]:
+def in_own_processes(wanted: Round) -> dict[str, float]:
+    """Time and memory of a round, a process for each: what shows memory would take time."""
     command = [sys.executable, __file__, "--only", json.dumps(vars(wanted))]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    return json.loads(done.stdout)
+    found = {}
+    for what, environment in (("cpu", {}), ("peak", ENVIRONMENT)):
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env={**os.environ, **environment},
+        )
+        found[what] = json.loads(done.stdout)[what]
+    return found
 
 
 def with_predictions(sizes: list[int], values: list[float]) -> list[float | None]:
-    """The linear prediction of every value from those of smaller sizes, of which it takes two.
-
-    The line minimises relative errors, since values span orders of magnitude.
-    """
+    """The linear prediction of every value: the line through those of the two sizes before."""
+    points = list(zip(sizes, values, strict=True))
     predicted: list[float | None] = [None, None]
-    for k in range(2, len(sizes)):
-        before = np.array(values[:k])
-        slope, start = np.polyfit(sizes[:k], before, 1, w=1 / before)
-        predicted.append(float(slope * sizes[k] + start))
+    for (x0, y0), (x1, y1), (x, _) in zip(points, points[1:], points[2:], strict=False):
+        predicted.append(y1 + (y1 - y0) / (x1 - x0) * (x - x1))
     return predicted[: len(sizes)]
 
 
@@ -146,34 +151,34 @@ def table(results, every: list[Axis]) -> str:
             for column, guess, unit in zip(columns, guesses, (1e3, 1e-6), strict=True):
                 wanted = guess[number]
                 cells.append(f"{unit * column[number]:,.1f}")
-                cells.append("" if wanted is None else f"{column[number] / wanted:.2f}")
+                cells.append(f"{column[number] / wanted:.2f}" if wanted and wanted > 0 else "")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def chart(results, every: list[Axis]):
-    """Cost against size, with predictions as open points."""
+    """Cost against size, beside its predictions."""
     panels = []
-    for what, unit, title in (("cpu", 1, "CPU-seconds"), ("peak", 1e-6, "memory (MB)")):
+    for what, unit, title in (("cpu", 1, "CPU-seconds per round"), ("peak", 1e-6, "memory (MB)")):
         row = []
         for axis in every:
             sizes = list(axis.rounds)
             values = [unit * results[one.key][what] for one in axis.rounds.values()]
-            guesses = with_predictions(sizes, values)
+            curves = {"measured": values, "predicted": with_predictions(sizes, values)}
             points = [
-                {"x": x, "y": y, "kind": "measured"} for x, y in zip(sizes, values, strict=True)
-            ]
-            points += [
-                {"x": x, "y": y, "kind": "predicted from smaller sizes"}
-                for x, y in zip(sizes, guesses, strict=True)
+                {"x": x, "y": y, "kind": kind}
+                for kind, curve in curves.items()
+                for x, y in zip(sizes, curve, strict=True)
                 if y is not None and y > 0
             ]
             kind = "linear" if axis.unit == "ν" else "log"
-            x = alt.X("x:Q", title=axis.title, scale=alt.Scale(type=kind))
-            y = alt.Y("y:Q", title=title, scale=alt.Scale(type=kind, zero=axis.unit == "ν"))
-            colour = alt.Color("kind:N", title=None, legend=alt.Legend(orient="top"))
-            marks = alt.Chart(alt.Data(values=points)).encode(x, y, colour)
-            row.append(marks.mark_line(point=True).properties(width=200, height=150))
+            ticks = alt.Axis(format="~s", **({"values": sizes} if kind == "log" else {}))
+            x = alt.X("x:Q", title=axis.title, scale=alt.Scale(type=kind), axis=ticks)
+            y = alt.Y("y:Q", title=title, scale=alt.Scale(type=kind), axis=alt.Axis(format="~g"))
+            scale = alt.Scale(domain=list(curves), range=["#0072B2", "#E69F00"])
+            colour = alt.Color("kind:N", title=None, scale=scale, legend=alt.Legend(orient="top"))
+            marks = alt.Chart(alt.InlineData(values=points)).encode(x, y, colour)
+            row.append(marks.mark_line(point=True).properties(width=210, height=150))
         panels.append(alt.hconcat(*row))
     return alt.vconcat(*panels)
 
@@ -197,13 +202,12 @@ def main() -> None:
             row = kept.setdefault(wanted.key, {"turns": 0})
             if row["turns"] >= turn:
                 continue
-            found = in_own_process(wanted)
+            found = in_own_processes(wanted)
             best = {name: min(row.get(name, value), value) for name, value in found.items()}
             kept[wanted.key] = {**best, "turns": turn}
             path.write_text(json.dumps(kept, indent=1) + "\n")
             print(f"{wanted.key}: {1e3 * best['cpu']:.1f} CPU-ms, {best['peak'] / 1e6:.1f} MB")
-    for suffix, more in (("png", {"scale_factor": 2}), ("svg", {})):
-        chart(kept, every).save(str(options.out / f"growth.{suffix}"), **more)
+    save_figures([("growth", "", chart(kept, every))], options.out)
     print(text := table(kept, every))
     if options.out == HERE / "results":
         page = PAGE.read_text("utf-8")

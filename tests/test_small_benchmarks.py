@@ -70,3 +70,73 @@ def test_p_values_are_corrected_for_their_number():
     rows = [{"p": 0.01}, {"p": 0.5}, {"p": 0.02}]
     step_size_rule.holm(rows)
     assert [row["holm"] for row in rows] == pytest.approx([0.03, 0.5, 0.04])
+
+
+def test_growth_is_measured_against_the_line_through_the_two_sizes_before(
+    monkeypatch, tmp_path, capsys
+):
+    import growth
+
+    assert growth.with_predictions([1, 2, 4, 8], [3, 5, 9, 20]) == [None, None, 9, 17]
+    monkeypatch.setattr(growth, "in_own_processes", growth.measure)
+    measured = []
+    for turns in ("1", "1", "2"):  # the second time nothing is left to measure
+        monkeypatch.setattr(
+            "sys.argv", ["growth.py", "--quick", "--turns", turns, "--out", str(tmp_path)]
+        )
+        growth.main()
+        measured.append(capsys.readouterr().out.count("CPU-ms,"))
+    assert measured == [10, 0, 10]
+    rows = json.loads((tmp_path / "growth.json").read_text())
+    assert all(row["turns"] == 2 and row["cpu"] > 0 for row in rows.values())
+    assert (tmp_path / "growth.png").exists()
+    assert "| ν, exact | 0 |" in growth.table(rows, growth.axes(quick=True))
+
+
+def test_a_short_run_is_measured_with_its_processes(monkeypatch, tmp_path, capsys):
+    import short_runs
+
+    words = ["--quick", "--turns", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["short_runs.py", *words])
+    short_runs.main()
+    ((name, row),) = json.loads((tmp_path / "short_runs.json").read_text()).items()
+    assert name in capsys.readouterr().out and row["now"]["cpu"][0] > 0.5  # torch is imported
+
+
+def test_two_checkouts_are_measured_in_turns_and_must_have_equal_tables(monkeypatch, tmp_path):
+    import short_runs
+
+    asked = []
+
+    def run(command, source):
+        asked.append(source.name)
+        folder = Path(command[-1])
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps({"rows": [source.name * different]}))
+        return 2.0 if source.name == "old" else 1.0, 3.0
+
+    jobs = {"a run": ["run"], "another": ["run"]}
+    monkeypatch.setattr(
+        short_runs,
+        "commands",
+        lambda size, run, folder: {name: [*job, str(folder / "run")] for name, job in jobs.items()},
+    )
+    monkeypatch.setattr(short_runs, "cost_of", run)
+    sources, different = {"before": Path("old"), "now": Path("new")}, False
+    times = short_runs.measure(sources, 2, "quick")
+    assert asked == ["old", "old", "new", "new"] * 2
+    assert times["another"]["now"] == {"cpu": [1.0, 1.0], "seconds": [3.0, 3.0]}
+    assert "| a run | 2.00 | 3.00 | 1.00 | 3.00 | 2.00 (2.00 to 2.00) |" in short_runs.table(times)
+    different = True
+    with pytest.raises(AssertionError, match="a run: other results than before"):
+        short_runs.measure(sources, 1, "quick")
+
+
+def test_tables_of_costs_on_the_page_are_those_of_the_results():
+    import growth
+    import short_runs
+
+    page, results = growth.PAGE.read_text("utf-8"), growth.HERE / "results"
+    kept = json.loads((results / "growth.json").read_text())
+    assert growth.table(kept, growth.axes(quick=False)) in page
+    assert short_runs.table(json.loads((results / "short_runs.json").read_text())) in page

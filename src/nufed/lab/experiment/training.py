@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 from nufed.errors import NumericalWarning, TrainingError
+from nufed.evaluate.step_size import INITIAL_REACH
 from nufed.lab.experiment.evaluation import (
     Evaluator,
     baselines,
@@ -34,9 +35,11 @@ def parts_of(setup: Setup) -> list[RunPart]:
     evaluated = len(setup.evaluated[config.seeds[0]])
     works: dict[str, float] = {}
     if config.baselines:
-        local = "local" in config.baselines
         alone = local_training(setup)
-        works[BASELINE_PART] = float(evaluated * (alone.local_epochs or alone.local_steps) * local)
+        # tuned, it is trained with every coarse step size, and again with the chosen one
+        times = 2 * INITIAL_REACH + 2 if config.tune_local else 1
+        steps = (alone.local_epochs or alone.local_steps) * ("local" in config.baselines)
+        works[BASELINE_PART] = float(evaluated * steps * times)
     for name, algorithm in setup.algorithms.items():
         batches = sum(draw.number for draw in algorithm.update_draws()) or 1
         works[name] = config.rounds * config.participation * agents * batches
