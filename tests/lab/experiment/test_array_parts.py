@@ -12,6 +12,7 @@ from nufed.lab.config.problem import Problem
 from nufed.lab.experiment.array import LOCKS, check_share, parse_share, shared_run, slurm_share
 from nufed.lab.experiment.jobs import BASELINE_PART
 from nufed.lab.experiment.setup import Setup
+from nufed.lab.experiment.training import parts_of
 from nufed.lab.files import read_sealed, write_sealed
 from processes import Child
 from support import Killed, file_hashes, without_report
@@ -129,6 +130,17 @@ def test_a_part_in_use_is_refused_and_so_is_collecting(tmp_path):
         nufed.run(small, out=path, part=(2, 2))  # the others are free
     nufed.resume(path)
     assert not (path / LOCKS).exists()
+
+
+def test_the_estimated_work_of_a_tuned_baseline_counts_its_trainings():
+    def work(**changes):
+        config = load_config({**CONFIG, "baselines": ["local"], **changes})
+        parts = parts_of(Setup.make(Problem.make(config)))
+        return {part.method: part.work for part in parts}
+
+    once, tuned = work(), work(tune_local=True)
+    # five coarse step sizes, and the chosen one again
+    assert tuned.pop(BASELINE_PART) == 6 * once.pop(BASELINE_PART) and tuned == once
 
 
 def test_a_directory_of_something_else_is_refused_and_left_alone(tmp_path):
