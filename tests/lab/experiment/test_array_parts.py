@@ -134,7 +134,8 @@ def test_a_part_in_use_is_refused_and_so_is_collecting(tmp_path):
 
 def test_the_estimated_work_of_a_tuned_baseline_counts_its_trainings():
     def work(**changes):
-        config = load_config({**CONFIG, "baselines": ["local"], **changes})
+        data = {**CONFIG["data"], "validation": 0.25}
+        config = load_config({**CONFIG, "baselines": ["local"], "data": data, **changes})
         parts = parts_of(Setup.make(Problem.make(config)))
         return {part.method: part.work for part in parts}
 
