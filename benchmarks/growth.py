@@ -172,9 +172,11 @@ def chart(results, every: list[Axis]):
                 if y is not None and y > 0
             ]
             kind = "linear" if axis.unit == "ν" else "log"
-            ticks = alt.Axis(format="~s", **({"values": sizes} if kind == "log" else {}))
+            ticks = alt.Axis(
+                format="~s", grid=False, **({"values": sizes} if kind == "log" else {})
+            )
             x = alt.X("x:Q", title=axis.title, scale=alt.Scale(type=kind), axis=ticks)
-            y = alt.Y("y:Q", title=title, scale=alt.Scale(type=kind), axis=alt.Axis(format="~g"))
+            y = alt.Y("y:Q", title=title, scale=alt.Scale(type=kind), axis=alt.Axis(tickCount=4))
             scale = alt.Scale(domain=list(curves), range=["#0072B2", "#E69F00"])
             colour = alt.Color("kind:N", title=None, scale=scale, legend=alt.Legend(orient="top"))
             marks = alt.Chart(alt.InlineData(values=points)).encode(x, y, colour)
