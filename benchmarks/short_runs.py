@@ -103,14 +103,17 @@ def measure(sources: dict[str, Path], turns: int, size: str) -> dict[str, dict[s
 
 def table(results: dict[str, dict[str, dict]]) -> str:
     """Medians, and how many times less CPU time it takes than before, with the range over turns."""
-    both = all("before" in row for row in results.values())
-    columns = ["before", "now"] if both else ["now"]
+    columns = ["before", "now"] if any("before" in row for row in results.values()) else ["now"]
     titles = [f"{name}: {what}" for name in columns for what in ("CPU-s", "seconds")]
-    lines = ["| " + " | ".join(["", *titles, *(["CPU-s, before / now"] * both)]) + " |"]
-    lines.append("|---" * (len(titles) + 1 + both) + "|")
+    titles += ["CPU-s, before / now"] * (len(columns) - 1)
+    lines = [f"| {' | '.join(['', *titles])} |", "|---" * (len(titles) + 1) + "|"]
     for shown, row in results.items():
-        cells = [f"{median(row[n], w):.2f}" for n in columns for w in ("cpu", "seconds")]
-        if both:
+        cells = [
+            f"{median(row[name], what):.1f}" if name in row else ""
+            for name in columns
+            for what in ("cpu", "seconds")
+        ]
+        if "before" in row:
             found = ratio(row["before"], row["now"], what="cpu")
             cells.append(f"{found['median']:.2f} ({found['from']:.2f} to {found['to']:.2f})")
         lines.append(f"| {' | '.join([shown, *cells])} |")

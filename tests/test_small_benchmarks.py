@@ -126,7 +126,7 @@ def test_two_checkouts_are_measured_in_turns_and_must_have_equal_tables(monkeypa
     times = short_runs.measure(sources, 2, "quick")
     assert asked == ["old", "old", "new", "new"] * 2
     assert times["another"]["now"] == {"cpu": [1.0, 1.0], "seconds": [3.0, 3.0]}
-    assert "| a run | 2.00 | 3.00 | 1.00 | 3.00 | 2.00 (2.00 to 2.00) |" in short_runs.table(times)
+    assert "| a run | 2.0 | 3.0 | 1.0 | 3.0 | 2.00 (2.00 to 2.00) |" in short_runs.table(times)
     different = True
     with pytest.raises(AssertionError, match="a run: other results than before"):
         short_runs.measure(sources, 1, "quick")
