@@ -116,6 +116,8 @@ def table(results: dict[str, dict[str, dict]]) -> str:
         if "before" in row:
             found = ratio(row["before"], row["now"], what="cpu")
             cells.append(f"{found['median']:.2f} ({found['from']:.2f} to {found['to']:.2f})")
+        elif len(columns) > 1:
+            cells.append("")
         lines.append(f"| {' | '.join([shown, *cells])} |")
     return "\n".join(lines) + "\n"
 
