@@ -105,8 +105,8 @@ class FedFomo(LocalTraining):
 
     def downlink(self, context: Context, server: State, agent: int | None) -> State:
         row, others = row_of(server, agent), self.picked(context, server, agent)
-        own = server["model"] if row is None else server["models"][row]
-        missing = own.expand(self.models - len(others), -1)
+        latest = server["model"] if row is None else server["models"][row]
+        missing = latest.expand(self.models - len(others), -1)
         return {"models": torch.cat([server["models"][others], missing])}
 
     def picked(self, context: Context, server: State, agent: int | None) -> list[int]:

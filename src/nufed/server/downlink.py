@@ -19,8 +19,10 @@ class Downlink(Mapping[str, Tensor]):
     As a mapping it holds what a newcomer receives.
     """
 
-    def __init__(self, shared: State, own: Callable[[int | None], State] = lambda agent: {}):
-        self.shared, self.own = shared, own
+    def __init__(
+        self, shared: State, individual: Callable[[int | None], State] = lambda agent: {}
+    ) -> None:
+        self.shared, self.own = shared, individual
 
     @classmethod
     def of(cls, received: State) -> Downlink:
@@ -29,8 +31,8 @@ class Downlink(Mapping[str, Tensor]):
 
     def to(self, agent: int | None) -> State:
         """All that an agent receives; None: any newcomer."""
-        own = self.own(agent)
-        return {**self.shared, **own} if own else self.shared
+        individual = self.own(agent)
+        return {**self.shared, **individual} if individual else self.shared
 
     def __getitem__(self, name: str) -> Tensor:
         return self.to(None)[name]

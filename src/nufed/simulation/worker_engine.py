@@ -55,17 +55,17 @@ class WorkerEngine(Engine):
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
         down = Downlink.of(received)
-        own = {agent: down.own(agent) for agent in states}
+        individual = {agent: down.own(agent) for agent in states}
         like = down.to(next(iter(states)))
         sent = aligned_bytes({n: like[n] for n in algorithm.sends if n in like})
-        kept = [(aligned_bytes(own[agent]), aligned_bytes(s)) for agent, s in states.items()]
+        kept = [(aligned_bytes(individual[agent]), aligned_bytes(s)) for agent, s in states.items()]
         # the broadcast; then for every agent what it alone receives, its state, the vectors that it
         # sends, its next state
         sizes = [aligned_bytes(down.shared), *chain(*((o, s, sent, s) for o, s in kept))]
         spans, write = self._prepare([algorithm], sizes), self._buffer.write
         layout = write(down.shared, next(spans))
         layouts = {
-            a: (write(own[a], next(spans)), write(s, next(spans)), next(spans), next(spans))
+            a: (write(individual[a], next(spans)), write(s, next(spans)), next(spans), next(spans))
             for a, s in states.items()
         }
         chunks = [
@@ -97,8 +97,11 @@ class WorkerEngine(Engine):
             indices = self._index(algorithm), self._index(measure)
             written = [
                 {
-                    a: (self._buffer.write(own, next(spans)), self._write_state(s, next(spans)))
-                    for a, (own, s) in chunk.items()
+                    a: (
+                        self._buffer.write(individual, next(spans)),
+                        self._write_state(s, next(spans)),
+                    )
+                    for a, (individual, s) in chunk.items()
                 }
                 for chunk in chunks
             ]
@@ -121,8 +124,8 @@ class WorkerEngine(Engine):
         for chunk in chunks:
             loaded.append({agent: (down.own(agent), states[agent]) for agent in chunk})
             size += sum(
-                aligned_bytes(own) + aligned_bytes(state or {})
-                for own, state in loaded[-1].values()
+                aligned_bytes(individual) + aligned_bytes(state or {})
+                for individual, state in loaded[-1].values()
             )
             if size >= LOADED_BYTES and len(loaded) >= self.parallel:
                 yield loaded
@@ -206,7 +209,7 @@ class WorkerEngine(Engine):
 
     def _received(self, layout: Any, chunk: Mapping[int, Sequence[Any]]) -> Downlink:
         """In a worker process: what the agents of a chunk receive."""
-        own: dict[int | None, State] = {
+        individual: dict[int | None, State] = {
             a: self._buffer.read(parts[0]) for a, parts in chunk.items()
         }
-        return Downlink(self._buffer.read(layout), lambda agent: own.get(agent, {}))
+        return Downlink(self._buffer.read(layout), lambda agent: individual.get(agent, {}))

@@ -324,9 +324,9 @@ def read_task(site: Site, request: RecordDict, *more: str) -> Task:
     if agent != site.agent:
         raise InputError(f"the request is for site {shown(agent)}, but this is site {site.agent}")
     like = Downlink.of(site.plan.received_like())
-    received, own = read_vectors(request, like.shared), like.own(None)
-    if own:
-        received = {**received, **read_vectors(request, own, OWN)}
+    received, individual = read_vectors(request, like.shared), like.own(None)
+    if individual:
+        received = {**received, **read_vectors(request, individual, OWN)}
     taken = read_int(taken, "taken", 10**9)
     run = read_run(run)
     method, folder = site.plan.method, site.folder / run

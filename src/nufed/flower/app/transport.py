@@ -157,9 +157,9 @@ class Transport:
                 **about,
             )
             contents[agent].update({**arrays, **records(agent), **method_record(self._plan.method)})
-            own = {} if down is None else down.own(agent)
-            if own:
-                contents[agent][OWN] = to_arrays(own)
+            individual = {} if down is None else down.own(agent)
+            if individual:
+                contents[agent][OWN] = to_arrays(individual)
         return contents
 
     def _note(self, kind: str, round: int, replies: Mapping[int, Reply]) -> None:
@@ -174,10 +174,10 @@ class Transport:
 def _digest(shared: State, contents: Iterable[RecordDict]) -> str:
     """Digest of all vectors in the contents of messages; shared ones count once."""
     records = (each[OWN] for each in contents if OWN in each)
-    own = [
+    individual = [
         array.data for each in records if isinstance(each, ArrayRecord) for array in each.values()
     ]
-    return sha256([*tensor_pieces(shared), *own])
+    return sha256([*tensor_pieces(shared), *individual])
 
 
 def _phase(kind: str) -> Phase:

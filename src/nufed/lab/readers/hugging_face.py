@@ -20,15 +20,7 @@ from nufed.registry import suggest
 
 
 def hugging_face(
-    path: str = "",
-    name: str | None = None,
-    split: str = "train",
-    inputs: str | list[str] | None = None,
-    target: str | None = None,
-    owner: str | None = None,
-    tokenizer: str | None = None,
-    length: int = 128,
-    mask: bool = False,
+    path: str = "", name: str | None = None, split: str = "train", **columns: Any
 ) -> Samples:
     """A Hugging Face data set from a folder or the local cache, "hf:PATH" or "hf:NAME".
 
@@ -40,7 +32,8 @@ def hugging_face(
             the name of a cached data set.
         name: of the data set's configuration, if it has several.
         split: of the data set.
-        inputs, target, owner, tokenizer, length, mask: as for :func:`from_datasets`.
+        columns: ``inputs``, ``target``, ``owner``, ``tokenizer``, ``length`` and ``mask``, as for
+            :func:`from_datasets`.
     """
     require(isinstance(path, str) and bool(path), "data.args.path", path, "must be text")
     try:
@@ -61,15 +54,7 @@ def hugging_face(
             "give the folder of a data set, or download it before with the package datasets",
             "data.source",
         ) from None
-    return from_datasets(
-        data,
-        inputs=inputs,
-        target=target,
-        owner=owner,
-        tokenizer=tokenizer,
-        length=length,
-        mask=mask,
-    )
+    return from_datasets(data, **columns)
 
 
 def from_datasets(
