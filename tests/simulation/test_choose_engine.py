@@ -53,8 +53,10 @@ def test_wide_first_layers_use_gram_space_if_agents_train_often_enough():
         chosen = engines(net(data), data, visits).choose(METHOD, "auto")
         assert chosen == right
     big = wide(inputs=4000)  # two models are more than a small stack
-    assert engines(net(big), big, 1e-3).choose(METHOD, "auto") == "direct_onednn"
+    assert engines(net(big), big, 1e-3).choose(METHOD, "auto") == "direct"
     assert engines(net(big), big).choose(METHOD, "auto") == "gram_onednn"
+    large = engines(net(big, hidden=(220, 60)), big, 1e-3)  # 40·4000·220 > 2²⁵
+    assert large.choose(METHOD, "auto") == "direct_onednn"
 
 
 def test_no_gram_matrix_for_agents_with_many_samples_and_few_batches():
@@ -333,14 +335,14 @@ def test_gram_matrices_above_the_memory_limit_are_refused(monkeypatch):
     size = 3 * 60**2 * 4  # three agents, 60 training samples, float32
     for allowed, seeds, right in (
         (size, 1, "gram_onednn"),
-        (size - 1, 1, "direct_onednn"),
-        (size, 2, "direct_onednn"),
+        (size - 1, 1, "direct"),
+        (size, 2, "direct"),
         (2 * size, 2, "gram_onednn"),
     ):
         monkeypatch.setattr(choose_engine, "GRAM_BYTES", allowed)
         these = engines(net(data), data, seeds=seeds)
         assert these.choose(METHOD, "auto") == right
-        if right == "direct_onednn":
+        if right == "direct":
             with pytest.raises(InputError, match=r"matrices would take 0\.0 GiB"):
                 these.choose(METHOD, "gram")
 

@@ -22,6 +22,7 @@ from nufed.objective.modules import MovedStatistics, has_hooks
 
 AVAILABLE = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # in this build of torch
 LARGE = 2**22  # multiplications of a product, from which oneDNN is faster
+PAYS = 2**25  # from which they make up for one more layer of autograd's graph in Python
 BLOCK = 1024  # outputs of a layer whose weights are computed at once: they take memory
 
 
@@ -88,12 +89,12 @@ def with_onednn(objective: Objective) -> Objective:
 
 
 def has_large_products(objective: Objective, samples: int) -> bool:
-    """Whether a linear layer has large products in float32 on batches of so many samples."""
+    """Whether :func:`with_onednn` pays on batches of so many samples, in float32."""
     if objective.dtype != torch.float32 or objective._precision != "float32":
         return False
     layers = _linear_layers(objective._module)
     on_cpu = objective.initial().device.type == "cpu"
-    return on_cpu and any(samples * m.in_features * m.out_features >= LARGE for m in layers)
+    return on_cpu and any(samples * m.in_features * m.out_features >= PAYS for m in layers)
 
 
 def _linear_layers(module: nn.Module) -> list[nn.Linear]:
