@@ -205,6 +205,8 @@ def test_every_engine_that_may_run_it_gives_the_same(algorithm, tmp_path):
     right, scores = history(algorithm, direct), None
     obstacles = {name: engines.obstacle(name, algorithm) for name in ENGINES}
     usable = [name for name, obstacle in obstacles.items() if obstacle is None]
+    # those with oneDNN differ in large float32 products alone, which are tested by themselves
+    usable = [name for name in usable if not name.endswith("_onednn")]
     assert usable == MAY_USE[algorithm.combines], obstacles
     for name in usable:
         engine = engines.get(name)
