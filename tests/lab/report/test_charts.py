@@ -15,7 +15,7 @@ from nufed.lab.files import read_sealed
 from nufed.lab.report import figures, page
 from nufed.lab.report.charts import all_charts, signal_chart
 from nufed.lab.report.run_page import build_report
-from nufed.lab.report.style import Look, spread_labels
+from nufed.lab.report.style import GREY, Look, Styles, spread_labels
 from nufed.lab.runs import load_run
 from support import json_lines, with_figures
 
@@ -399,3 +399,12 @@ def test_labels_of_null_baselines_do_not_extend_an_axis_of_shares():
     spread = spread_labels(ends, [{"mean": 0.6}, {"mean": 1.0}])
     assert [round(own["mean"], 3) for own in spread] == [0.952, 0.976, 1.0]
     assert {own["method"] for own in spread} == set("abc")
+
+
+def test_a_method_looks_the_same_by_its_name_and_by_the_label_of_its_first_line():
+    """Charts by number of steps name methods, others their lines such as "ditto after 0 steps"."""
+    styles = Styles.of(["a", "b after 0 steps", "b after 1 step"], {"b": "b after 0 steps"})
+    for look in (styles.colours, styles.shapes):
+        assert look(["b"]) == look(["b after 0 steps"]) != look(["b after 1 step"])
+        assert look(["a"]) != look(["b"])
+    assert styles.colours(["nobody"]) == [GREY]

@@ -38,7 +38,10 @@ def finding(run: Run, group: str = "seen") -> str:
     if result is None:
         return f"{where}{'no' if where else 'No'} method has finite scores."
     if result.null is not None and result.none_beats_null:
-        return where + _capital(_none_beats(run, result, result.null), where)
+        text = _none_beats(run, result, result.null)
+        return where + (
+            text if text.startswith(f"{result.best.name} does") else _capital(text, where)
+        )
     text = _top(run, result)
     text = _capital(text, where) if text.startswith("the ") else text
     if result.null is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
 from typing import Any, TypeGuard
 
@@ -27,14 +27,18 @@ ROW = 28  # height of a method in a chart with a row for each
 
 @dataclass(frozen=True)
 class Styles:
-    """The colour and symbol of every method, the same in all charts of a page."""
+    """The colour and symbol of every method, the same in all charts of a page.
+
+    ``aliases`` are further names of some.
+    """
 
     names: tuple[str, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, names: Sequence[str]) -> Styles:
+    def of(cls, names: Sequence[str], aliases: Mapping[str, str] | None = None) -> Styles:
         """Of methods in their order; a name that occurs again is the same method."""
-        return cls(tuple(dict.fromkeys(names)))
+        return cls(tuple(dict.fromkeys(names)), aliases or {})
 
     def colours(self, names: Sequence[str]) -> list[str]:
         """The colours of these methods; grey of others. They repeat after eight."""
@@ -48,7 +52,8 @@ class Styles:
         return [SHAPES[i % len(SHAPES)] for i in places]
 
     def _places(self) -> Mapping[str, int]:
-        return {name: i for i, name in enumerate(self.names)}
+        places = {name: i for i, name in enumerate(self.names)}
+        return {other: places[name] for other, name in self.aliases.items()} | places
 
 
 def plot(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -159,8 +164,9 @@ class Look:
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Look:
         """Of runs that are shown on one page."""
-        names = [line.label for run in runs for line in run.lines() if line.kind == "method"]
-        names += [name for run in runs for name in run.methods]  # charts by number of steps
+        lines = [line for run in runs for line in run.lines() if line.kind == "method"]
+        # a method, in charts by number of steps, looks like the first of its lines
+        methods = {line.name: line.label for line in reversed(lines)}
         first, limits = runs[0], _limits(runs)
         better = first.measure.higher_is_better
         means = [value for run in runs for value in _means(run)]
@@ -173,7 +179,7 @@ class Look:
         if domain and math.isfinite(room):
             domain = domain[0] - room * below, domain[1] + room * above
         return cls(
-            Styles.of(names),
+            Styles.of([line.label for line in lines], methods),
             f"{first.config.eval_on} {first.measure.name}",
             first.measure.name == "accuracy",
             domain,

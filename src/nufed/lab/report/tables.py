@@ -110,7 +110,7 @@ def methods_table(runs: Sequence[Run]) -> Table:
     had = {key: sum(key in column for column in columns.values()) for key in headings}
     keys = sorted(headings, key=lambda key: -had[key])  # stable: ties in the order of fields
     rows = [[headings[k], *(column.get(k, "–") for column in columns.values())] for k in keys]
-    return Table(["", *columns], rows)
+    return Table(["", *columns], rows, prose=True)
 
 
 def _settings(algorithm: Algorithm) -> Iterator[tuple[Field, Any]]:
@@ -139,10 +139,11 @@ def settings_table(run: Run) -> Table:
         "participation (r)": f"{config.participation:g}, a cohort of {cohort} agents a round",
         "rounds (K)": str(config.rounds),
         "data": f"{config.data.source}; {_partition(run)}",
-        "samples per agent": samples_per_agent(run),
+        "samples per agent": samples_per_agent(run)
+        + " of training and test" * _without_validation(run),
         **_columns(run),
         "parts": f"validation {config.data.validation:g}, test {config.data.test:g}, rest training",
-        "model": f"{config.model.name} {config.model.args or ''}, {config.dtype}",
+        "model": _model(config),
         "fine-tuning steps": steps_shown(run),
         "step size of fine-tuning": "chosen on validation samples, one per method, seed and "
         "number of steps"
@@ -162,13 +163,25 @@ def settings_table(run: Run) -> Table:
     return Table(["", ""], [[k, v] for k, v in rows.items()], prose=True)
 
 
+def _model(config: Config) -> str:
+    """The model with its arguments, and in which numbers and layout it is computed."""
+    name, arguments = config.model.name, config.model.args
+    parts = [f"{name} {arguments}" if arguments else name, config.dtype]
+    if config.precision != "float32":
+        parts.append(f"products in {config.precision}")
+    if config.memory_format != "contiguous":
+        parts.append(config.memory_format)
+    return ", ".join(parts)
+
+
 def problem_text(run: Run) -> str:
     """The data and its split, as resolved, in a sentence."""
     config = run.config.data
     unseen = f", {run.unseen} of them unseen in training{_names(run)}" if run.unseen else ""
     source = "" if config.source == AT_SITES else f"{config.source}, {_partition(run)}: "
     sizes = samples_per_agent(run)
-    each = "" if sizes == NOT_SENT else f", {sizes} samples each"
+    kind = "training and test samples" if _without_validation(run) else "samples"
+    each = "" if sizes == NOT_SENT else f", {sizes} {kind} each"
     return f"Data: {source}{run.agents} agents{unseen}{each}."
 
 
@@ -199,6 +212,11 @@ def samples_per_agent(run: Run) -> str:
     low, middle, high = min(sizes), float(np.median(sizes)), max(sizes)
     same = f"{low:,}"
     return same if low == high else f"{same} to {high:,} (median {middle:,g})"
+
+
+def _without_validation(run: Run) -> bool:
+    """Whether numbers of samples leave out validation parts, whose sizes sites do not send."""
+    return run.federated and bool(run.config.data.validation) and samples_per_agent(run) != NOT_SENT
 
 
 def _partition(run: Run) -> str:
