@@ -56,6 +56,9 @@ class Setting:
         choices: for fields that hold an object with settings of its own (an aggregation rule, a
             curvature): its classes by name.
         search: what ``nufed tune`` searches by default; None: it leaves the setting as configured.
+        follows: the setting whose value this one takes unless it is given itself.
+        of_rounds: the default in a run, as a share of its rounds; the field's own is for code that
+            knows no number of rounds.
     """
 
     about: str
@@ -65,6 +68,8 @@ class Setting:
     below: float | None = None
     choices: Mapping[str, type] | None = None
     search: Search | None = None
+    follows: str | None = None
+    of_rounds: float | None = None
 
     def allowed(self, whole: bool) -> str:
         """Text that states the allowed values."""
@@ -104,9 +109,11 @@ def setting(
     below: float | None = None,
     choices: Mapping[str, type] | None = None,
     search: Search | None = None,
+    follows: str | None = None,
+    of_rounds: float | None = None,
 ) -> Any:
     """A dataclass field that is a setting; arguments are those of :class:`Setting`."""
-    limits = Setting(about, least, above, most, below, choices, search)
+    limits = Setting(about, least, above, most, below, choices, search, follows, of_rounds)
     return dataclasses.field(default=default, metadata={KEY: limits})
 
 
@@ -215,6 +222,14 @@ def _settings_of(cls: Any) -> tuple[Field, ...]:
     }
     written = [name for base in cls.__mro__ for name in get_annotations(base)]
     return tuple(values[name] for name in dict.fromkeys(written) if name in values)
+
+
+def follow_settings(thing: RemembersSettings) -> None:
+    """Give every setting that was not given itself the value of the one that it follows."""
+    for field in settings_of(type(thing)):
+        shared = field.setting.follows
+        if shared is not None and field.name not in thing._explicit:
+            object.__setattr__(thing, field.name, getattr(thing, shared))
 
 
 def check_settings(algorithm: Any) -> None:

@@ -17,7 +17,7 @@ from nufed.registry import Registry
 from nufed.settings import check_settings, setting
 
 SORTED = 2**22  # numbers that are sorted at once
-Averaging: TypeAlias = Literal["uniform", "samples"]
+Averaging: TypeAlias = Literal["uniform", "samples", "paper"]
 
 
 class Aggregation(Protocol):
@@ -33,7 +33,7 @@ class Aggregation(Protocol):
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean (line 11 of Algorithm 1), uniform or by samples.
+    """The mean (line 11 of Algorithm 1), uniform or by samples, or as in the method's own paper.
 
     A single agent can move it far (breakdown point 0). Cost: one pass over the vectors. The uniform
     mean is a fixed-point sum, whose bits do not depend on order (:mod:`.fixed_point`): updates are
@@ -46,7 +46,9 @@ class Mean:
     [tensor([2.]), tensor([3.])]
     """
 
-    averaging: Averaging = setting("uniform", "weights of agents: uniform, or by samples")
+    averaging: Averaging = setting(
+        "uniform", "weights of agents: uniform, by samples, or those of the method's paper"
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -44,9 +44,15 @@ class Ditto(LocalTraining):
         1.0, "λ, weight of the proximal term", least=0, search=Search(0.01, 10.0)
     )
     personal_lr: float = setting(
-        0.01, "η_v, step size of the personal model", least=0, search=STEP_SIZES
+        0.001,
+        "η_v, step size of the personal model",
+        least=0,
+        search=STEP_SIZES,
+        follows="meta_lr",
     )
-    personal_steps: int = setting(4, "τ_v, steps of the personal model per round", least=1)
+    personal_steps: int = setting(
+        4, "τ_v, steps of the personal model per round", least=1, follows="local_steps"
+    )
 
     kept_loops: ClassVar[tuple[str, ...]] = ("local", "personal")
     notes: ClassVar[Notes] = Notes(

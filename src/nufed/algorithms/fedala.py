@@ -58,7 +58,10 @@ class FedALA(LocalTraining):
     tolerance: float = setting(1e-4, "change per pass below which they have converged", least=0)
 
     notes: ClassVar[Notes] = Notes(
-        newcomer="uses the global model", optimized="local steps", shown_steps=0
+        newcomer="uses the global model",
+        optimized="local steps",
+        shown_steps=0,
+        averaging="samples",
     )
     combines: ClassVar[None] = None  # agents need different numbers of passes
 

@@ -9,8 +9,7 @@ The server holds and broadcasts the body; the head is that of the initial model,
 have, and agents keep nothing. So the server has a whole model, (θ_ext, θ⁰_cls). The personal model
 is that model after fine-tuning: of all of it, as the paper recommends, or of the part that
 ``fine_tuned`` names, for as many steps as the run evaluates. A newcomer does the same.
-``optimizer`` drives the steps of the body; fine-tuning takes plain steps of size ``adapt_lr``. The
-paper weights agents by samples (``averaging = "samples"``).
+``optimizer`` drives the steps of the body; fine-tuning takes plain steps of size ``adapt_lr``.
 
 Known mistakes elsewhere: the head's gradient is set to zero and the optimiser then updates the
 whole model (FL-bench), so that weight decay shrinks a head that should keep its values; averaging
@@ -48,6 +47,7 @@ class FedBABU(Masked):
     notes: ClassVar[Notes] = Notes(
         newcomer="fine-tunes the global model",
         optimized="local steps of the body",
+        averaging="samples",
     )
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:

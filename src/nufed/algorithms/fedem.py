@@ -19,7 +19,7 @@ the E-step, which are not counted. The personal model predicts with the received
 Fine-tuning takes steps of −log Σ_m π_im·p_m by θ, with π_i fixed. A newcomer finds π_i by
 ``newcomer_steps`` E-steps on its training part, from equal weights. There is no global model, so
 that only personal models can be bundled. ``optimizer`` drives the local steps of every component,
-each with its own memory. The paper weights agents by samples (``averaging = "samples"``).
+each with its own memory.
 
 The authors' code agrees, but for passes over the data in place of single local steps; a new client
 takes one E-step per evaluation.
@@ -71,6 +71,7 @@ class FedEM(SeveralModels):
         lost_state="its weights of the components start equal again",
         optimized="the local steps of every component",
         shown_steps=0,
+        averaging="samples",
     )
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:

@@ -101,7 +101,9 @@ class FedL2P(LocalTraining):
             phases, and ``adapt_lr``, a number, is the initial η̃.
     """
 
-    pretrain_rounds: int = setting(10, "rounds of FedAvg before λ is learned", least=0)
+    pretrain_rounds: int = setting(
+        10, "rounds of FedAvg before λ is learned", least=0, of_rounds=2 / 3
+    )
     adapt_steps: int = setting(4, "K, fine-tuning steps that λ is learned for", least=1)
     neumann_steps: int = setting(3, "Q, terms of the Neumann series beyond the first", least=0)
     net_lr: float = setting(
@@ -119,6 +121,7 @@ class FedL2P(LocalTraining):
         newcomer="fine-tunes the global model with its own output of the meta-nets",
         optimized="the local steps of w, and the steps of λ",
         caveat=lambda algorithm, rounds: algorithm.caveat_after(rounds),
+        averaging="samples",
     )
 
     def __post_init__(self) -> None:

@@ -1,15 +1,17 @@
 """FedAvg with a server optimiser: FedAvgM, FedAdagrad, FedAdam and FedYogi.
 
 Every algorithm takes ``server_optimizer`` as a setting; these are FedAvg with it, under the names
-of the literature. The formulas are in :mod:`nufed.algorithms.server_optimizer`.
+of the literature. The formulas are in :mod:`nufed.algorithms.server_optimizer`. Reddi et al. weigh
+agents equally in their Algorithm 2, Hsu et al. by samples.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from nufed.algorithms.gmeta import FedAvg
+from nufed.algorithms.gmeta import FedAvg, GMeta
+from nufed.algorithms.protocol import Notes
 from nufed.algorithms.server_optimizer import Adagrad, Adam, AvgM, Plain, Yogi
 from nufed.settings import setting
 
@@ -29,6 +31,7 @@ class FedAvgM(FedAvg):
 class FedAdagrad(FedAvg):
     """FedAdagrad: FedAvg with Adagrad at the server (Reddi et al., 2021)."""
 
+    notes: ClassVar[Notes] = GMeta.notes
     server_optimizer: Plain = _only("adagrad", Adagrad())
 
 
@@ -36,6 +39,7 @@ class FedAdagrad(FedAvg):
 class FedAdam(FedAvg):
     """FedAdam: FedAvg with Adam at the server (Reddi et al., 2021)."""
 
+    notes: ClassVar[Notes] = GMeta.notes
     server_optimizer: Plain = _only("adam", Adam())
 
 
@@ -43,4 +47,5 @@ class FedAdam(FedAvg):
 class FedYogi(FedAvg):
     """FedYogi: FedAvg with Yogi at the server (Reddi et al., 2021)."""
 
+    notes: ClassVar[Notes] = GMeta.notes
     server_optimizer: Plain = _only("yogi", Yogi())

@@ -10,7 +10,7 @@ The server holds and broadcasts W_B; W_{P_i} stays with the agent and is never s
 model is (W_B, W_{P_i}) with the server's latest W_B and the W_{P_i} of the last round in which the
 agent took part. A newcomer trains the initial personalisation layers for a round's local steps with
 W_B fixed. ``optimizer`` drives all of these steps. ``private = "last:2"`` makes two layers personal
-(their K_P = 2). The paper weights agents by samples (``averaging = "samples"``).
+(their K_P = 2).
 
 Known mistakes elsewhere: copying the body by ``parameters()`` leaves BatchNorm's running statistics
 with each agent, although they belong to the shared base layers (PFLlib); here tracked statistics
@@ -19,9 +19,11 @@ belong to their layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from nufed.algorithms.partial import PrivatePart
+from nufed.algorithms.protocol import Notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,3 +34,5 @@ class FedPer(PrivatePart):
         private: W_P, the personalisation layers.
         others: as for :class:`LocalTraining`; ``meta_lr`` is η, ``local_steps`` τ.
     """
+
+    notes: ClassVar[Notes] = replace(PrivatePart.notes, averaging="samples")

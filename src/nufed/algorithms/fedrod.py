@@ -62,13 +62,18 @@ class FedRoD(LocalTraining):
 
     balance: float = setting(1.0, "γ, exponent of class counts in the balanced loss", least=0)
     personal_lr: float = setting(
-        0.01, "η_p, step size of the personal head", least=0, search=STEP_SIZES
+        0.001,
+        "η_p, step size of the personal head",
+        least=0,
+        search=STEP_SIZES,
+        follows="meta_lr",
     )
 
     notes: ClassVar[Notes] = Notes(
         newcomer="trains a personal head, from 0, for as many steps as a round has",
         optimized="steps of the shared model and of the personal head",
         shown_steps=0,
+        averaging="samples",
     )
 
     @property

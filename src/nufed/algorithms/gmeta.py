@@ -226,6 +226,8 @@ class GMeta(LocalTraining):
 class FedAvg(GMeta):
     """FedAvg: ν = 0; after fine-tuning with ``adapt_lr`` it is FedAvg + FT."""
 
+    notes: ClassVar[Notes] = replace(GMeta.notes, averaging="samples")
+
     adapt_steps: int = field(default=0, init=False)
     curvature: Curvature = field(default=FirstOrder(), init=False)
     rates_lr: float = field(default=0.0, init=False)

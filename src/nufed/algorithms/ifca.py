@@ -17,7 +17,7 @@ newcomers too. There is no global model, so that only personal models can be bun
 round is FedAvg's plus k evaluations of the loss on the training part, which are not counted. Noise
 of differential privacy is added to choices, too, and s divides by it: with few agents per model
 use none. ``optimizer`` drives the local steps; the server's optimiser acts on the change of all
-models. The paper weights agents of a cluster equally. Not implemented: layers that clusters share.
+models. Not implemented: layers that clusters share.
 
 Known mistakes elsewhere: no public thread was found. The tests reject: a mean over the cohort
 instead of those that chose; a model that nobody chose set to 0; the choice by the largest loss, or

@@ -69,6 +69,7 @@ class KNNPer(LocalTraining):
         optimized="the local steps",
         shown_steps=0,
         personal_data="features and labels of the agent's training samples",
+        averaging="samples",
     )
 
     @property

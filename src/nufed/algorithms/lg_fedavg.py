@@ -19,9 +19,11 @@ FedAvg trained for many rounds, a cost that its curves do not show.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from nufed.algorithms.partial import PRIVATE, PrivatePart
+from nufed.algorithms.protocol import Notes
 from nufed.settings import setting
 
 
@@ -35,3 +37,5 @@ class LGFedAvg(PrivatePart):
     """
 
     private: str = setting("body", PRIVATE)
+
+    notes: ClassVar[Notes] = replace(PrivatePart.notes, averaging="samples")

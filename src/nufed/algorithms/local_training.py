@@ -76,6 +76,11 @@ class LocalTraining(Algorithm):
         counted = isinstance(self.optimizer, AdamW) and self.optimizer.keeps
         return not (self.local_epochs or counted)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.aggregation == Mean("paper"):
+            object.__setattr__(self, "aggregation", Mean(self.notes.averaging))
+
     @property
     def combines(self) -> Literal["elementwise", "linearly"] | None:
         """Elementwise, unless agents of a stack would take different numbers of steps."""

@@ -36,7 +36,7 @@ from nufed.errors import InputError
 from nufed.meta.fine_tuning import Rate, trajectory
 from nufed.objective import AnyObjective, Batch, Inputs
 from nufed.objective.parts import Part
-from nufed.settings import RemembersSettings, check_settings
+from nufed.settings import RemembersSettings, check_settings, follow_settings
 
 State: TypeAlias = Mapping[str, Tensor]
 Places: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -224,6 +224,7 @@ class Notes:
         caveat: of the algorithm and the number of rounds: a caveat for readers of results.
         settings: of the algorithm: further settings for tables, by name, beyond the fields.
         theory: of the algorithm: its settings in the paper's bounds; None if they do not apply.
+        averaging: the weights of agents in its paper, which ``averaging = "paper"`` takes.
     """
 
     newcomer: str = "starts from the global model"
@@ -234,6 +235,7 @@ class Notes:
     caveat: Callable[[Any, int], str | None] = lambda algorithm, rounds: None
     settings: Callable[[Any], Mapping[str, str]] = lambda algorithm: {}
     theory: Callable[[Any], TheorySettings | None] = lambda algorithm: None
+    averaging: Literal["uniform", "samples"] = "uniform"
 
 
 @dataclass(frozen=True)
@@ -384,6 +386,7 @@ class Algorithm(RemembersSettings, ABC):
         return Plain()
 
     def __post_init__(self) -> None:
+        follow_settings(self)
         check_settings(self)
 
     # initial states

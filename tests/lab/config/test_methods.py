@@ -17,6 +17,7 @@ from nufed.algorithms import (
     Cost,
     Ditto,
     FedAvg,
+    FedL2P,
     PerFedAvg,
     Scaffold,
 )
@@ -92,7 +93,7 @@ def test_shared_keys_reach_every_algorithm_that_has_them():
 
 def test_every_setting_of_every_algorithm_is_a_key_with_its_default():
     for name, cls in ALGORITHMS.items():
-        config = load_config({"method": {"algorithm": name}})
+        config = load_config({"method": {"algorithm": name}, "rounds": 15})  # FedL2P's 10 · 3/2
         assert config.algorithms() == {name: cls()}
         fields = settings_of(cls)
         chosen = [type(field.default) for field in fields if field.setting.choices is not None]
@@ -107,6 +108,70 @@ def test_different_defaults_of_one_key_stand_at_their_methods():
     assert config.method.trim == 0.3  # only one of them has it
     assert load_config(tomllib.loads(config.to_toml())) == config
     assert config.algorithms() == {"gmeta": GMeta(), "own": Own()}
+
+
+def test_settings_of_one_kind_follow_the_shared_one_unless_given():
+    methods = {
+        "ditto": {},
+        "fixed": {"algorithm": "ditto", "personal_lr": 0.02},
+        "other": {"algorithm": "ditto", "meta_lr": 0.5, "local_steps": 2},
+        "fedrod": {},
+    }
+    config = load_config({"method": {"meta_lr": 0.3, "local_steps": 6}, "methods": methods})
+    found = {n: (a.meta_lr, a.personal_lr) for n, a in config.algorithms().items()}
+    assert found == {
+        "ditto": (0.3, 0.3),
+        "fixed": (0.3, 0.02),
+        "other": (0.5, 0.5),
+        "fedrod": (0.3, 0.3),
+    }
+    assert [config.algorithms()[n].personal_steps for n in ("ditto", "other")] == [6, 2]
+    # what is recorded are numbers, which later changes of the shared setting do not move
+    tables = tomllib.loads(config.to_toml())
+    assert load_config(tables) == config
+    tables["method"]["meta_lr"] = 0.7
+    assert load_config(tables).algorithms()["ditto"].personal_lr == 0.3
+    # in Python, too: objects that were not made with it follow [method]
+    objects = {"a": Ditto(), "b": Ditto(personal_lr=0.02), "c": Ditto(meta_lr=0.4)}
+    given = load_config({"method": {"meta_lr": 0.3}}, methods=objects)
+    made = given.algorithms(objects)
+    assert [a.personal_lr for a in made.values()] == [0.3, 0.02, 0.4]
+    assert Ditto(meta_lr=0.4, local_steps=3) == Ditto(
+        meta_lr=0.4, personal_lr=0.4, local_steps=3, personal_steps=3
+    )
+
+
+def test_counts_that_depend_on_rounds_are_shares_of_them():
+    for rounds, expected in ((30, 20), (6, 4), (1, 1)):
+        config = load_config({"rounds": rounds, "method": {"algorithm": "fedl2p"}})
+        assert config.algorithms()["fedl2p"].pretrain_rounds == expected
+        assert config.method.pretrain_rounds == expected  # recorded, and so the same if resumed
+        longer = config.model_copy(update={"rounds": 10 * rounds})
+        assert longer.algorithms()["fedl2p"].pretrain_rounds == expected
+    fixed = load_config({"rounds": 30, "methods": {"fedl2p": {"pretrain_rounds": 3}}})
+    assert fixed.algorithms()["fedl2p"].pretrain_rounds == 3
+    objects = {"x": FedL2P(), "y": FedL2P(pretrain_rounds=5)}
+    made = load_config({"rounds": 30}, methods=objects).algorithms(objects)
+    assert [a.pretrain_rounds for a in made.values()] == [20, 5]
+
+
+BY_SAMPLES = {
+    *("fedavg", "fedavgm", "fedper", "fedbabu", "lg_fedavg", "fedala", "fedrod", "knn_per"),
+    *("fedl2p", "fedem"),
+}
+
+
+def test_paper_averaging_is_that_of_each_method():
+    for name, cls in ALGORITHMS.items():
+        expected = Mean("samples" if name in BY_SAMPLES else "uniform")
+        config = load_config({"method": {"algorithm": name, "averaging": "paper"}})
+        assert config.algorithms()[name].aggregation == expected, name
+        assert cls(aggregation=Mean("paper")).aggregation == expected
+        assert cls().aggregation == Mean("uniform")  # the default stays nufed's
+    config = load_config({"method": {"averaging": "paper"}, "methods": {"fedavg": {}, "ditto": {}}})
+    assert config.method.averaging == "paper"
+    used = [a.aggregation.averaging for a in config.algorithms().values()]
+    assert used == ["samples", "uniform"]
 
 
 def test_a_method_without_an_algorithm_is_the_one_that_it_is_named_after():

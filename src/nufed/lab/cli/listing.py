@@ -68,6 +68,9 @@ def about(name: str) -> Listing:
             "shown after": "the run's number of fine-tuning steps"
             if cls.notes.shown_steps is None
             else f"{cls.notes.shown_steps} fine-tuning steps",
+            "its paper weighs agents": "equally"
+            if cls.notes.averaging == "uniform"
+            else "by their samples",
         },
         "settings": described_by_key(cls),
     }

@@ -134,7 +134,11 @@ def name_of(cls: type, choices: Mapping[str, type]) -> str:
 def _default(field: Field) -> str:
     if field.default is MISSING:
         return "none, it must be set"
-    choices = field.setting.choices
+    choices, setting = field.setting.choices, field.setting
+    if setting.follows is not None:
+        return f"that of {setting.follows}"
+    if setting.of_rounds is not None:
+        return f"{setting.of_rounds:.0%} of rounds"
     return repr(field.default) if choices is None else repr(name_of(type(field.default), choices))
 
 

@@ -136,6 +136,7 @@ def make_methods(
     methods: Mapping[str, MethodConfig],
     given: Mapping[str, Algorithm] | None = None,
     recorded: bool = True,
+    rounds: int | None = None,
 ) -> dict[str, Method]:
     """The methods of a run by name; a method's own settings override the shared ones.
 
@@ -144,13 +145,14 @@ def make_methods(
         methods: ``[methods.NAME]`` by name; without any, ``[method]`` is the only one.
         given: algorithms that were given in Python, by name.
         recorded: with ``given``: whether ``shared`` may hold defaults of other methods.
+        rounds: of the run, for defaults that are shares of them.
     """
     name = DEFAULT if shared.algorithm is None else shared.algorithm
     if name != OWN:
         ALGORITHMS.find("method.algorithm", name)  # validate it even if no method uses it
     listed = methods or {name.rpartition(":")[2]: MethodConfig()}
     made = {
-        name: _Tables(name, shared, table).method((given or {}).get(name))
+        name: _Tables(name, shared, table, rounds).method((given or {}).get(name))
         for name, table in listed.items()
     }
     unknown = any(isinstance(m.algorithm, GivenInPython) for m in made.values())
@@ -160,14 +162,14 @@ def make_methods(
 
 
 def write_out(
-    shared: MethodConfig, methods: Mapping[str, MethodConfig]
+    shared: MethodConfig, methods: Mapping[str, MethodConfig], rounds: int | None = None
 ) -> tuple[MethodConfig, dict[str, MethodConfig]]:
     """The same tables with every default written out.
 
     A default goes to ``[method]`` if all methods that have the key agree on it, else to each.
     Algorithms go to each, so that a method added to these tables may be named after its own.
     """
-    made = make_methods(shared, methods)
+    made = make_methods(shared, methods, rounds=rounds)
     every = {key for method in made.values() for key in method.defaults}
     common: dict[str, Any] = {}
     single: dict[str, dict[str, Any]] = {name: {} for name in methods}
@@ -211,6 +213,7 @@ def with_objects(
     methods: Mapping[str, MethodConfig],
     given: Mapping[str, Algorithm],
     shared: MethodConfig | None = None,
+    rounds: int | None = None,
 ) -> dict[str, MethodConfig]:
     """``[methods.NAME]`` with tables that record algorithms given in Python.
 
@@ -221,7 +224,8 @@ def with_objects(
         table = methods.get(name, MethodConfig())
         if isinstance(algorithm, Algorithm):
             recorded = table if table.algorithm == OWN else MethodConfig()
-            algorithm = _Tables(name, shared or MethodConfig(), recorded).completed(algorithm)
+            both = _Tables(name, shared or MethodConfig(), recorded, rounds)
+            algorithm = both.completed(algorithm)
         tables[name] = table_of(name, algorithm, table.eval_steps)
     return tables
 
@@ -262,6 +266,7 @@ class _Tables:
     name: str
     shared: MethodConfig
     table: MethodConfig
+    rounds: int | None = None
     defaults: dict[str, Any] = field(default_factory=dict)  # of its keys
 
     def method(self, given: Algorithm | None) -> Method:
@@ -271,7 +276,7 @@ class _Tables:
         if name == OWN:
             if given is None:
                 return Method(GivenInPython(self.table.settings), {})
-            recorded = _Tables(self.name, MethodConfig(), self.table)
+            recorded = _Tables(self.name, MethodConfig(), self.table, self.rounds)
             return Method(recorded.completed(given), recorded.defaults)
         cls = ALGORITHMS.find(f"{self._where('algorithm')}.algorithm", name)
         settings = self._settings(cls)
@@ -316,10 +321,26 @@ class _Tables:
                     value = MISSING  # an object given in Python may be of any class
                 arguments |= self._choice(setting, value, default)
             else:
+                share = setting.setting.of_rounds
+                if share is not None and self.rounds is not None:
+                    default = round(share * self.rounds)
+                    value = default if value is MISSING else value
                 self.defaults[key] = _writable(default)
                 if value is not MISSING:
                     arguments[key] = self._value(setting, value)
+        self._follow(cls, base, arguments)
         return arguments
+
+    def _follow(self, cls: type, base: Any, arguments: dict[str, Any]) -> None:
+        """Let settings that are not given take the value of the one that they follow."""
+        for setting in fields_of(cls):
+            key, shared = setting.name, setting.setting.follows
+            if shared is None:
+                continue
+            value = arguments.get(shared, self.defaults[shared])
+            self.defaults[key] = value
+            if base is None or not {key, shared} & explicit_settings(base):
+                arguments.setdefault(key, value)
 
     def _choice(self, setting: SettingField, value: Any, default: Any) -> dict[str, Any]:
         """The object of a choice, if its name or any of its settings is given."""

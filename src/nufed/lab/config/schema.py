@@ -522,7 +522,7 @@ class Config(_Table):
                     f"methods.{name}: {name} is the name of a null baseline; give the method "
                     "another name"
                 )
-        made = make_methods(self.method, self.methods, given, recorded)
+        made = make_methods(self.method, self.methods, given, recorded, self.rounds)
         return {name: method.algorithm for name, method in made.items()}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -538,11 +538,13 @@ class Config(_Table):
 
         What an object does not set itself is as recorded, or as in ``shared``.
         """
-        return self.model_copy(update={"methods": with_objects(self.methods, given, shared)})
+        return self.model_copy(
+            update={"methods": with_objects(self.methods, given, shared, self.rounds)}
+        )
 
     def written_out(self) -> Config:
         """The same with the defaults of all settings of methods written out."""
-        method, methods = write_out(self.method, self.methods)
+        method, methods = write_out(self.method, self.methods, self.rounds)
         return self.model_copy(update={"method": method, "methods": methods})
 
     @property
