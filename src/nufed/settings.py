@@ -59,6 +59,8 @@ class Setting:
         follows: the setting whose value this one takes unless it is given itself.
         of_rounds: the default in a run, as a share of its rounds; the field's own is for code that
             knows no number of rounds.
+        of_longest_step: the default in a run, as a share of the step size up to which the first
+            steps lower the loss (:func:`nufed.meta.curvature.curvature_along`).
     """
 
     about: str
@@ -70,6 +72,7 @@ class Setting:
     search: Search | None = None
     follows: str | None = None
     of_rounds: float | None = None
+    of_longest_step: float | None = None
 
     def allowed(self, whole: bool) -> str:
         """Text that states the allowed values."""
@@ -111,9 +114,11 @@ def setting(
     search: Search | None = None,
     follows: str | None = None,
     of_rounds: float | None = None,
+    of_longest_step: float | None = None,
 ) -> Any:
     """A dataclass field that is a setting; arguments are those of :class:`Setting`."""
-    limits = Setting(about, least, above, most, below, choices, search, follows, of_rounds)
+    defaults = (follows, of_rounds, of_longest_step)
+    limits = Setting(about, least, above, most, below, choices, search, *defaults)
     return dataclasses.field(default=default, metadata={KEY: limits})
 
 

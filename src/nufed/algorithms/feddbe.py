@@ -73,6 +73,7 @@ class FedDBE(LocalTraining):
         newcomer="uses the global model, with bias 0",
         optimized="steps of the model and of the bias",
         shown_steps=0,
+        averaging="samples",
     )
 
     @property

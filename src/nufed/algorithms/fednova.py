@@ -63,7 +63,9 @@ class FedNova(LocalTraining):
 
     receives: ClassVar[tuple[str, ...]] = ("model", "steps")
     sends: ClassVar[tuple[str, ...]] = ("model", "steps")
-    notes: ClassVar[Notes] = replace(LocalTraining.notes, newcomer="fine-tunes the global model")
+    notes: ClassVar[Notes] = replace(
+        LocalTraining.notes, newcomer="fine-tunes the global model", averaging="samples"
+    )
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         return {"model": w, "steps": w.new_ones(1)}

@@ -83,7 +83,9 @@ class FedPAC(FedRep):
         "shared", "private", "prototypes", "shares", "moments", "variance",
     )  # fmt: skip
     notes = replace(
-        FedRep.notes, newcomer="takes head_steps steps from the mean of the last cohort's heads"
+        FedRep.notes,
+        newcomer="takes head_steps steps from the mean of the last cohort's heads",
+        averaging="samples",
     )
 
     @property

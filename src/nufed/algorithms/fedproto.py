@@ -92,6 +92,7 @@ class FedProto(LocalTraining):
         newcomer="trains the initial model for a round's local steps",
         optimized="the local steps",
         shown_steps=0,
+        averaging="samples",
     )
 
     @property

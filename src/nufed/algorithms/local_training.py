@@ -38,14 +38,18 @@ class LocalTraining(Algorithm):
         server_optimizer: the optimiser to which the server passes the combined change.
     """
 
-    meta_lr: float = setting(0.001, "β, step size of a local update", least=0, search=STEP_SIZES)
+    meta_lr: float = setting(
+        0.001, "β, step size of a local update", least=0, search=STEP_SIZES, of_longest_step=0.5
+    )
     local_steps: int = setting(4, "τ, local updates per round", least=1)
     local_epochs: int = setting(
         0, "epochs over the training part per round, instead of local_steps; 0: off", least=0
     )
     batch_size: int = setting(40, "D, samples per batch", least=1)
     optimizer: SGD = setting(SGD(), "optimiser of local steps", choices=LOCAL_OPTIMIZERS)
-    adapt_lr: Rate = setting(0.01, "α, step size of fine-tuning", least=0, search=STEP_SIZES)
+    adapt_lr: Rate = setting(
+        0.01, "α, step size of fine-tuning", least=0, search=STEP_SIZES, of_longest_step=0.5
+    )
     aggregation: Aggregation = setting(
         Mean(), "how the server combines updates; all but mean are robust", choices=AGGREGATIONS
     )
@@ -62,6 +66,8 @@ class LocalTraining(Algorithm):
         allowed = f'agents of {type(self).__name__} can\'t keep it; set it to "fresh"'
         possible = bool(self.kept_loops) or not self.optimizer.keeps
         require(possible, "optimizer_state", self.optimizer.optimizer_state, allowed)
+        if self.aggregation == Mean("paper"):
+            object.__setattr__(self, "aggregation", Mean(self.notes.averaging))
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
         """What optimisers remember, if agents keep that."""
@@ -75,11 +81,6 @@ class LocalTraining(Algorithm):
         """Whether all agents take the same number of steps, also in sum over their rounds."""
         counted = isinstance(self.optimizer, AdamW) and self.optimizer.keeps
         return not (self.local_epochs or counted)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.aggregation == Mean("paper"):
-            object.__setattr__(self, "aggregation", Mean(self.notes.averaging))
 
     @property
     def combines(self) -> Literal["elementwise", "linearly"] | None:

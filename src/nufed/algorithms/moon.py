@@ -64,6 +64,7 @@ class MOON(LocalTraining):
         newcomer="fine-tunes the global model",
         lost_state="its next round has no contrastive term",
         optimized="the local steps",
+        averaging="samples",
     )
 
     @property

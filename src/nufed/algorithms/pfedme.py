@@ -68,6 +68,9 @@ class PFedMe(LocalTraining):
     weight: float = setting(
         15.0, "λ, weight of the proximal term", above=0, search=Search(0.1, 100.0)
     )
+    meta_lr: float = setting(
+        0.01, "η, step size of a local iteration, along λ(w − θ)", least=0, search=STEP_SIZES
+    )
     inner_lr: float = setting(0.05, "α, step size of inner steps", above=0, search=STEP_SIZES)
     inner_steps: int = setting(5, "K, inner steps per local iteration", least=1)
     server_lr: float = setting(

@@ -52,7 +52,9 @@ class Scaffold(LocalTraining):
             control variates are always averaged.
     """
 
-    meta_lr: float = setting(0.001, "η, step size of a local step", above=0, search=STEP_SIZES)
+    meta_lr: float = setting(
+        0.001, "η, step size of a local step", above=0, search=STEP_SIZES, of_longest_step=0.5
+    )
     server_lr: float = setting(
         1.0, "η_g, step size of the server", above=0, search=Search(0.1, 3.0)
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import ClassVar, Literal, TypeAlias
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from nufed.errors import InputError, NumericalWarning
+from nufed.meta.fine_tuning import descend
 from nufed.objective import AnyBatch, AnyObjective, Objective
 from nufed.objective.parts import Part
 from nufed.settings import check_settings, setting
@@ -299,6 +300,31 @@ class _Watch:
 
     def stop(self) -> None:
         self._next = float("inf")
+
+
+def curvature_along(
+    objective: Objective, w: Tensor, batches: Iterable[AnyBatch], most: float = 0.0
+) -> float:
+    """The largest curvature |gᵀ∇²f·g|/‖g‖² along the gradients g of a short descent from w.
+
+    1/κ is the step size that minimises the loss along such a gradient, if it is quadratic there.
+    Every step has the size 1/κ of the largest κ so far, beginning with ``most``.
+
+    >>> import torch
+    >>> objective = Objective(torch.nn.Linear(1, 1, bias=False), torch.nn.functional.mse_loss)
+    >>> curvature_along(objective, torch.tensor([8.0]), [(torch.ones(1, 1), torch.zeros(1, 1))])
+    2.0
+    """
+    for batch in batches:
+        g = objective.grad(w, batch)
+        square = float(g @ g)
+        if square == 0:
+            break
+        most = max(most, abs(float(g @ objective.hvp(w, batch, g))) / square)
+        if not 0 < most < math.inf:
+            break
+        w = descend(w, 1 / most, g)
+    return most
 
 
 Operator: TypeAlias = Callable[[Tensor], Tensor]

@@ -104,7 +104,7 @@ def test_every_setting_of_every_algorithm_is_a_key_with_its_default():
 def test_different_defaults_of_one_key_stand_at_their_methods():
     config = load_config({"methods": {"gmeta": {}, "own": {"algorithm": OWN}}})
     assert "meta_lr" not in config.method.settings and "rates_lr" in config.method.settings
-    assert (config.methods["gmeta"].meta_lr, config.methods["own"].meta_lr) == (0.001, 0.5)
+    assert (config.methods["gmeta"].meta_lr, config.methods["own"].meta_lr) == ("auto", 0.5)
     assert config.method.trim == 0.3  # only one of them has it
     assert load_config(tomllib.loads(config.to_toml())) == config
     assert config.algorithms() == {"gmeta": GMeta(), "own": Own()}
@@ -157,7 +157,7 @@ def test_counts_that_depend_on_rounds_are_shares_of_them():
 
 BY_SAMPLES = {
     *("fedavg", "fedavgm", "fedper", "fedbabu", "lg_fedavg", "fedala", "fedrod", "knn_per"),
-    *("fedl2p", "fedem"),
+    *("fedl2p", "fedem", "fednova", "feddbe", "fedproto", "moon", "fedpac"),
 }
 
 

@@ -19,6 +19,7 @@ from nufed.lab.report.style import GREY, Look, Styles, spread_labels
 from nufed.lab.runs import load_run
 from support import json_lines, with_figures
 
+STEP_SIZES = {"meta_lr": 0.001, "adapt_lr": 0.01}
 CONFIG = {
     "name": "charts",
     "rounds": 3,
@@ -27,7 +28,7 @@ CONFIG = {
     "eval_every": 1,
     "data": {"agents": 5, "samples_per_agent": 40, "unseen_agents": 2, "validation": 0.2},
     "model": {"args": {"hidden": [4], "activation": "tanh"}},
-    "method": {"adapt_steps": 2, "batch_size": 5},
+    "method": {"adapt_steps": 2, "batch_size": 5, **STEP_SIZES},
     "methods": {
         "fedavg": {"algorithm": "fedavg"},
         "fo": {"algorithm": "gmeta", "curvature": "first_order", "eval_steps": [1, 2]},
@@ -300,7 +301,7 @@ def test_a_method_looks_the_same_in_both_runs(compared):
         ({"rounds": 5, "name": "x", "workers": 2}, "rounds"),
         ({"rounds": 5, "participation": 0.5}, ""),
         ({"workers": 2}, ""),
-        ({"method": {"adapt_steps": 1, "batch_size": 5}}, "method.adapt_steps"),
+        ({"method": {"adapt_steps": 1, "batch_size": 5, **STEP_SIZES}}, "method.adapt_steps"),
         ({"methods": {"fedavg": {}, "fo": CONFIG["methods"]["fo"]}}, ""),
     ],
 )

@@ -89,7 +89,8 @@ class App:
     @cached_property
     def checked(self) -> Config:
         """The configuration, validated for a federation."""
-        config = load_config(self.config)
+        # sites keep their data: step sizes that are not given are the classes' own defaults
+        config = load_config(self.config).written_out()
         _check(config)
         functions = {"loss": self.loss, "metric": self.metric}
         data = config.data.model_copy(update={"source": AT_SITES, "args": {}, "partition": "given"})

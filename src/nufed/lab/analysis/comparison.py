@@ -139,6 +139,7 @@ def _best_first(run: Run, group: str, seeds: Sequence[int]) -> dict[str, Line]:
 
 
 IGNORED = (  # keys that do not change results
+    "measured_curvature",
     "name",
     "note",
     "workers",

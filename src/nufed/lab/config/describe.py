@@ -139,6 +139,8 @@ def _default(field: Field) -> str:
         return f"that of {setting.follows}"
     if setting.of_rounds is not None:
         return f"{setting.of_rounds:.0%} of rounds"
+    if setting.of_longest_step is not None:
+        return f"{field.default!r}, in a run {setting.of_longest_step:g}/κ"
     return repr(field.default) if choices is None else repr(name_of(type(field.default), choices))
 
 

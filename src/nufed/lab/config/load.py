@@ -47,7 +47,7 @@ def load_config(
     import_methods(config)
     config = config.with_objects(methods or {}, shared=config.method)
     _check_precision(config, config.algorithms(methods, recorded=False))
-    return config.written_out()
+    return config.written_out(looks=True)
 
 
 def _check_precision(config: Config, algorithms: Mapping[str, Algorithm]) -> None:

@@ -18,7 +18,7 @@ is written as the name of its class, and the settings of that class are further 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -83,6 +83,25 @@ class GivenInPython(Algorithm):
 
 
 DEFAULT = "gmeta"
+AUTO = "auto"  # a step size that comes from a look at the problem
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a run when its methods are made, for defaults that depend on it.
+
+    Args:
+        rounds: of the run.
+        curvature: κ, the largest curvature along its first gradients.
+        looks: whether κ will be known only later: what depends on it is then recorded as "auto".
+    """
+
+    rounds: int | None = None
+    curvature: float | None = None
+    looks: bool = False
+
+
+UNKNOWN = Known()
 
 
 class MethodConfig(BaseModel):
@@ -116,6 +135,11 @@ class MethodConfig(BaseModel):
         """The algorithm's settings that are set."""
         return dict(self.model_extra or {})
 
+    def without_auto(self, keys: Collection[str]) -> MethodConfig:
+        """The same without those of these keys that leave their value open."""
+        given = self.model_dump()
+        return MethodConfig(**{k: v for k, v in given.items() if k not in keys or v != AUTO})
+
     def code(self) -> dict[str, str]:
         """Every ``package.module:Class`` that the table names to be imported, by its key."""
         if self.algorithm == OWN:
@@ -136,7 +160,7 @@ def make_methods(
     methods: Mapping[str, MethodConfig],
     given: Mapping[str, Algorithm] | None = None,
     recorded: bool = True,
-    rounds: int | None = None,
+    problem: Known = UNKNOWN,
 ) -> dict[str, Method]:
     """The methods of a run by name; a method's own settings override the shared ones.
 
@@ -145,14 +169,14 @@ def make_methods(
         methods: ``[methods.NAME]`` by name; without any, ``[method]`` is the only one.
         given: algorithms that were given in Python, by name.
         recorded: with ``given``: whether ``shared`` may hold defaults of other methods.
-        rounds: of the run, for defaults that are shares of them.
+        problem: what is known of the run, for defaults that depend on it.
     """
     name = DEFAULT if shared.algorithm is None else shared.algorithm
     if name != OWN:
         ALGORITHMS.find("method.algorithm", name)  # validate it even if no method uses it
     listed = methods or {name.rpartition(":")[2]: MethodConfig()}
     made = {
-        name: _Tables(name, shared, table, rounds).method((given or {}).get(name))
+        name: _Tables(name, shared, table, problem).method((given or {}).get(name))
         for name, table in listed.items()
     }
     unknown = any(isinstance(m.algorithm, GivenInPython) for m in made.values())
@@ -162,14 +186,24 @@ def make_methods(
 
 
 def write_out(
-    shared: MethodConfig, methods: Mapping[str, MethodConfig], rounds: int | None = None
+    shared: MethodConfig, methods: Mapping[str, MethodConfig], problem: Known = UNKNOWN
 ) -> tuple[MethodConfig, dict[str, MethodConfig]]:
     """The same tables with every default written out.
 
     A default goes to ``[method]`` if all methods that have the key agree on it, else to each.
     Algorithms go to each, so that a method added to these tables may be named after its own.
     """
-    made = make_methods(shared, methods, rounds=rounds)
+    made = make_methods(shared, methods, problem=problem)
+    open_keys = {
+        setting.name
+        for method in made.values()
+        for setting in settings_of(type(method.algorithm))
+        if _may_be_open(setting)
+    }
+    shared, methods = (
+        shared.without_auto(open_keys),
+        {name: table.without_auto(open_keys) for name, table in methods.items()},
+    )
     every = {key for method in made.values() for key in method.defaults}
     common: dict[str, Any] = {}
     single: dict[str, dict[str, Any]] = {name: {} for name in methods}
@@ -213,7 +247,7 @@ def with_objects(
     methods: Mapping[str, MethodConfig],
     given: Mapping[str, Algorithm],
     shared: MethodConfig | None = None,
-    rounds: int | None = None,
+    problem: Known = UNKNOWN,
 ) -> dict[str, MethodConfig]:
     """``[methods.NAME]`` with tables that record algorithms given in Python.
 
@@ -224,7 +258,7 @@ def with_objects(
         table = methods.get(name, MethodConfig())
         if isinstance(algorithm, Algorithm):
             recorded = table if table.algorithm == OWN else MethodConfig()
-            both = _Tables(name, shared or MethodConfig(), recorded, rounds)
+            both = _Tables(name, shared or MethodConfig(), recorded, problem)
             algorithm = both.completed(algorithm)
         tables[name] = table_of(name, algorithm, table.eval_steps)
     return tables
@@ -266,7 +300,7 @@ class _Tables:
     name: str
     shared: MethodConfig
     table: MethodConfig
-    rounds: int | None = None
+    problem: Known = UNKNOWN
     defaults: dict[str, Any] = field(default_factory=dict)  # of its keys
 
     def method(self, given: Algorithm | None) -> Method:
@@ -276,7 +310,7 @@ class _Tables:
         if name == OWN:
             if given is None:
                 return Method(GivenInPython(self.table.settings), {})
-            recorded = _Tables(self.name, MethodConfig(), self.table, self.rounds)
+            recorded = _Tables(self.name, MethodConfig(), self.table, self.problem)
             return Method(recorded.completed(given), recorded.defaults)
         cls = ALGORITHMS.find(f"{self._where('algorithm')}.algorithm", name)
         settings = self._settings(cls)
@@ -307,6 +341,7 @@ class _Tables:
         arguments: dict[str, Any] = {}
         for setting in fields_of(cls):
             key, value = setting.name, self._given(setting.name)
+            value = MISSING if value == AUTO and _may_be_open(setting) else value
             if key in self.defaults:
                 raise InputError(f"methods.{self.name}: two of its classes have a setting {key}")
             default = setting.default if base is None else getattr(base, key)
@@ -321,15 +356,32 @@ class _Tables:
                     value = MISSING  # an object given in Python may be of any class
                 arguments |= self._choice(setting, value, default)
             else:
-                share = setting.setting.of_rounds
-                if share is not None and self.rounds is not None:
-                    default = round(share * self.rounds)
-                    value = default if value is MISSING else value
-                self.defaults[key] = _writable(default)
+                known = self._by_problem(setting)
+                if known is not None:
+                    default = known
+                    value = known if value is MISSING else value
+                waits = self.problem.looks and setting.setting.of_longest_step is not None
+                self.defaults[key] = AUTO if waits and base is None else _writable(default)
                 if value is not MISSING:
                     arguments[key] = self._value(setting, value)
         self._follow(cls, base, arguments)
         return arguments
+
+    def _by_problem(self, setting: SettingField) -> float | None:
+        """The default that depends on the run, where that is known."""
+        limits, problem = setting.setting, self.problem
+        if limits.of_rounds is not None and problem.rounds is not None:
+            return round(limits.of_rounds * problem.rounds)
+        kind = self._given("optimizer")
+        if limits.of_longest_step is None or problem.curvature is None:
+            return None
+        if kind not in (MISSING, "sgd", "nesterov"):  # whose steps are no multiples of gradients
+            return None
+        usual = 0.9 if kind == "nesterov" else 0.0
+        momentum = self._given("momentum")
+        momentum = usual if momentum is MISSING else momentum
+        share = limits.of_longest_step * (1 - momentum if setting.name == "meta_lr" else 1)
+        return float(f"{share / problem.curvature:.2g}")
 
     def _follow(self, cls: type, base: Any, arguments: dict[str, Any]) -> None:
         """Let settings that are not given take the value of the one that they follow."""
@@ -339,7 +391,7 @@ class _Tables:
                 continue
             value = arguments.get(shared, self.defaults[shared])
             self.defaults[key] = value
-            if base is None or not {key, shared} & explicit_settings(base):
+            if value != AUTO and (base is None or not {key, shared} & explicit_settings(base)):
                 arguments.setdefault(key, value)
 
     def _choice(self, setting: SettingField, value: Any, default: Any) -> dict[str, Any]:
@@ -424,6 +476,11 @@ def _belongs(key: str) -> str:
     every = [each for cls in ALGORITHMS.working().values() for each in every_setting(cls)]
     conditions = sorted({where for setting, where in every if setting.name == key})
     return f" (it belongs to {' or '.join(conditions)})" if all(conditions) else ""
+
+
+def _may_be_open(setting: SettingField) -> bool:
+    """Whether a configuration may leave the value to a look at the problem."""
+    return setting.setting.of_longest_step is not None or setting.setting.follows is not None
 
 
 def _writable(default: Any) -> Any:

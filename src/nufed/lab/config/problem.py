@@ -8,6 +8,7 @@ if the user trusts it, and data and splits must match the digests recorded there
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,12 +54,15 @@ from nufed.lab.config.split_file import load_split
 from nufed.lab.config.trust import require_trust
 from nufed.lab.pretrained import PREFIX, add_adapters, pretrained
 from nufed.lab.readers.sources import SOURCES, source_of
+from nufed.meta.curvature import curvature_along
 from nufed.models import MODELS
 from nufed.models.trainable import share_base, train_only
 from nufed.objective import Loss, Objective
 from nufed.objective.modules import copied, has_kernels
 from nufed.registry import import_named, suggest
 from nufed.seeding import stream, torch_seed
+
+LOOKED_AT, LOOKS = 8, 3  # agents, and gradients of each, from which default step sizes come
 
 
 def build_samples(config: DataConfig) -> Samples:
@@ -541,6 +545,28 @@ class Problem:
             share_base(modules[next(iter(modules))], module)
         objectives = {seed: build_objective(config, m, loss) for seed, m in modules.items()}
         return cls(config, samples, federations, objectives, algorithms, given)
+
+    def with_step_sizes(self) -> Problem:
+        """The same with numbers for the step sizes that the configuration leaves open.
+
+        They come from κ, the largest curvature along the first gradients of a few agents of the
+        first seed. Where it can't be measured they are the classes' own defaults.
+        """
+        seed, config = self.config.seeds[0], self.config
+        if config.written_out() == config:
+            return self
+        objective, federation = self.objectives[seed].base, self.federations[seed]
+        size, most = max(a.batch_size for a in self.algorithms.values()), 0.0
+        try:
+            for agent in federation.split.seen[:LOOKED_AT]:
+                drawn = federation.batches(agent, seed, "look").draw("outer", size, LOOKS)
+                batches = [batch._replace(seed=None) for batch in drawn]
+                most = curvature_along(objective, objective.initial(), batches, most)
+        except Exception:  # the user's model or loss may raise anything; it is tried later
+            most = 0.0
+        known = float(f"{most:.3g}") if 0 < most < math.inf else None
+        config = config.model_copy(update={"measured_curvature": known}).written_out()
+        return replace(self, config=config, algorithms=algorithms_of(config, self.given.methods))
 
     @classmethod
     def rebuild(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast, get_args
 
@@ -42,7 +43,7 @@ from nufed.lab.config.describe import AT_SITES as AT_SITES
 from nufed.lab.config.describe import OWN as OWN
 from nufed.lab.config.describe import Name, optional
 from nufed.lab.config.devices import picked_device
-from nufed.lab.config.methods import MethodConfig, make_methods, with_objects, write_out
+from nufed.lab.config.methods import Known, MethodConfig, make_methods, with_objects, write_out
 from nufed.lab.files import sha256
 from nufed.objective.modules import MemoryFormat, Precision, RunningStats
 from nufed.registry import is_code, suggest
@@ -431,6 +432,11 @@ class Config(_Table):
     metric_better: Better = optional(
         "higher", "whether a higher or a lower value of a metric of your own is better"
     )
+    measured_curvature: Annotated[float, Field(gt=0)] | None = optional(
+        None,
+        "κ, largest curvature along the first gradients, from which step sizes come that are not "
+        "given; measured and recorded by a run",
+    )
     dtype: Literal["float32", "float64"] = "float32"
     precision: Precision = optional(
         "float32", "of the model's products; bfloat16: mixed precision, with vectors in float32"
@@ -522,7 +528,7 @@ class Config(_Table):
                     f"methods.{name}: {name} is the name of a null baseline; give the method "
                     "another name"
                 )
-        made = make_methods(self.method, self.methods, given, recorded, self.rounds)
+        made = make_methods(self.method, self.methods, given, recorded, self._known())
         return {name: method.algorithm for name, method in made.items()}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -530,6 +536,9 @@ class Config(_Table):
         copied = super().model_copy(update=update, deep=deep)
         vars(copied).pop("_algorithms", None)
         return copied
+
+    def _known(self) -> Known:
+        return Known(self.rounds, self.measured_curvature)
 
     def with_objects(
         self, given: Mapping[str, Algorithm], shared: MethodConfig | None = None
@@ -539,18 +548,30 @@ class Config(_Table):
         What an object does not set itself is as recorded, or as in ``shared``.
         """
         return self.model_copy(
-            update={"methods": with_objects(self.methods, given, shared, self.rounds)}
+            update={"methods": with_objects(self.methods, given, shared, self._known())}
         )
 
-    def written_out(self) -> Config:
-        """The same with the defaults of all settings of methods written out."""
-        method, methods = write_out(self.method, self.methods, self.rounds)
+    def written_out(self, looks: bool = False) -> Config:
+        """The same with the defaults of all settings of methods written out.
+
+        ``looks``: but for those that depend on a look at the problem, which follows.
+        """
+        method, methods = write_out(self.method, self.methods, replace(self._known(), looks=looks))
         return self.model_copy(update={"method": method, "methods": methods})
 
     @property
     def fingerprint(self) -> str:
         """The SHA-256 of everything that determines bits, except ``rounds``."""
-        others = {"name", "note", "rounds", "workers", "approval", "tune", "tuned"}
+        others = {
+            "name",
+            "note",
+            "rounds",
+            "workers",
+            "approval",
+            "tune",
+            "tuned",
+            "measured_curvature",
+        }
         exact = self.model_dump(exclude=others)
         try:
             json.dumps(exact, allow_nan=False, default=str)

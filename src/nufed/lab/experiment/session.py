@@ -156,7 +156,8 @@ class Session:
 
     def setup(self, config: Config, samples: Samples | None = None) -> Setup:
         """Everything that training needs, on this machine."""
-        return Setup.make(Problem.make(config, self.given, samples=samples))
+        problem = Problem.make(config, self.given, samples=samples)
+        return Setup.make(problem.with_step_sizes())
 
     @contextmanager
     def observed(self, config: Config, path: Path) -> Iterator[Observers]:
