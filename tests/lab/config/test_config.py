@@ -60,6 +60,7 @@ def test_defaults_are_written_out_and_order_does_not_matter():
         "rates": "tensor",
         "local_epochs": 0,
         "optimizer": "sgd",
+        "optimizer_state": "fresh",
         "momentum": 0.0,
         "weight_decay": 0.0,
         "clip_norm": 0.0,
