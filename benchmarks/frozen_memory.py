@@ -2,8 +2,8 @@
 
     python benchmarks/frozen_memory.py            # 23 million parameters, 0.2 million trained
 
-Trains a network of which only the head is trained, with 50 agents and two workers, once with a
-large and once with a tiny frozen part. Prints the increase of the peak, in sizes of the frozen
+Trains a network of which only the last layers are trained, with 50 agents and two workers, once
+with 100 frozen layers and once with one. Prints the increase of the peak, in sizes of the frozen
 part: 1 would be one copy for everything. Linux only (/proc).
 """
 
@@ -22,28 +22,32 @@ from torch import nn
 
 import nufed
 
-INPUTS, TRAINED, AGENTS = 64, 512, 50
-LARGE, TINY = 40_000, 8  # width of the frozen layers
+INPUTS, WIDTH, AGENTS = 64, 480, 50
+LARGE, TINY = 100, 1  # frozen layers
 INTERVAL = 0.05  # seconds between two looks
 
 
 class Mostly(nn.Module):
-    """Frozen layers of 576 × ``width`` numbers, and a trained head of 0.2 million."""
+    """Frozen residual layers of 480 × 480 numbers, and a trained head of 0.2 million."""
 
-    def __init__(self, width):
+    def __init__(self, layers):
         super().__init__()
         with torch.random.fork_rng(devices=[]):  # as a pretrained part: the same for every seed
             torch.manual_seed(0)
-            self.up, self.down = nn.Linear(INPUTS, width), nn.Linear(width, TRAINED)
+            self.up = nn.Linear(INPUTS, WIDTH)
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
         for parameter in self.parameters():
             parameter.requires_grad_(False)
-        self.mix, self.head = nn.Linear(TRAINED, 384), nn.Linear(384, 10)
+        self.mix, self.head = nn.Linear(WIDTH, 410), nn.Linear(410, 10)
 
     def forward(self, x):
-        return self.head(self.mix(self.down(self.up(x).relu()).tanh()).relu())
+        x = self.up(x)
+        for block in self.blocks:
+            x = x + block(x).relu() / len(self.blocks)
+        return self.head(self.mix(x.tanh()).relu())
 
 
-def run(width, method):
+def run(layers, method):
     """Train, with the peak of memory that was seen."""
     rng = np.random.default_rng(0)
     data = rng.random((20 * AGENTS, INPUTS), dtype=np.float32), rng.integers(0, 10, 20 * AGENTS)
@@ -66,11 +70,13 @@ def run(width, method):
     watcher = threading.Thread(target=watch, daemon=True)
     with tempfile.TemporaryDirectory() as folder:
         watcher.start()
-        nufed.run(config, data=data, model=lambda: Mostly(width), out=f"{folder}/run", figures=None)
+        nufed.run(
+            config, data=data, model=lambda: Mostly(layers), out=f"{folder}/run", figures=None
+        )
         done.set()
         watcher.join()
-    frozen = sum(p.nbytes for p in Mostly(width).parameters() if not p.requires_grad)
-    trained = sum(p.numel() for p in Mostly(width).parameters() if p.requires_grad)
+    frozen = sum(p.nbytes for p in Mostly(layers).parameters() if not p.requires_grad)
+    trained = sum(p.numel() for p in Mostly(layers).parameters() if p.requires_grad)
     return {"peak": peak[0], "frozen": frozen, "trained": trained}
 
 
@@ -101,8 +107,8 @@ def children(process):
 def measure(large=LARGE, tiny=TINY, method="fedavg"):
     """The increase of the peak from a tiny to a large frozen part, in sizes of this part."""
     rows = []
-    for width in (large, tiny):
-        words = [sys.executable, __file__, "--width", str(width), "--method", method]
+    for layers in (large, tiny):
+        words = [sys.executable, __file__, "--layers", str(layers), "--method", method]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     increase = (rows[0]["peak"] - rows[1]["peak"]) / (rows[0]["frozen"] - rows[1]["frozen"])
@@ -111,16 +117,17 @@ def measure(large=LARGE, tiny=TINY, method="fedavg"):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, help="measure one run with this width")
+    parser.add_argument("--layers", type=int, help="measure one run with so many frozen layers")
     parser.add_argument("--method", default="fedavg")
     options = parser.parse_args()
     methods = {
         "fedavg": {"algorithm": "fedavg"},
         "first_order": {"algorithm": "gmeta", "curvature": "first_order"},
         "exact": {"algorithm": "gmeta", "curvature": "exact"},
+        "hessian_free": {"algorithm": "gmeta", "curvature": "hessian_free"},
     }
-    if options.width:
-        print(json.dumps(run(options.width, methods[options.method])))
+    if options.layers:
+        print(json.dumps(run(options.layers, methods[options.method])))
         return
     for name in methods:
         row = measure(method=name)

@@ -88,7 +88,12 @@ def data_directory():
             subprocess.run([sys.executable, shared / "unpack.py", unpacked], check=True)
             (unpacked / "complete").touch()
         links = {name: name for name in ("mnist_by_writer.npz", "omniglot.npz")}
-        for name, of in (links | {"tinyshakespeare/input.txt": "shakespeare.txt"}).items():
+        links |= {
+            "tinyshakespeare/input.txt": "shakespeare.txt",
+            "clinc150/data_full.json": "clinc150.json",
+            "clinc150/domains.json": "clinc150_domains.json",
+        }
+        for name, of in links.items():
             if not (unpacked / name).exists():
                 (unpacked / name).unlink(missing_ok=True)  # a link to nowhere
                 (unpacked / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""FedPer, FedRep, FedBABU, LG-FedAvg, FedBN: the masked algorithm against torch, and its limits.
+"""FedPer, FedRep, FedBABU, LG-FedAvg, FedBN, FedSA-LoRA: masked methods against torch, and limits.
 
 The oracle trains real modules with torch's own optimiser and moves tensors by their names; it knows
 neither flat vectors nor parts. Every proof is a function of the algorithm's class, and wrong copies
@@ -15,7 +15,16 @@ from torch import nn
 from conformance.cases import SETTINGS
 from flower.app.in_memory import agents_data, federate, federation_of, plan_of
 from nufed import InputError, Objective, fedavg
-from nufed.algorithms import AgentContext, Algorithm, FedBABU, FedBN, FedPer, FedRep, LGFedAvg
+from nufed.algorithms import (
+    AgentContext,
+    Algorithm,
+    FedBABU,
+    FedBN,
+    FedPer,
+    FedRep,
+    FedSALoRA,
+    LGFedAvg,
+)
 from nufed.algorithms.local_optimizer import SGD
 from nufed.algorithms.partial import PrivatePart, divide
 from nufed.algorithms.protocol import AgentResult, Cost, Personal
@@ -26,7 +35,7 @@ from support import agent_context, federation, mlp, same
 LR, STEPS, HEAD_STEPS, BATCH, SEED = 0.1, 2, 3, 6, 5
 PLAIN = {"meta_lr": LR, "local_steps": STEPS, "batch_size": BATCH, "adapt_lr": 0.1}
 OPTIMIZERS = SGD(momentum=0.5, weight_decay=0.05), SGD()  # plain steps have code of their own
-FAMILY = [FedPer, FedRep, FedBABU, LGFedAvg, FedBN]
+FAMILY = [FedPer, FedRep, FedBABU, LGFedAvg, FedBN, FedSALoRA]
 DATA = federation()
 
 
@@ -43,7 +52,20 @@ class Residual(nn.Module):
         return self.head(torch.tanh(self.bn(self.entry(x))) + self.down(x))
 
 
-MLP, RESIDUAL = mlp(), Residual().double()
+class Adapted(nn.Module):
+    """A fixed layer with a low-rank adapter, and a head; B is not 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("fixed", torch.randn(4, 5), persistent=False)
+        self.lora_A, self.lora_B = (nn.Linear(*sizes, bias=False) for sizes in ((5, 2), (2, 4)))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(x @ self.fixed.T + self.lora_B(self.lora_A(x))))
+
+
+MLP, RESIDUAL, ADAPTED = mlp(), Residual().double(), Adapted().double()
 HEAD, BODY = ["2.weight", "2.bias"], ["0.weight", "0.bias"]
 STATS = ("weight", "bias", "running_mean", "running_var")
 NORM = [f"{layer}.{kind}" for layer in ("bn", "down.1") for kind in STATS]
@@ -94,6 +116,7 @@ ORACLES = {
     FedBABU: (MLP, HEAD, body_only),
     LGFedAvg: (MLP, BODY, together),
     FedBN: (RESIDUAL, NORM, together),
+    FedSALoRA: (ADAPTED, ["lora_B.weight"], together),
 }
 
 
@@ -254,7 +277,7 @@ def check_fine_tuning_changes_what_it_says(cls):
         assert torch.allclose(last["model"], right, rtol=0, atol=1e-14)
 
 
-def check_without_norm_layers_it_is_fedavg(cls):
+def check_without_its_part_it_is_fedavg(cls):
     algorithm, objective = make(cls), Objective(MLP)
     one, other = (history(a, objective) for a in (algorithm, fedavg(**PLAIN)))
     assert torch.equal(one[-1].server["shared"], other[-1].server["model"])
@@ -263,8 +286,23 @@ def check_without_norm_layers_it_is_fedavg(cls):
     )
     assert torch.equal(newcomer.model, other[-1].server["model"]) and newcomer.cost == Cost()
     own = agent_context(objective, DATA.batches(2, 0, "train"))
-    assert "private = 'norm': the model has no such part" in algorithm.checks.doubt(own, {})
+    said = f"private = {algorithm.private!r}: the model has no such part"
+    assert said in algorithm.checks.doubt(own, {})
     assert make(cls, private="none").checks.doubt(own, {}) is None
+
+
+def check_it_is_fedper_with_the_pattern(cls):
+    """To the bit: A and the head are averaged, B stays; FedAvg on adapters is another method."""
+    objective = Objective(ADAPTED)
+    mine = history(make(cls), objective)
+    right = history(FedPer(**PLAIN, private="lora_B.weight"), objective)
+    for one, other in zip(mine, right, strict=True):
+        assert torch.equal(one.server["shared"], other.server["shared"])
+        for agent in DATA.split.agents:
+            assert same(one.states.get(agent) or {}, other.states.get(agent) or {})
+    shared = objective.part("lora_B.weight", rest=True)
+    whole = history(fedavg(**PLAIN), objective)[-1].server["model"]
+    assert not torch.allclose(mine[-1].server["shared"], shared.take(whole))
 
 
 EVERY = [
@@ -275,7 +313,8 @@ EVERY = [
 ]
 PROOFS = {cls: [*EVERY, check_a_newcomer_trains_the_private_part_alone] for cls in FAMILY}
 PROOFS[FedBABU] = [*EVERY, check_the_head_keeps_its_bits, check_fine_tuning_changes_what_it_says]
-PROOFS[FedBN] += [check_without_norm_layers_it_is_fedavg]
+PROOFS[FedBN] += [check_without_its_part_it_is_fedavg]
+PROOFS[FedSALoRA] += [check_it_is_fedper_with_the_pattern, check_without_its_part_it_is_fedavg]
 
 
 def named(pairs):

@@ -51,6 +51,7 @@ CASES = {
     "fedbabu": ALGORITHMS["fedbabu"](**SETTINGS),
     "lg_fedavg": ALGORITHMS["lg_fedavg"](**SETTINGS),
     "fedbn": ALGORITHMS["fedbn"](private="norm, *bias", **SETTINGS),  # modules without norm layers
+    "fedsa_lora": ALGORITHMS["fedsa_lora"](private="*bias", **SETTINGS),  # without adapters
     "fedala": ALGORITHMS["fedala"](first_passes=4, **SETTINGS),
     "fedrod": ALGORITHMS["fedrod"](personal_lr=0.2, **SETTINGS),
     "knn_per": ALGORITHMS["knn_per"](knn_weight=0.4, neighbours=5, **SETTINGS),

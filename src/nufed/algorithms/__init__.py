@@ -22,6 +22,7 @@ from nufed.algorithms.fedproto import FedProto
 from nufed.algorithms.fedprox import FedProx
 from nufed.algorithms.fedrep import FedRep
 from nufed.algorithms.fedrod import FedRoD
+from nufed.algorithms.fedsa_lora import FedSALoRA
 from nufed.algorithms.gmeta import FedAvg, GMeta, PerFedAvg, fedavg, gmeta, per_fedavg
 from nufed.algorithms.ifca import IFCA
 from nufed.algorithms.knn_per import KNNPer
@@ -79,6 +80,7 @@ ALGORITHMS: Registry[type[Algorithm]] = Registry(
         "fedbabu": FedBABU,
         "lg_fedavg": LGFedAvg,
         "fedbn": FedBN,
+        "fedsa_lora": FedSALoRA,
         "fedala": FedALA,
         "fedrod": FedRoD,
         "knn_per": KNNPer,
@@ -129,6 +131,7 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedRoD",
+    "FedSALoRA",
     "FedYogi",
     "GMeta",
     "KNNPer",

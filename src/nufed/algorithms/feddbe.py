@@ -42,7 +42,7 @@ from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, Personal, State
 from nufed.meta.fine_tuning import descend
 from nufed.objective import AnyObjective, Batch, Inputs, Objective
-from nufed.objective.objective import edited_features, linear_head
+from nufed.objective.objective import differentiated, edited_features, linear_head
 from nufed.settings import Search, setting
 
 
@@ -125,7 +125,7 @@ class FedDBE(LocalTraining):
             m = means[0] if m is None else torch.lerp(m, means[0], self.mean_momentum)
             if consensus is not None:
                 loss = loss + self.weight * 0.5 * (m - consensus).square().mean()
-        by_y, by_b = torch.autograd.grad(loss, (y, b))
+        by_y, by_b = differentiated(objective, at[0], loss, (y, b))
         return by_y, by_b, m.detach()
 
     def personal_model(

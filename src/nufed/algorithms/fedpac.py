@@ -59,7 +59,7 @@ from nufed.algorithms.protocol import (
 )
 from nufed.errors import InputError
 from nufed.objective import AnyObjective, Batch, Objective
-from nufed.objective.objective import edited_features, features_of, linear_head
+from nufed.objective.objective import differentiated, edited_features, features_of, linear_head
 from nufed.settings import Search, setting
 
 
@@ -157,7 +157,7 @@ class FedPAC(FedRep):
             leaf = w.detach().requires_grad_()
             with torch.enable_grad(), edited_features(objective, align):
                 loss = objective.forward(leaf, batch) + self.weight * terms[0]
-            return torch.autograd.grad(loss, leaf)[0]
+            return differentiated(objective, w, loss, [leaf])[0]
 
         return gradient
 

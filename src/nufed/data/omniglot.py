@@ -12,6 +12,7 @@ import torch
 
 from nufed.data.samples import Samples
 from nufed.errors import require
+from nufed.objective import Inputs
 from nufed.seeding import stream
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -46,7 +47,7 @@ def omniglot14(
         )
     dealt = characters.deal(ways, samples, tasks, seed)
     bits = np.unpackbits(ink[dealt.rows], axis=1, count=SIDE * SIDE)
-    return dealt.of(bits.reshape(-1, SIDE, SIDE), 1.0)
+    return dealt.of(torch.from_numpy(bits.reshape(-1, SIDE, SIDE)))
 
 
 class Tasks(NamedTuple):
@@ -58,10 +59,10 @@ class Tasks(NamedTuple):
     unseen: tuple[str, ...]
     ways: int
 
-    def of(self, images: Array, scale: float) -> Samples:
-        """The samples, from the images of these rows."""
+    def of(self, inputs: Inputs, scale: float = 1.0) -> Samples:
+        """The samples, from the inputs of these rows."""
         return Samples(
-            inputs=torch.from_numpy(images),
+            inputs=inputs,
             targets=torch.tensor(self.labels),
             classes=tuple(map(str, range(self.ways))),
             owners=np.array(self.owners),

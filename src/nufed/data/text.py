@@ -15,8 +15,7 @@ from torch import Tensor
 
 from nufed.data.samples import Samples
 from nufed.errors import InputError, require, shown
-
-IGNORED = -100  # a target that is not predicted, such as padding
+from nufed.objective.micro_batches import IGNORED
 
 
 def characters(texts: Mapping[str, str], known: str = "") -> tuple[str, dict[str, list[int]]]:

@@ -7,9 +7,10 @@ comes with a model is run.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -54,19 +55,49 @@ def pretrained(
         try:
             config = transformers.AutoConfig.from_pretrained(name, **place, **settings)
             kind = getattr(transformers, TASKS[task])
-            model = kind.from_pretrained(name, config=config, use_safetensors=True, **place)
+            model, about = kind.from_pretrained(
+                name, config=config, use_safetensors=True, output_loading_info=True, **place
+            )
         except Exception as error:  # transformers may raise anything
             raise InputError(_unusable(name, error)) from error
-    return WithoutPadding(model)
+    # transformers loads models for evaluation, in which layers would stay
+    return WithoutPadding(model.train(), about["missing_keys"])
 
 
-def tokens(texts: Sequence[str], name: str, length: int = 64) -> dict[str, Tensor]:
+def architecture_of(module: nn.Module) -> dict[str, Any] | None:
+    """The configuration of a model of transformers, from which it can be built; else None."""
+    if not isinstance(module, WithoutPadding):
+        return None
+    model: Any = module.model
+    settings: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return {key: value for key, value in settings.items() if key != "_name_or_path"}
+
+
+def revision_of(module: nn.Module) -> str | None:
+    """The commit of a model that came from the local cache."""
+    config = getattr(getattr(module, "model", None), "config", None)
+    return getattr(config, "_commit_hash", None)
+
+
+def with_architecture(architecture: Mapping[str, Any], task: Task = "sequence") -> nn.Module:
+    """A model of transformers with this configuration, whose weights are random."""
+    require(task in TASKS, "model.args.task", task, f"must be one of {', '.join(TASKS)}")
+    transformers = _transformers()
+    settings = dict(architecture)
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    return WithoutPadding(getattr(transformers, TASKS[task]).from_config(config))
+
+
+def tokens(
+    texts: Sequence[str], name: str, length: int = 64, *, trim: bool = True
+) -> dict[str, Tensor]:
     """The inputs of a pretrained model for some texts, cut or padded to ``length`` tokens.
 
     Args:
         texts: one for every sample.
         name: a folder, or the name of a model in the local cache, with its tokenizer.
         length: tokens of a text at most.
+        trim: leave out what is padding in all texts.
     """
     transformers = _transformers()
     with _quietly(transformers):
@@ -80,9 +111,10 @@ def tokens(texts: Sequence[str], name: str, length: int = 64) -> dict[str, Tenso
             "lengths can't be in one batch: set pad_token in its tokenizer_config.json, for "
             "example to its end-of-text token"
         )
+    tokenizer.padding_side = "right"  # where WithoutPadding removes it
     padded = {"padding": "max_length", "truncation": True, "max_length": length}
     encoded = tokenizer(list(texts), return_tensors="pt", **padded)
-    longest = int(encoded["attention_mask"].sum(dim=1).max())
+    longest = int(encoded["attention_mask"].sum(dim=1).max()) if trim else length
     return {key: value[:, :longest] for key, value in encoded.items()}
 
 
@@ -90,17 +122,23 @@ class WithoutPadding(nn.Module):
     """Calls a model without the columns that are padding in the whole batch.
 
     Inputs are padded to one length once, and ``attention_mask`` says what is padding. Outputs for
-    every token are padded with zeros again.
+    every token are padded with zeros again. A single input is the model's main one, such as
+    ``input_ids``.
+
+    Args:
+        model: a model of transformers.
+        drawn: the names of its parameters that were not pretrained, such as those of a new head.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, drawn: Iterable[str] = ()) -> None:
         super().__init__()
         self.model = model
+        self.drawn = frozenset(f"model.{name}" for name in drawn)
 
-    def forward(self, **inputs: Tensor) -> Tensor:
+    def forward(self, *arrays: Tensor, **inputs: Tensor) -> Tensor:
         mask = inputs.get("attention_mask")
         if mask is None:
-            return logits_of(self.model(**inputs))
+            return logits_of(self.model(*arrays, **inputs))
         used = mask.any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
         logits = logits_of(self.model(**{name: x[:, :length] for name, x in inputs.items()}))

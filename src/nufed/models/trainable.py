@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import sys
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from nufed.errors import InputError
 from nufed.objective.modules import norm_layers
 from nufed.objective.parts import find_part
 
@@ -31,12 +36,34 @@ def train_only(module: nn.Module, part: str) -> None:
         parameter.requires_grad_(trained)
 
 
-def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The frozen parameters of the base model; those that adapters add do not count."""
+def checkpoint_layers(module: nn.Module) -> None:
+    """Let backward passes call the layers of models of transformers again, to save memory."""
+    every: Iterable[Any] = module.modules()
+    models = [each for each in every if getattr(each, "supports_gradient_checkpointing", False)]
+    if not models:
+        raise InputError(
+            "= true: the model has no layers that can be computed again; it is for models of "
+            "transformers (hf:), others call torch.utils.checkpoint themselves",
+            "model.gradient_checkpointing",
+        )
+    models[0].gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def base_parameters(module: nn.Module, *, tied: bool = False) -> dict[str, nn.Parameter]:
+    """The frozen parameters of the base model, under all their names with ``tied``.
+
+    Those that adapters add do not count, nor those that were drawn at random for a pretrained
+    model (``drawn``, names that the model itself knows).
+    """
+    drawn = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, layer in module.named_modules()
+        for name in getattr(layer, "drawn", ())
+    }
     return {
         name: parameter
-        for name, parameter in module.named_parameters()
-        if not parameter.requires_grad and ADAPTERS not in name
+        for name, parameter in module.named_parameters(remove_duplicate=not tied)
+        if not parameter.requires_grad and ADAPTERS not in name and name not in drawn
     }
 
 
@@ -55,8 +82,12 @@ def base_digest(module: nn.Module) -> str:
 
 def share_base(module: nn.Module, other: nn.Module) -> None:
     """Let ``other`` hold the frozen parameters of ``module`` that are equal to its own."""
-    shared = base_parameters(module)
+    shared, found = base_parameters(module), False
     for name, parameter in base_parameters(other).items():
         mine = shared.get(name)
         if mine is not None and mine.shape == parameter.shape and torch.equal(mine, parameter):
-            parameter.data = mine.data
+            parameter.data, found = mine.data, True
+    if found and sys.platform == "linux":
+        # else glibc keeps what was freed, and each forked worker that reuses it gets pages of it
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        _ = trim and trim(0)

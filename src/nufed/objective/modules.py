@@ -82,8 +82,12 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A copy of a module that shares its frozen parameters, which nothing changes."""
-    frozen: dict[int, Any] = {id(p): p for p in module.parameters() if not p.requires_grad}
+    """A copy of a module that shares the memory of its frozen parameters, which nothing changes."""
+    frozen: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach(), requires_grad=False)
+        for p in module.parameters()
+        if not p.requires_grad
+    }
     return copy.deepcopy(module, frozen)
 
 

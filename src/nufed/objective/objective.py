@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from itertools import accumulate, compress
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ from nufed.errors import InputError, require
 from nufed.objective.batch import AnyBatch, Batch, Inputs, Loss
 from nufed.objective.fast.perceptron import faster
 from nufed.objective.fast.stack import stacked_losses, stacked_outputs
+from nufed.objective.frozen import InDouble, doubled
+from nufed.objective.micro_batches import MicroBatches
 from nufed.objective.modules import (
     MemoryFormat,
     ModuleFacts,
@@ -79,6 +81,9 @@ class Objective:
         memory_format: ``"channels_last"`` lays out images and kernels of convolutions so, which
             their gradients are often faster in, with the same results to rounding. Hessian-vector
             products, which are slower in it, stay in the usual layout; stacks are refused.
+        micro_batch: samples that are computed at a time, so that activations of large models fit:
+            derivatives are sums over them, equal to those of the whole batch up to rounding (with
+            dropout: up to its masks). The loss must be a mean over samples or targets. 0: all.
 
     >>> objective = Objective(nn.Linear(2, 1, bias=False), nn.functional.mse_loss)
     >>> w = torch.tensor([1.0, 2.0])
@@ -97,6 +102,7 @@ class Objective:
         running_stats: RunningStats = "refuse",
         precision: Precision = "float32",
         memory_format: MemoryFormat = "contiguous",
+        micro_batch: int = 0,
     ) -> None:
         require(
             running_stats in get_args(RunningStats),
@@ -110,6 +116,14 @@ class Objective:
         allowed = f"must be one of {', '.join(get_args(MemoryFormat))}"
         require(memory_format in get_args(MemoryFormat), "memory_format", memory_format, allowed)
         self._memory_format = memory_format
+        require(micro_batch >= 0, "micro_batch", micro_batch, "must be 0 or more samples")
+        require(
+            not micro_batch or running_stats != "tracked",
+            "micro_batch",
+            micro_batch,
+            'can\'t be combined with running_stats = "tracked", which normalises by whole batches',
+        )
+        self._micro = MicroBatches(micro_batch)
         check_tensors(module)
         self._keepers = layers_with_running_stats(module)
         if self._keepers and running_stats == "refuse":
@@ -156,6 +170,7 @@ class Objective:
         mixed = precision == "bfloat16"
         allowed = "mixed precision needs a module in float32"
         require(not mixed or self.dtype == torch.float32, "precision", precision, allowed)
+        self._in_double: InDouble | None = None
         self._fast = None if mixed else faster(self._module, self._loss_function)
 
     @property
@@ -239,10 +254,11 @@ class Objective:
     def module(self, w: Tensor, training: bool = False) -> nn.Module:
         """A copy of the module that holds the parameters w, in evaluation mode.
 
-        With ``training`` in training mode, except for layers that are always evaluated.
+        With ``training`` in training mode, except for layers that are always evaluated. Frozen
+        parameters share the memory of this objective's.
         """
         self._check_vector(w)
-        module = copy.deepcopy(self._module).train(training)
+        module = copied(self._module).train(training)
         for name in self._always_evaluated:
             module.get_submodule(name).training = False
         parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
@@ -258,7 +274,10 @@ class Objective:
         """The module's outputs for ``inputs`` in evaluation mode."""
         self._check_vector(w)
         with torch.no_grad(), self._mode(seed=None):
-            return self._outputs(self._views(w), inputs, w.ndim > 1)
+            if w.ndim > 1 or not self._micro.size:
+                return self._outputs(self._views(w), inputs, w.ndim > 1)
+            views, parts = self._views(w), self._micro.inputs(inputs)
+            return torch.cat([self._outputs(views, part, stacked=False) for part in parts])
 
     def layer_inputs(
         self, w: Tensor, inputs: Inputs, layers: Sequence[str]
@@ -303,7 +322,8 @@ class Objective:
     def forward(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """f(w, batch) like :meth:`value`, with autograd's graph."""
         self._check_vector(w)
-        return self._forward(self._views(w), batch, stacked=w.ndim > 1)
+        stacked, views = w.ndim > 1, self._views(w)
+        return self._summed(w, batch, lambda part: self._forward(views, part, stacked))
 
     def grad(self, w: Tensor, batch: AnyBatch, part: Part | None = None) -> Tensor:
         """∇f(w, batch), or the numbers of it in a part, which saves the work for the others."""
@@ -314,7 +334,7 @@ class Objective:
         wanted = self._touched(part)
         if not wanted:
             return w.new_empty(0)
-        gradient = self._grad(w, Batch(*batch), wanted)
+        gradient = self._summed(w, batch, lambda part: self._grad(w, part, wanted))
         if part is None or part.size == len(gradient):
             return gradient
         whole = torch.zeros_like(w)
@@ -331,12 +351,16 @@ class Objective:
         require(v.shape == w.shape, "v", tuple(v.shape), f"must have the shape of w, {w.shape}")
         if w.ndim > 1:
             return self.joint.hvp(w, batch, v if part is None else part.only(v))[0]
+
+        def product() -> Tensor:
+            return self._summed(w, batch, lambda some: self._hvp(w, some, v, part))
+
         try:
-            return self._hvp(w, batch, v, part)
+            return product()
         except RuntimeError as error:
             # fused attention has no second derivative; its unfused form has one
             with sdpa_kernel(SDPBackend.MATH), suppress(RuntimeError):
-                return self._hvp(w, batch, v, part)
+                return product()
             raise error
 
     def beside(
@@ -393,7 +417,8 @@ class Objective:
     def double(self) -> Objective:
         """The same objective in float64; it casts its batches.
 
-        It stores no parameters: every call passes them to its module.
+        It stores no parameters: every call passes them to its module, and frozen ones are shared
+        (:mod:`nufed.objective.frozen`).
         """
         double = copy.copy(self)
         double._moved = MovedStatistics()
@@ -404,7 +429,8 @@ class Objective:
             for n, p in self._module.named_parameters()
             if n in self._names
         }
-        double._module = copy.deepcopy(self._module, stand_ins).double()
+        double._module = doubled(self._module, stand_ins)
+        double._in_double = InDouble(double._module)
         if isinstance(self._loss_function, nn.Module):
             double._loss_function = copy.deepcopy(self._loss_function).double()
         double._fast = faster(double._module, double._loss_function)
@@ -427,9 +453,11 @@ class Objective:
                 running_stats=self._running_stats,
                 precision=self._precision,
                 memory_format=memory_format,
+                micro_batch=self._micro.size,
             )
         other = copy.copy(self)
         other.__dict__.pop("double", None)
+        other._micro = MicroBatches(self._micro.size)
         other._loss_function, other._memory_format = loss, memory_format
         other._fast = None if self._precision == "bfloat16" else faster(self._module, loss)
         return other
@@ -440,6 +468,20 @@ class Objective:
         return JointDerivatives(self)
 
     # how it is computed
+
+    def _summed(self, w: Tensor, batch: AnyBatch, compute: Callable[[Batch], Tensor]) -> Tensor:
+        """What is computed of a batch, as a weighted sum over its micro-batches."""
+        batch = Batch(*batch)
+        if not self._micro.size:
+            return compute(batch)
+        parts = self._micro.parts(batch, stacked=w.ndim > 1)
+        if len(parts) > 1 and not self._micro.checked:
+            self._micro.check(self.predict(w, batch.inputs), batch.targets, self.loss)
+        (share, first), *others = parts
+        total = compute(first) if not others else share * compute(first)
+        for share, part in others:
+            total = total + share * compute(part)
+        return total
 
     def _forward(
         self, views: Sequence[Tensor], batch: AnyBatch, stacked: bool, twice: bool = False
@@ -475,11 +517,23 @@ class Objective:
             parameters = {name: channels_last(tensor) for name, tensor in parameters.items()}
             arguments = tuple(map(channels_last, arguments))
             keywords = {name: channels_last(tensor) for name, tensor in keywords.items()}
+        with self._casting():
+            outputs = self._called(facts, parameters, arguments, keywords, stacked)
+        return cast_like(outputs, self._like) if self._precision == "bfloat16" else outputs
+
+    @contextmanager
+    def _held(self, views: Sequence[Tensor]) -> Iterator[None]:
+        """The parameters for layers that a backward pass calls again (gradient checkpointing)."""
+        parameters = {name: views[place] for name, place in self._names.items()}
+        with holding(self._facts().slots, parameters):
+            yield
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        """The context in which the module is called."""
         if self._precision == "bfloat16":
-            with torch.autocast(self._like.device.type, torch.bfloat16):
-                outputs = self._called(facts, parameters, arguments, keywords, stacked)
-            return cast_like(outputs, self._like)
-        return self._called(facts, parameters, arguments, keywords, stacked)
+            return torch.autocast(self._like.device.type, torch.bfloat16)
+        wide = self._in_double
+        return wide if wide is not None and wide.parameters else nullcontext()
 
     def _called(
         self,
@@ -503,7 +557,8 @@ class Objective:
             loss = self._forward(views, batch, stacked=False)
         if self._statistics:
             self._moved.keep(self._last_statistics, w, batch)
-        return _joined(self._by(leaves, loss))
+        with self._held(views):
+            return _joined(self._by(leaves, loss))
 
     def _by(self, leaves: list[Tensor], loss: Tensor) -> tuple[Tensor, ...]:
         """The gradients of a loss by some tensors of the vector."""
@@ -530,7 +585,8 @@ class Objective:
                 list(compress(these, used)) for these in (gradients, directions.values())
             )
             del gradients
-            return _joined(torch.autograd.grad(wanted, leaves, against, materialize_grads=True))
+            with self._held(leaves):
+                return _joined(torch.autograd.grad(wanted, leaves, against, materialize_grads=True))
 
     def _graph(
         self, leaves: list[Tensor], batch: AnyBatch, wanted: Sequence[int]
@@ -538,7 +594,8 @@ class Objective:
         """The gradients by some leaves, in autograd's graph."""
         loss = differentiable(self._forward(leaves, batch, stacked=False, twice=True))
         inputs = [leaves[i] for i in wanted]
-        return torch.autograd.grad(loss, inputs, create_graph=True, materialize_grads=True)
+        with self._held(leaves):
+            return torch.autograd.grad(loss, inputs, create_graph=True, materialize_grads=True)
 
     def _directions(self, v: Tensor, part: Part | None) -> dict[int, Tensor]:
         """The tensors of v that are not 0, by their place, with v taken as 0 outside a part."""
@@ -716,12 +773,15 @@ def edited_features(objective: Objective, edit: Callable[[Tensor], Tensor]) -> I
     """Inside, the head gets ``edit(z)`` in place of its inputs z; not defined for a stack.
 
     ``edit`` may also return z as it is. In :meth:`Objective.forward` z is in autograd's graph.
+    Batches stay whole (:mod:`nufed.objective.micro_batches`).
     """
     head = objective._module.get_submodule(list(objective.layers)[-1])
     hook = head.register_forward_pre_hook(lambda _, given: (edit(given[0]), *given[1:]))
+    micro, objective._micro = objective._micro, MicroBatches(0)
     try:
         yield
     finally:
+        objective._micro = micro
         hook.remove()
 
 
@@ -744,7 +804,16 @@ def grad_with_features(
     leaf = w.detach().requires_grad_()
     with torch.enable_grad(), edited_features(objective, keep):
         loss = objective.forward(leaf, batch) + sum(terms)
-    return torch.autograd.grad(loss, leaf)[0]
+    return differentiated(objective, w, loss, [leaf])[0]
+
+
+def differentiated(
+    objective: Objective, w: Tensor, loss: Tensor, leaves: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The gradients of a loss that :meth:`Objective.forward` gave at w, also where layers are
+    computed again for them."""
+    with objective._held(objective._views(w)):
+        return torch.autograd.grad(loss, leaves)
 
 
 def _joined(tensors: tuple[Tensor, ...]) -> Tensor:

@@ -192,6 +192,7 @@ def test_data_list_says_what_is_here_and_how_to_get_the_rest(tmp_path, nufed, mo
         "sinusoid": "present",
         "heart": "present",
         "shakespeare": "missing",
+        "intents": "missing",
     }
     assert listed["data"]["cifar100"]["where"] == str(tmp_path / "mine/cifar-100-binary")
     (tmp_path / "mine/cifar-10-batches-bin").mkdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Annotated, Any, Literal, Self
 
@@ -23,14 +23,24 @@ from pydantic import (
 from torch import Tensor
 
 from nufed.data import Preparation, Samples
-from nufed.data.samples import InputRange, as_tensor, as_words, check_finite, class_numbers, listed
+from nufed.data.samples import (
+    InputRange,
+    as_tensor,
+    as_words,
+    check_finite,
+    class_numbers,
+    listed,
+    named_inputs,
+)
 from nufed.errors import InputError, NumericalWarning, shown, visible
 from nufed.lab.config.schema import LoraConfig
+from nufed.lab.pretrained import PREFIX, tokens
 from nufed.lab.runs.json_files import DataclassJson
+from nufed.objective import Inputs
 from nufed.objective.modules import RunningStats
 
-# version of About: 1 has no inputs.range, only 3 and later have a preparation or a part that is
-# trained, only 4 has step sizes beside the weights
+# version of About: 1 has no inputs.range, only 3 and later have a preparation, several inputs, a
+# part that is trained or an architecture, only 4 has step sizes beside the weights
 FORMAT = 4
 MAX_SIZE = 2**40  # numbers per input; larger values are refused as crafted
 MAX_ARGS_CHARACTERS = 20_000  # of a model's arguments as text
@@ -52,18 +62,44 @@ class _AboutRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class BaseAbout(_AboutRecord):
+    """The base model: the parameters that are frozen. ``carried``: whether the file holds them.
+
+    Otherwise ``name``, a folder or a name at Hugging Face, says where they are.
+    """
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    parameters: Size
+    carried: bool
+    name: str | None = None
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        name = self.name or "without a name"
+        revision = f", revision {self.revision}" if self.revision else ""
+        return f"{name}{revision}, SHA-256 {self.sha256[:12]}"
+
+
 class ModelAbout(_AboutRecord):
-    """How to build the module: a model of nufed or an import path; None: pass it when loading."""
+    """How to build the module: a model of nufed or an import path; None: pass it when loading.
+
+    ``architecture`` is the configuration of a model of transformers, whose ``build`` begins with
+    ``hf:``.
+    """
 
     build: str | None
     args: dict[str, Any] = {}
     running_stats: RunningStats = "refuse"
     train: str = Field(default="all", exclude_if=lambda value: value == "all")
     lora: LoraConfig | None = Field(default=None, exclude_if=lambda value: value is None)
+    architecture: dict[str, Any] | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
+    base: BaseAbout | None = Field(default=None, exclude_if=lambda value: value is None)
 
-    @field_validator("args")
+    @field_validator("args", "architecture")
     @classmethod
-    def _short(cls, args: dict[str, Any]) -> dict[str, Any]:
+    def _short(cls, args: dict[str, Any] | None) -> dict[str, Any] | None:
         if len(str(args)) > MAX_ARGS_CHARACTERS:
             raise ValueError(f"longer than {MAX_ARGS_CHARACTERS} characters")
         return args
@@ -178,7 +214,7 @@ class About(_AboutRecord):
     nufed: str
     name: str
     model: ModelAbout
-    inputs: InputsAbout
+    inputs: InputsAbout  # of several the first
     adapt: AdaptAbout
     loss: str | None
     classes: list[str]
@@ -192,6 +228,18 @@ class About(_AboutRecord):
     preparation: Annotated[Preparation, BeforeValidator(Preparation.read)] | None = Field(
         default=None, exclude_if=lambda value: value is None
     )
+
+    # of several inputs, in their order; numbers if the module takes them by position
+    names: list[str] = Field(default=[], exclude_if=lambda value: not value)
+    further: list[InputsAbout] = Field(default=[], exclude_if=lambda value: not value)
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if len(self.further) != max(0, len(self.names) - 1) or len(set(self.names)) < len(
+            self.names
+        ):
+            raise ValueError(f"{len(self.names)} names for {1 + len(self.further)} inputs")
+        return self
 
     @model_validator(mode="after")
     def _widths(self) -> Self:
@@ -209,27 +257,98 @@ class About(_AboutRecord):
         """The user's data, validated against the model's format."""
         given = self.read_inputs(inputs)
         right = self.read_targets(targets)
-        if len(right) != len(given):
-            raise InputError(
-                f"there are {len(given)} inputs and {len(right)} targets: give one target per input"
-            )
+        for name, x in named_inputs(given).items():
+            if len(right) != len(x):
+                what = "inputs" if isinstance(given, Tensor) else f"rows of {name}"
+                raise InputError(
+                    f"there are {len(x)} {what} and {len(right)} targets: give one target per input"
+                )
         scale, shift = self.inputs.scale, self.inputs.shift
         return Samples(given, right, tuple(self.classes), scale=scale, shift=shift)
 
-    def read_inputs(self, inputs: Any) -> Tensor:
+    @property
+    def oldest_format(self) -> int:
+        """The oldest version that can say all of this."""
+        model = self.model
+        if self.adapt.lr == "stored":
+            return 4
+        plain = self.preparation is None and not self.names and model.train == "all"
+        return 2 if plain and model.architecture is None and model.base is None else 3
+
+    @property
+    def formats(self) -> dict[str, InputsAbout]:
+        """The format of every input by its name, if there are several."""
+        return dict(zip(self.names, [self.inputs, *self.further], strict=False))
+
+    @property
+    def by_position(self) -> bool:
+        """Whether the module takes several inputs by position."""
+        return bool(self.names) and self.names[0].isdecimal()
+
+    def zeros(self, rows: int) -> Inputs:
+        """Inputs in the model's format, raw as users give them."""
+        formats = self.formats or {"": self.inputs}
+        every = [
+            torch.zeros(rows, *one.shape, dtype=getattr(torch, one.dtype))
+            for one in formats.values()
+        ]
+        if not self.names:
+            return every[0]
+        return tuple(every) if self.by_position else dict(zip(self.names, every, strict=True))
+
+    def read_inputs(self, inputs: Any) -> Inputs:
         """The user's inputs, validated against the model's format.
 
-        Of a table, columns by name; a tensor holds inputs that are prepared already.
+        Of a table, columns by name; a tensor holds inputs that are prepared already. Of several
+        inputs a mapping or a tuple of arrays.
         """
+        if self.names:
+            return self._read_several(inputs)
         if self.preparation is not None and not isinstance(inputs, Tensor):
             inputs, notes = self.preparation.apply(self.preparation.table(inputs))
             for note in notes:
                 warnings.warn(note, NumericalWarning, stacklevel=4)
         return self.inputs.read(inputs, getattr(torch, self.dtype))
 
-    def warn_outside(self, inputs: Tensor) -> str | None:
+    def tokens(self, texts: Sequence[str], base: str | None = None) -> dict[str, Tensor]:
+        """The inputs for some texts, by the tokenizer of a model of transformers.
+
+        Args:
+            texts: one for every sample; cut to the tokens of training.
+            base: as for :func:`nufed.load_bundle`.
+        """
+        if self.model.architecture is None or "input_ids" not in self.names:
+            raise InputError("this model does not read texts: give its inputs as arrays")
+        known = self.model.base.name if self.model.base else None
+        place = base or known or str(self.model.build).removeprefix(PREFIX)
+        encoded = tokens(texts, place, self.formats["input_ids"].shape[0], trim=False)
+        return {name: encoded[name] for name in self.names if name in encoded}
+
+    def _read_several(self, inputs: Any) -> Inputs:
+        formats, model = self.formats, getattr(torch, self.dtype)
+        by_name = isinstance(inputs, Mapping)
+        arrays = inputs if by_name else dict(zip(self.names, inputs, strict=False))
+        if (
+            by_name == self.by_position
+            or len(inputs) != len(formats)
+            or formats.keys() != {*arrays}
+        ):
+            named = "a tuple of" if self.by_position else f"a mapping with {listed(self.names)}, of"
+            given = listed(sorted(map(str, inputs))) if by_name else f"{len(inputs)} arrays"
+            raise InputError(
+                f"this model takes {named} {len(formats)} arrays, and was given {given}"
+            )
+        read = {}
+        for name, one in formats.items():
+            try:
+                read[name] = one.read(arrays[name], model)
+            except InputError as error:
+                raise InputError(f"input {shown(name)}: {error}") from None
+        return tuple(read.values()) if self.by_position else read
+
+    def warn_outside(self, inputs: Inputs) -> str | None:
         """Warn, once, of inputs on another scale than those of training; returns the sentence."""
-        outside = self.inputs.far_outside(inputs)
+        outside = self.inputs.far_outside(inputs) if isinstance(inputs, Tensor) else None
         if outside is not None:
             warnings.warn(outside, NumericalWarning, stacklevel=3)
         return outside
@@ -329,7 +448,9 @@ def _lines(about: About) -> Iterator[str]:
         f"- fine-tuning: {adapt.steps} steps (ν) of plain gradient descent, step size (α) {rate}, "
         f"{adapt.batch_size} samples per batch (D)"
     )
-    yield f"- inputs: {inputs.dtype} of shape {tuple(inputs.shape)}" + _scaling(about)
+    for name, one in (about.formats or {"": inputs}).items():
+        named = f"input {_plain(name)}" if name else "inputs"
+        yield f"- {named}: {one.dtype} of shape {tuple(one.shape)}" + _scaling(one)
     if about.preparation is not None:
         names = [column.name for column in about.preparation.columns]
         yield f"- columns: {_plain(_some(names))}; {about.preparation}, which it does itself"
@@ -339,6 +460,11 @@ def _lines(about: About) -> Iterator[str]:
         yield f"- classes: {_plain(_some(about.classes))}"
     loss = about.loss or "given in Python"
     yield f"- model: {_plain(_built(about))}, {about.dtype}; loss: {_plain(loss)}"
+    if about.model.train != "all":
+        yield f"- trained: {_plain(about.model.train)}"
+    if (base := about.model.base) is not None:
+        where = "in this file" if base.carried else "not in this file: it is needed to use it"
+        yield f"- base model: {_plain(base)}; {base.parameters:,} frozen parameters, {where}"
     if about.trained:
         yield from ["", "## Training"]
         for key, value in about.trained.items():
@@ -349,11 +475,11 @@ def _lines(about: About) -> Iterator[str]:
     yield from ["", f"Made by nufed {_plain(about.nufed)}."]
 
 
-def _scaling(about: About) -> str:
-    if about.inputs.dtype != "uint8":
+def _scaling(inputs: InputsAbout) -> str:
+    if inputs.dtype != "uint8":
         return ""
-    shift = f" + {about.inputs.shift:g}" if about.inputs.shift else ""
-    return f", as bytes; the model takes x·{about.inputs.scale:.6g}{shift}"
+    shift = f" + {inputs.shift:g}" if inputs.shift else ""
+    return f", as bytes; the model takes x·{inputs.scale:.6g}{shift}"
 
 
 def _built(about: About) -> str:

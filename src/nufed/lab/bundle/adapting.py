@@ -7,7 +7,7 @@ sample is scored once by a model that never saw it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -20,9 +20,16 @@ from nufed.data import Federation, Samples, Split
 from nufed.data.samples import scaled
 from nufed.errors import InputError
 from nufed.lab.bundle.about import About, InputsAbout, read_about
-from nufed.lab.bundle.building import MissingPartError, build_model, build_personal
+from nufed.lab.bundle.building import (
+    MissingPartError,
+    build_model,
+    build_personal,
+    stored_state,
+)
 from nufed.lab.files import unseal, write_sealed
 from nufed.meta.fine_tuning import trajectory
+from nufed.objective import Inputs
+from nufed.objective.modules import logits_of
 from nufed.seeding import stream
 
 if TYPE_CHECKING:
@@ -242,8 +249,28 @@ class Prepare(nn.Module):
         return x.to(self.model_dtype) if x.is_floating_point() else x
 
 
+class PrepareSeveral(nn.Module):
+    """The same for several inputs, and the model that takes them."""
+
+    def __init__(self, about: About, model: nn.Module) -> None:
+        super().__init__()
+        dtype = getattr(torch, about.dtype)
+        self.names = about.names
+        self.prepare = nn.ModuleList(Prepare(one, dtype) for one in about.formats.values())
+        self.model = model
+
+    def forward(self, *arrays: Tensor, **named: Tensor) -> Any:
+        given = [named[name] for name in self.names] if named else arrays
+        changed = [change(x) for change, x in zip(self.prepare, given, strict=True)]
+        if not named:
+            return self.model(*changed)
+        return self.model(**dict(zip(self.names, changed, strict=True)))
+
+
 def prepared(about: About, module: nn.Module) -> nn.Module:
     """The module with preprocessing, which takes raw inputs."""
+    if about.names:
+        return PrepareSeveral(about, module).eval()
     before = Prepare(about.inputs, getattr(torch, about.dtype))
     return nn.Sequential(OrderedDict(prepare=before, model=module)).eval()
 
@@ -269,9 +296,14 @@ class Adapted:
         self.about.warn_outside(given)
         return self._predict(given)
 
-    def _predict(self, given: Tensor) -> list[Prediction]:
+    def _predict(self, given: Inputs) -> list[Prediction]:
         with torch.no_grad():
-            outputs = self.module(given)
+            if isinstance(given, Tensor):
+                outputs = logits_of(self.module(given))
+            elif isinstance(given, Mapping):
+                outputs = logits_of(self.module(**given))
+            else:
+                outputs = logits_of(self.module(*given))
         if not self.about.classes:
             return [Prediction(row.reshape(-1).tolist(), None) for row in outputs]
         probabilities = outputs.softmax(dim=1)
@@ -287,30 +319,36 @@ class Adapted:
             "adapted": self.about.model_dump(mode="json"),
             "report": None if self.report is None else asdict(self.report),
         }
-        write_sealed(Path(path), about, self.module.get_submodule("model").state_dict())
+        write_sealed(
+            Path(path), about, stored_state(self.about, self.module.get_submodule("model"))
+        )
         return Path(path)
 
 
 def load_adapted(
-    path: str | Path, *, trust: bool = False, module: nn.Module | None = None
+    path: str | Path,
+    *,
+    trust: bool = False,
+    module: nn.Module | None = None,
+    base: str | None = None,
 ) -> Adapted:
     """Read a model written by :meth:`Adapted.save`; runs no code from the file.
 
     Args:
         path: the file.
-        trust, module: as for :func:`nufed.load_bundle`.
+        trust, module, base: as for :func:`nufed.load_bundle`.
     """
     path = Path(path)
     try:
         sealed = unseal(path.read_bytes())
         about = read_about(sealed.about["adapted"])
         if about.personal is None:
-            built = build_model(about, sealed.tensors, trust, module)
+            built = build_model(about, sealed.tensors, trust, module, base)
         else:
-            built = build_personal(about, about.personal, sealed.tensors, trust, module)
+            built = build_personal(about, about.personal, sealed.tensors, trust, module, base)
         adapted = Adapted(about, prepared(about, built), _report(sealed.about["report"]))
         if about.personal is not None:  # its tensors may be anything
-            adapted._predict(about.read_inputs(torch.zeros(1, about.inputs.size)))
+            adapted._predict(about.zeros(1))
     except MissingPartError as error:
         raise InputError(f"{path} can't be loaded: {error}") from error
     except Exception as error:  # a foreign or crafted file may raise anything

@@ -19,6 +19,8 @@ from nufed.data import Preparation
 from nufed.errors import InputError, require
 from nufed.lab.bundle.about import (
     About,
+    BaseAbout,
+    InputsAbout,
     PersonalAbout,
     card_of,
     checked,
@@ -30,14 +32,17 @@ from nufed.lab.bundle.building import (
     build_loss,
     build_model,
     load_state,
+    stored_state,
 )
 from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.problem import LOSSES, find_named
 from nufed.lab.config.schema import LoraConfig
 from nufed.lab.files import unseal, write_sealed
+from nufed.lab.pretrained import PREFIX, architecture_of, revision_of
 from nufed.meta.fine_tuning import Rate, by_step, per_coordinate
+from nufed.models.trainable import base_digest, base_parameters
 from nufed.objective import Loss, Objective
-from nufed.objective.modules import RunningStats
+from nufed.objective.modules import RunningStats, copied
 
 SUFFIX = ".nufed"
 STORED_RATES = "fine-tuning/rates"  # a tensor's name in a file
@@ -89,6 +94,8 @@ class Bundle:
         measured: Mapping[str, Any] | None = None,
         personal: PersonalAbout | None = None,
         preparation: Preparation | None = None,
+        several: Mapping[str, InputsAbout] | None = None,
+        carry_base: bool | None = None,
     ) -> Bundle:
         """A bundle of any module, however it was trained.
 
@@ -117,8 +124,12 @@ class Bundle:
             name, trained, measured: for the card.
             personal: of a personal model that is more than a module, what else it needs.
             preparation: how the raw columns of a table become inputs; ``adapt`` then takes these.
+            several: the formats of several inputs by name, in place of ``input_shape`` and the like
+                (which are then those of the first); names that are numbers: by position.
+            carry_base: whether the file holds frozen parameters, too; by default it does unless
+                they are those of a pretrained model that ``build`` names (``hf:``).
         """
-        module = copy.deepcopy(module).eval()
+        module = (copied(module) if weights is None else copy.deepcopy(module)).eval()
         if weights is not None:
             load_state(module, load_file(weights))
         if loss == "auto":
@@ -137,6 +148,8 @@ class Bundle:
                     "running_stats": running_stats,
                     "train": train,
                     "lora": lora if train == "lora" else None,
+                    "architecture": architecture_of(module),
+                    "base": base_about(module, build, args or {}, carry_base),
                 },
                 "inputs": {
                     "shape": list(input_shape),
@@ -154,13 +167,11 @@ class Bundle:
                 "measured": dict(measured or {}),
                 "personal": personal,
                 "preparation": preparation,
-                "format": 4
-                if lr == "stored"
-                else 2
-                if preparation is None and train == "all"
-                else 3,
+                "names": list(several or {}),
+                "further": list((several or {}).values())[1:],
             }
         )
+        about = about.model_copy(update={"format": about.oldest_format})
         function: Loss = find_named("loss", loss, LOSSES) if isinstance(loss, str) else loss
         return cls(about, module, function, stored)._checked()
 
@@ -257,7 +268,6 @@ class Bundle:
         samples = self.about.samples(inputs, targets)
         if len(samples) < 2:
             raise InputError("there is 1 sample: adapting needs at least 2, better 20 or more")
-        assert isinstance(samples.inputs, Tensor)
         outside = self.about.warn_outside(samples.inputs)
         with torch_threads(1):  # the same bits everywhere on this machine
             report = cross_validate(self, samples, steps, most, seed, outside)
@@ -268,14 +278,14 @@ class Bundle:
 
     def unadapted(self) -> Adapted:
         """The meta-model without fine-tuning, ready for use."""
-        return Adapted(self.about, prepared(self.about, copy.deepcopy(self.module)), None)
+        return Adapted(self.about, prepared(self.about, copied(self.module)), None)
 
     def save(self, path: str | Path) -> Path:
         """Write it as one sealed file, whose name ends in .nufed."""
         path = Path(path)
         require(path.suffix == SUFFIX, "path", path.name, f"must end in {SUFFIX}")
         about = {"bundle": self.about.model_dump(mode="json")}
-        tensors = self.module.state_dict()
+        tensors = stored_state(self.about, self.module)
         if self.about.adapt.lr == "stored":
             tensors[STORED_RATES] = self._checked_rates()
         write_sealed(path, about, tensors)
@@ -288,6 +298,7 @@ def load_bundle(
     trust: bool = False,
     module: nn.Module | None = None,
     loss: Loss | None = None,
+    base: str | None = None,
 ) -> Bundle:
     """Read a bundle; runs no code from the file.
 
@@ -295,10 +306,12 @@ def load_bundle(
         path: a ``.nufed`` file.
         trust: allow importing the functions that it names to build its model and loss, if any.
         module, loss: for bundles that were made from objects: the same module and loss.
+        base: of a bundle that names a pretrained base model: the folder of that model, or its name
+            in the local cache; by default where the bundle says. Another model is refused.
     """
     with _opened(Path(path)) as (about, tensors):
         weights = {name: tensor for name, tensor in tensors.items() if name != STORED_RATES}
-        built = build_model(about, weights, trust, module)
+        built = build_model(about, weights, trust, module, base)
         rates = tensors.get(STORED_RATES)
         bundle = Bundle(about, built, build_loss(about, trust, loss), rates)._checked()
         bundle.objective.initial()
@@ -329,6 +342,23 @@ def _opened(path: Path) -> Iterator[tuple[About, Mapping[str, Tensor]]]:
         raise InputError(
             f"{path} can't be used as a bundle ({error}): get it again from its source"
         ) from error
+
+
+def base_about(
+    module: nn.Module, build: str | None, args: Mapping[str, Any], carried: bool | None
+) -> BaseAbout | None:
+    """What a bundle says of the frozen parameters; None if there are none."""
+    frozen = base_parameters(module)
+    if not frozen:
+        return None
+    named = build.removeprefix(PREFIX) if build is not None and build.startswith(PREFIX) else None
+    return BaseAbout(
+        sha256=base_digest(module),
+        parameters=sum(p.numel() for p in frozen.values()),
+        carried=named is None if carried is None else carried,
+        name=named,
+        revision=args.get("revision") or revision_of(module),
+    )
 
 
 def _dtype_name(module: nn.Module) -> Any:

@@ -14,12 +14,14 @@ from nufed.algorithms.protocol import Algorithm, State, defines
 from nufed.data import Partition, Samples
 from nufed.errors import InputError, require
 from nufed.evaluate import evaluation_context, summarise
+from nufed.lab.bundle.about import InputsAbout
 from nufed.lab.bundle.adapting import Adapted, prepared
 from nufed.lab.bundle.building import PersonalModule, about_algorithm
 from nufed.lab.bundle.bundle import Bundle
 from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.problem import Given, Problem, algorithms_of, loss_name, rebuild_objective
 from nufed.lab.config.schema import OWN
+from nufed.lab.pretrained import PREFIX
 from nufed.lab.runs import Estimate, Run
 from nufed.lab.runs.agent_states import StoredStates, personal_after
 from nufed.lab.runs.json_files import finite
@@ -47,6 +49,7 @@ def make_bundle(
     loss: Loss | None = None,
     methods: Mapping[str, Algorithm] | None = None,
     trust: bool = False,
+    carry_base: bool | None = None,
 ) -> Bundle:
     """The global model that a run trained, as a bundle.
 
@@ -56,17 +59,23 @@ def make_bundle(
         seed: one of its seeds; the first by default.
         model, loss, methods: the same objects that were passed to :func:`nufed.run`.
         trust: allow importing the code that the run names, if any.
+        carry_base: as for :meth:`Bundle.of`.
     """
     seed = trained_seed(run, method, seed)
     check_inputs(run)
     given = Given(model=model, loss=loss, methods=methods)
     objective = rebuild_objective(run.recorded, _like(run), given, trust=trust)
     algorithms = algorithms_of(run.config, given.methods, [method])
-    return bundle_of(run, method, seed, objective, algorithms[method])
+    return bundle_of(run, method, seed, objective, algorithms[method], carry_base)
 
 
 def bundle_of(
-    run: Run, method: str, seed: int, objective: Objective, algorithm: Algorithm
+    run: Run,
+    method: str,
+    seed: int,
+    objective: Objective,
+    algorithm: Algorithm,
+    carry_base: bool | None = None,
 ) -> Bundle:
     """The same, from a built objective and algorithm."""
     check_inputs(run)
@@ -96,6 +105,7 @@ def bundle_of(
         name=f"{run.config.name} {method}",
         trained=trained_as(run, method, seed, algorithm),
         measured=_measured(run, method, seed, algorithm),
+        carry_base=carry_base,
     )
 
 
@@ -117,15 +127,17 @@ def trained_seed(run: Run, method: str, seed: int | None) -> int:
 
 
 def can_be_bundled(run: Run) -> bool:
-    """Whether its models take one array of a dtype that bundles support."""
-    return run.inputs is not None and run.inputs.dtype in INPUT_TYPES
+    """Whether its models take arrays of dtypes that bundles support."""
+    if run.inputs is None:
+        return False
+    return all(one.dtype in INPUT_TYPES for one in run.inputs.formats.values())
 
 
 def check_inputs(run: Run) -> Inputs:
-    """The format of a run's inputs; refuses any but one array of a dtype that bundles support."""
+    """The format of a run's inputs; refuses any but arrays of dtypes that bundles support."""
     if run.inputs is None or not can_be_bundled(run):
         raise InputError(
-            f"{run.path} can't be bundled: a bundle's inputs are one array of numbers "
+            f"{run.path} can't be bundled: a bundle's inputs are arrays of numbers "
             f"({', '.join(INPUT_TYPES)}), and those of this run are not"
         )
     return run.inputs
@@ -138,11 +150,19 @@ def described(run: Run, objective: Objective, seed: int) -> dict[str, Any]:
     arguments = config.model.args
     if config.model.name in MODELS:
         arguments = {"input_shape": inputs.shape, "outputs": inputs.outputs, **arguments}
+    elif config.model.name.startswith(PREFIX):
+        arguments = {"outputs": inputs.outputs, **arguments}
     return {
         "input_shape": tuple(inputs.shape),
         "input_dtype": inputs.dtype,
         "scale": inputs.scale,
         "shift": inputs.shift,
+        "several": {
+            name: InputsAbout.model_validate(
+                {**one.model_dump(), "scale": inputs.scale, "shift": inputs.shift}
+            )
+            for name, one in inputs.several.items()
+        },
         "input_range": None if inputs.range is None else asdict(inputs.range),
         "classes": tuple(inputs.classes),
         "target_dtype": inputs.targets,
@@ -182,7 +202,14 @@ def trained_as(run: Run, method: str, seed: int, algorithm: Algorithm) -> dict[s
 def _like(run: Run) -> Samples:
     """One sample with the format of the run's, to build models for."""
     inputs = check_inputs(run)
-    zeros = torch.zeros(1, *inputs.shape, dtype=getattr(torch, inputs.dtype))
+    zeros: Any = {
+        name: torch.zeros(1, *one.shape, dtype=getattr(torch, one.dtype))
+        for name, one in inputs.formats.items()
+    }
+    if not inputs.several:
+        (zeros,) = zeros.values()
+    elif next(iter(zeros)).isdecimal():
+        zeros = tuple(zeros.values())
     classes = tuple(inputs.classes)
     kind = getattr(torch, inputs.targets or "float32")
     targets = torch.zeros(1).long() if classes else torch.zeros(1, inputs.outputs, dtype=kind)
@@ -266,6 +293,7 @@ def make_personal(
     partition: Partition | None = None,
     trust: bool = False,
     with_training_data: bool = False,
+    carry_base: bool | None = None,
 ) -> Adapted:
     """The personal model of one agent of a run, the same that evaluation scored.
 
@@ -281,6 +309,7 @@ def make_personal(
         trust: allow importing the code that the run names, if any.
         with_training_data: allow a model that holds training data in some form, as kNN-Per's does;
             without it such a model is refused.
+        carry_base: as for :meth:`Bundle.of`.
     """
     seed = trained_seed(run, method, seed)
     if run.federated:
@@ -321,6 +350,7 @@ def make_personal(
         trained={**trained_as(run, method, seed, algorithm), "agent": agent, "steps": steps},
         measured=_agent_measured(run, method, seed, agent, steps),
         personal=personal,
+        carry_base=carry_base,
     ).about
     if personal is not None:
         further = {name: tensor for name, tensor in tensors.items() if name != "model"}

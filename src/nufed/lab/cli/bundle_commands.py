@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,6 +16,7 @@ from nufed.errors import InputError
 from nufed.lab.cli.catalogue import complete_bundle, complete_method, complete_run
 from nufed.lab.cli.options import AsJson, Trust
 from nufed.lab.cli.terminal import console, print_table, say, table
+from nufed.registry import is_code
 
 if TYPE_CHECKING:
     from nufed.lab.bundle import Adapted, Prediction
@@ -23,14 +24,20 @@ if TYPE_CHECKING:
     from nufed.lab.readers.files import Data
 
 MAX_PRINTED = 20  # predictions printed
+TEXT = "text"  # the column of a table that models of transformers read
 
 BundlePath = Annotated[Path, typer.Argument(help="A .nufed file.", autocompletion=complete_bundle)]
 DataPath = Annotated[
     Path,
     typer.Argument(
         help="Samples: a .csv with a header, a .parquet, a .npz (inputs, targets), a .npy, or a "
-        "folder with a folder of images per class."
+        "folder with a folder of images per class; for models of several inputs a .npz with an "
+        "array of each name, of texts a table with the column text."
     ),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(help="Of a bundle that names its base model: the folder of that model."),
 ]
 Label = Annotated[str, typer.Option(help="The column of a table that holds the label.")]
 Targets = Annotated[
@@ -68,6 +75,9 @@ def bundle(
             help="With --agent: allow a model that holds training data in some form (kNN-Per).",
         ),
     ] = False,
+    with_base: Annotated[
+        bool, typer.Option("--with-base", help="Also hold the weights of a pretrained base model.")
+    ] = False,
     force: Force = False,
     trust: Trust = False,
 ) -> None:
@@ -85,13 +95,14 @@ def bundle(
             raise InputError("--steps is for an agent's personal model: add --agent N")
         path = out or Path(f"{method}{SUFFIX}")
         _check_new(path, force)
-        make_bundle(finished, method, seed, trust=trust).save(path)
+        made = make_bundle(finished, method, seed, trust=trust, carry_base=with_base or None)
+        made.save(path)
         say(f"bundle: {path} (show it with `nufed inspect {path}`)")
         return
     path = out or Path(f"{method}-agent-{agent}.safetensors")
     _check_model_file(path)
     _check_new(path, force)
-    made = make_personal(
+    personal = make_personal(
         finished,
         method,
         agent,
@@ -99,15 +110,18 @@ def bundle(
         steps=steps,
         trust=trust,
         with_training_data=with_training_data,
+        carry_base=with_base or None,
     )
-    made.save(path)
-    about = made.about.personal
+    personal.save(path)
+    about = personal.about.personal
     if about is not None and about.training_data is not None:
         say(f"warning: {path} holds {about.training_data}: keep it where they may be")
     say(f"model: {path} (use it with `nufed predict {path} NEW_DATA`)")
 
 
-def inspect(bundle: BundlePath, trust: Trust = False, as_json: AsJson = False) -> None:
+def inspect(
+    bundle: BundlePath, base: Base = None, trust: Trust = False, as_json: AsJson = False
+) -> None:
     """Print a bundle's card, and check that its model can be built.
 
     Code that it names is imported only with --trust; the card is printed without it.
@@ -122,14 +136,14 @@ def inspect(bundle: BundlePath, trust: Trust = False, as_json: AsJson = False) -
         print(json.dumps(about.model_dump(mode="json")))
     else:
         console().print(Markdown(card, hyperlinks=False))
-    code = [name for name in (about.model.build, about.loss) if name and ":" in name]
+    code = [name for name in (about.model.build, about.loss) if is_code(name)]
     if about.model.build is None or about.loss is None:
         say("its model was not built, which needs the object that it was made from", error=True)
     elif code and not trust:
-        named = " and ".join(code)
+        named = " and ".join(map(str, code))
         say(f"its model was not built, as that imports {named}: --trust allows it", error=True)
     else:
-        load_bundle(bundle, trust=trust)
+        load_bundle(bundle, trust=trust, base=base)
 
 
 def adapt(
@@ -151,6 +165,7 @@ def adapt(
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Write the model even if adapting harms.")
     ] = False,
+    base: Base = None,
     force: Force = False,
     trust: Trust = False,
     as_json: AsJson = False,
@@ -164,8 +179,8 @@ def adapt(
     chosen = _steps(steps)
     if max_steps is not None and chosen != "auto":
         raise InputError(f"--max-steps {max_steps}: is for --steps auto; add that, or leave it out")
-    loaded = load_bundle(bundle, trust=trust)
-    given = _read(loaded.about, data, label, targets)
+    loaded = load_bundle(bundle, trust=trust, base=base)
+    given = _read(loaded.about, data, label, targets, base=base)
     adapted = loaded.adapt(
         given.inputs,
         given.labels,
@@ -189,7 +204,8 @@ def adapt(
         return
     for line in adapted.report.words():
         say(line)
-    say(f"model: {out} (use it with `nufed predict {out} NEW_DATA`)")
+    further = f" --base {base}" if base else ""
+    say(f"model: {out} (use it with `nufed predict {out} NEW_DATA{further}`)")
 
 
 def predict(
@@ -200,6 +216,7 @@ def predict(
     out: Annotated[Path | None, typer.Option(help="Write all predictions to this .csv.")] = None,
     label: Label = "label",
     targets: Targets = None,
+    base: Base = None,
     force: Force = False,
     trust: Trust = False,
     as_json: AsJson = False,
@@ -209,10 +226,10 @@ def predict(
 
     if out is not None:
         _check_new(out, force)
-    adapted = load_adapted(model, trust=trust)
-    given = _read(adapted.about, data, label, targets, labelled=False)
+    adapted = load_adapted(model, trust=trust, base=base)
+    given = _read(adapted.about, data, label, targets, labelled=False, base=base)
     answers = adapted.predict(given.inputs)
-    labels = _labels(adapted, given)
+    labels = _labels(adapted, given, len(answers))
     if out is not None:
         _write(out, answers, given.images)
     if as_json:
@@ -237,16 +254,33 @@ def _check_new(out: Path, force: bool) -> None:
 
 
 def _read(
-    about: About, data: Path, label: str, targets: Path | None, labelled: bool = True
+    about: About,
+    data: Path,
+    label: str,
+    targets: Path | None,
+    labelled: bool = True,
+    base: str | None = None,
 ) -> Data:
-    """A user's data: raw columns of a table, if the model takes them; images in its shape, as
-    bytes or in 0 … 1."""
-    from nufed.lab.readers.files import Data, named_file, read_data
+    """A user's data: raw columns of a table, if the model takes them; texts or several arrays;
+    images in its shape, as bytes or in 0 … 1."""
+    from nufed.lab.readers.files import Data, named_file, read_data, read_several
     from nufed.lab.readers.tables import read_columns
 
+    if targets is not None and (about.preparation is not None or about.names):
+        raise InputError(f"--targets {targets}: this model takes targets in the file of its inputs")
+    if about.names and data.suffix == ".npz":
+        several = read_several(data, about.names, labelled)
+        if not about.by_position:
+            return several
+        assert isinstance(several.inputs, Mapping)
+        return several._replace(inputs=tuple(several.inputs[name] for name in about.names))
+    if about.names:
+        texts = read_columns(data, label, labelled)
+        with named_file(data):
+            if TEXT not in texts.columns:
+                raise InputError(f"it has no column {TEXT!r}, with the texts that this model reads")
+        return Data(about.tokens(texts.columns[TEXT], base), texts.labels)
     if about.preparation is not None:
-        if targets is not None:
-            raise InputError(f"--targets {targets}: this model takes a table with a label column")
         read = read_columns(data, label, labelled)
         with named_file(data):
             return Data(about.preparation.table(read.columns), read.labels)
@@ -265,14 +299,14 @@ def _steps(text: str | None) -> int | Literal["auto"] | None:
     return int(text)
 
 
-def _labels(adapted: Adapted, given: Data) -> list[str]:
+def _labels(adapted: Adapted, given: Data, inputs: int) -> list[str]:
     """The class names of the data's labels; empty without labels or classes."""
     classes = adapted.about.classes
     if given.labels is None or not classes:
         return []
     numbers = adapted.about.read_targets(given.labels).tolist()
-    if len(numbers) != len(given.inputs):
-        raise InputError(f"there are {len(given.inputs)} inputs and {len(numbers)} labels")
+    if len(numbers) != inputs:
+        raise InputError(f"there are {inputs} inputs and {len(numbers)} labels")
     return [classes[number] for number in numbers]
 
 

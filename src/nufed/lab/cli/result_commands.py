@@ -202,6 +202,10 @@ def export(
         str | None, typer.Option(help="The method, for targets that write one model.")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Its seed; default: the first.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Of a model whose base model is elsewhere: the folder of that model."),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Write a finished run, or a model, for other tools. Nothing is sent anywhere.
@@ -215,7 +219,7 @@ def export(
     if run.is_file():
         if method is not None or seed is not None:
             raise InputError(f"{run} is one model: leave out --method and --seed")
-        for line in export_model(run, to, out, trust=trust):
+        for line in export_model(run, to, out, trust=trust, base=base):
             say(line)
         return
     finished = load_run(run, trust=trust)

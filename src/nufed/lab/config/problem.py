@@ -56,7 +56,7 @@ from nufed.lab.pretrained import PREFIX, add_adapters, pretrained
 from nufed.lab.readers.sources import SOURCES, source_of
 from nufed.meta.curvature import curvature_along
 from nufed.models import MODELS
-from nufed.models.trainable import share_base, train_only
+from nufed.models.trainable import checkpoint_layers, share_base, train_only
 from nufed.objective import Loss, Objective
 from nufed.objective.modules import copied, has_kernels
 from nufed.registry import import_named, suggest
@@ -264,12 +264,15 @@ def build_objective(config: Config, module: nn.Module, loss: Loss) -> Objective:
             "remove the key",
             "memory_format",
         )
+    if config.model.gradient_checkpointing:
+        checkpoint_layers(module)
     return Objective(
         module,
         loss,
         running_stats=config.model.running_stats,
         precision=config.precision,
         memory_format=config.memory_format,
+        micro_batch=config.model.micro_batch,
     )
 
 
@@ -538,11 +541,11 @@ class Problem:
         for federation in federations.values():
             for algorithm in algorithms.values():
                 federation.check_batch_size(algorithm.batch_size)
-        modules = {
-            seed: _module(config, given, each.samples, seed) for seed, each in federations.items()
-        }
-        for module in modules.values():
-            share_base(modules[next(iter(modules))], module)
+        modules: dict[int, nn.Module] = {}
+        for seed, each in federations.items():
+            modules[seed] = _module(config, given, each.samples, seed)
+            if len(modules) > 1:
+                share_base(modules[next(iter(modules))], modules[seed])
         objectives = {seed: build_objective(config, m, loss) for seed, m in modules.items()}
         return cls(config, samples, federations, objectives, algorithms, given)
 

@@ -297,6 +297,17 @@ class ModelConfig(_Table):
     running_stats: RunningStats = Field(
         default="refuse", description="of BatchNorm: refused, frozen, or trained with the model"
     )
+    # not written if off, so that files and fingerprints of other runs do not change
+    micro_batch: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        exclude_if=lambda value: value == 0,
+        description="samples computed at a time, so that large models fit; 0: a whole batch",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        exclude_if=lambda value: not value,
+        description="compute layers again in backward passes instead of keeping what they made",
+    )
 
 
 class FaultsConfig(_Table):

@@ -33,8 +33,12 @@ def write_onnx(model: Adapted, out: Path) -> list[str]:
     with needed("writing ONNX files", "onnx"):
         import onnx
         import onnxscript  # noqa: F401
-    dtype = getattr(torch, model.about.inputs.dtype)
-    example = torch.zeros(2, *model.about.inputs.shape, dtype=dtype)
+    if model.about.names:
+        raise InputError(
+            f"this model takes several inputs ({', '.join(model.about.names)}), which is not "
+            "written as ONNX: use --to state_dict"
+        )
+    example = model.about.zeros(2)
     try:
         with _quiet():
             program = torch.onnx.export(
@@ -90,7 +94,9 @@ WRITERS: dict[str, tuple[Callable[[Adapted, Path], list[str]], str]] = {
 }
 
 
-def export_model(path: Path, to: str, out: Path | None, *, trust: bool = False) -> list[str]:
+def export_model(
+    path: Path, to: str, out: Path | None, *, trust: bool = False, base: str | None = None
+) -> list[str]:
     """Write a bundle or an adapted model for use without nufed.
 
     Args:
@@ -98,6 +104,7 @@ def export_model(path: Path, to: str, out: Path | None, *, trust: bool = False) 
         to: "onnx" or "state_dict".
         out: the file to write; by default the name of ``path`` with another ending.
         trust: allow importing the code that the file names to build its model, if any.
+        base: as for :func:`nufed.load_bundle`.
     """
     if to not in WRITERS:
         raise InputError(
@@ -105,7 +112,7 @@ def export_model(path: Path, to: str, out: Path | None, *, trust: bool = False) 
             "run directory"
         )
     write, suffix = WRITERS[to]
-    return write(load_model(path, trust=trust), out or Path(f"{path.stem}{suffix}"))
+    return write(load_model(path, trust=trust, base=base), out or Path(f"{path.stem}{suffix}"))
 
 
 def export_of_run(to: str, run: Run, out: Path, chosen: Chosen) -> list[str]:
@@ -117,7 +124,7 @@ def export_of_run(to: str, run: Run, out: Path, chosen: Chosen) -> list[str]:
     return WRITERS[to][0](bundle.unadapted(), out)
 
 
-def load_model(path: Path, *, trust: bool = False) -> Adapted:
+def load_model(path: Path, *, trust: bool = False, base: str | None = None) -> Adapted:
     """The model of a file: adapted, or a bundle's global model."""
     try:
         is_bundle = "bundle" in unseal(path.read_bytes()).about
@@ -125,9 +132,9 @@ def load_model(path: Path, *, trust: bool = False) -> Adapted:
         raise InputError(
             f"{path} can't be read as a bundle or an adapted model ({in_short(error)})"
         ) from error
-    return (
-        load_bundle(path, trust=trust).unadapted() if is_bundle else load_adapted(path, trust=trust)
-    )
+    if is_bundle:
+        return load_bundle(path, trust=trust, base=base).unadapted()
+    return load_adapted(path, trust=trust, base=base)
 
 
 def _check_module(model: Adapted) -> None:
@@ -144,7 +151,8 @@ def _about(model: Adapted) -> dict[str, Any]:
     return {
         "name": about.name,
         "classes": about.classes,
-        "inputs": about.inputs.model_dump(),
+        "inputs": {name: one.model_dump() for name, one in about.formats.items()}
+        or about.inputs.model_dump(),
         "outputs": "logits, in the order of classes" if about.classes else "predicted numbers",
         "dtype": about.dtype,
         "build": about.model.build,

@@ -15,7 +15,7 @@ import stat
 import warnings
 import zipfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -109,9 +109,12 @@ FIRST = 12  # columns named in a message, and the last
 
 
 class Data(NamedTuple):
-    """Inputs, one per row, their labels and owners, if any; of images the names of the files."""
+    """Inputs, one per row, their labels and owners, if any; of images the names of the files.
 
-    inputs: np.ndarray[Any, Any] | Table
+    Several inputs are arrays by name.
+    """
+
+    inputs: np.ndarray[Any, Any] | Table | Mapping[str, Any] | tuple[Any, ...]
     labels: Sequence[str] | np.ndarray[Any, Any] | None
     owners: Sequence[str] | None = None
     images: Sequence[str] = ()
@@ -523,6 +526,21 @@ def _from_npz(content: bytes, labelled: bool) -> Data:
     if missing:
         raise InputError(f"it has no array {missing[0]!r}: save it with inputs= and targets=")
     return Data(arrays["inputs"], arrays.get("targets"))
+
+
+def read_several(path: Path, names: Sequence[str], labelled: bool = True) -> Data:
+    """Several inputs and the targets from a ``.npz`` with an array of each name and ``targets``."""
+    with named_file(path):
+        if path.suffix != ".npz":
+            raise InputError("its name must end in .npz, with an array for each input")
+        content = read_bounded(path, data_limit())
+        with _numbers_of("NPZ"):
+            arrays = read_npz(content, (*names, "targets"))
+        wanted = (*names, "targets") if labelled else names
+        if missing := [name for name in wanted if name not in arrays]:
+            raise InputError(f"it has no array {missing[0]!r}, and needs {', '.join(wanted)}")
+    targets = arrays.pop("targets", None)
+    return Data(arrays, targets)
 
 
 def own_file(

@@ -29,6 +29,7 @@ from nufed.lab.files import cache_directory
 from nufed.lab.readers.files import own_file, read_npz
 from nufed.lab.readers.heart import heart
 from nufed.lab.readers.hugging_face import hugging_face
+from nufed.lab.readers.intents import organisations, read_sentences
 from nufed.lab.readers.leaf import leaf
 from nufed.lab.readers.tables import own_table
 from nufed.lab.readers.text import of_texts, own_texts, roles
@@ -119,6 +120,11 @@ ORIGINS = {
     ),
     "omniglot14": Origin("Lake, Salakhutdinov and Tenenbaum 2015", "MIT"),
     "shakespeare": Origin("Shakespeare; file: Karpathy 2015 (char-rnn)", "public domain"),
+    "intents": Origin(
+        "Larson et al. 2019, An Evaluation Dataset for Intent Classification and Out-of-Scope "
+        "Prediction (CLINC150)",
+        "CC BY 3.0",
+    ),
 }
 
 
@@ -135,7 +141,7 @@ def data_directory() -> Path:
 
 _TABLES = tomllib.loads((files("nufed.lab.readers") / "stored.toml").read_text("utf-8"))
 STORED = {name: Stored(name, **table) for name, table in _TABLES.items()}
-CIFAR10, CIFAR100, FASHION_MNIST, MNIST_WRITERS, OMNIGLOT, SHAKESPEARE = STORED.values()
+CIFAR10, CIFAR100, FASHION_MNIST, MNIST_WRITERS, OMNIGLOT, SHAKESPEARE, INTENTS = STORED.values()
 OMNIGLOT_PART = "omniglot_8_alphabets.npz"  # of earlier versions, whose runs still resume
 
 Pixels: TypeAlias = Literal["unit", "symmetric", "standardised"]
@@ -226,6 +232,37 @@ def shakespeare(length: int = 80, least: int = 25, tokenizer: str | None = None)
     return of_texts(roles(play), length, least, tokenizer, "".join(sorted(set(play))))
 
 
+def intents(
+    tokenizer: str | None = None,
+    length: int = 32,
+    ways: int = 5,
+    samples: int | None = None,
+    tasks: int | None = None,
+    part: Literal["train", "val", "test"] = "train",
+    seed: int = 0,
+) -> Samples:
+    """CLINC150: sentences of 150 intents in 10 domains; an agent is an organisation with a few.
+
+    Every organisation has ``ways`` intents of one domain, numbered 0 … ways − 1: the same number is
+    another intent at every organisation. It is called like its domain, for example banking-0.
+
+    Args:
+        tokenizer: the folder of a pretrained model with its tokenizer, or a name in the local cache
+            of Hugging Face; inputs are its ``input_ids``, ``attention_mask``, ….
+        length: tokens of a sentence at most.
+        ways: intents per organisation.
+        samples: sentences of each intent, drawn at random; all by default.
+        tasks: organisations of every domain, each with intents drawn at random. By default intents
+            are dealt out, without overlap.
+        part: the official part: 100 sentences of each intent in ``"train"``, 20 in ``"val"`` and 30
+            in ``"test"``.
+        seed: of these draws, independent of the run's seeds.
+    """
+    sentences, domains = map(INTENTS.read, INTENTS.files)
+    read = read_sentences(sentences, domains, part)
+    return organisations(read, tokenizer, length, ways, samples, tasks, seed)
+
+
 def _cifar(stored: Stored, labels: int, classes: tuple[str, ...], pixels: Pixels) -> Samples:
     """Records of ``labels`` label bytes, the last of them the class, and a channel-major image."""
     require(pixels in PIXELS, "pixels", pixels, f"must be one of {', '.join(PIXELS)}")
@@ -304,7 +341,7 @@ def omniglot(
         arrays["alphabet"], arrays["character"], arrays["alphabets"], arrays["evaluation"]
     )
     dealt = characters.deal(ways, samples, tasks, seed)
-    return dealt.of(_images(arrays["ink"][dealt.rows]), 1 / 255)
+    return dealt.of(torch.from_numpy(_images(arrays["ink"][dealt.rows])), 1 / 255)
 
 
 def check_omniglot(content: bytes, path: Path) -> None:
@@ -364,6 +401,7 @@ SOURCES: dict[str, Callable[..., Samples]] = {
     "sinusoid": sinusoid,
     "heart": heart,
     "shakespeare": shakespeare,
+    "intents": intents,
     "text": own_texts,
     "leaf": leaf,
     "hf": hugging_face,

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from nufed.data import Samples, Split
 from nufed.data.samples import InputRange, input_ranges, scale_warnings
@@ -267,13 +267,14 @@ def plain_settings(config: Config) -> dict[str, Any]:
 
 def _describe(samples: Samples, ranges: Mapping[str, InputRange]) -> dict[str, Any]:
     """The format of one input and target, so that models can be used without the data."""
-    if not isinstance(samples.inputs, torch.Tensor):
-        return {}
     kind = samples.targets.dtype
     tokens = not samples.classes and not kind.is_floating_point
+    inputs = samples.inputs
+    pairs = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+    several = {} if isinstance(inputs, Tensor) else {str(name): _format(x) for name, x in pairs}
     return {
-        "shape": list(samples.input_shape),
-        "dtype": str(samples.inputs.dtype).removeprefix("torch."),
+        **(_format(inputs) if isinstance(inputs, Tensor) else next(iter(several.values()))),
+        **({"several": several} if several else {}),
         "scale": samples.scale,
         "shift": samples.shift,
         "classes": list(samples.classes),
@@ -281,6 +282,10 @@ def _describe(samples: Samples, ranges: Mapping[str, InputRange]) -> dict[str, A
         **({"targets": str(kind).removeprefix("torch.")} if tokens else {}),
         **({"range": asdict(ranges["input"])} if "input" in ranges else {}),
     }
+
+
+def _format(x: Tensor) -> dict[str, Any]:
+    return {"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")}
 
 
 def flat_differences(

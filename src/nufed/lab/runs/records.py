@@ -58,10 +58,19 @@ def _check_range(value: InputRange) -> InputRange:
     return value
 
 
+class InputFormat(Record):
+    """The format of one of several inputs."""
+
+    shape: list[Whole]
+    dtype: str
+
+
 class Inputs(Record):
     """The format of one input and one target, and the range of all inputs, if it is known.
 
-    ``targets`` is the dtype of whole-number targets that are no classes, such as tokens.
+    ``targets`` is the dtype of whole-number targets that are no classes, such as tokens. Of several
+    inputs ``shape`` and ``dtype`` are those of the first, ``several`` has all of them by name
+    (numbers if they have none).
     """
 
     shape: list[Whole]
@@ -72,6 +81,12 @@ class Inputs(Record):
     outputs: Count
     targets: str | None = None
     range: Annotated[InputRange, AfterValidator(_check_range)] | None = None
+    several: dict[str, InputFormat] = Field(default={}, exclude_if=lambda value: not value)
+
+    @property
+    def formats(self) -> dict[str, InputFormat]:
+        """The format of every input, by name; of a single one without."""
+        return self.several or {"": InputFormat(shape=self.shape, dtype=self.dtype)}
 
 
 class RunAbout(Record):

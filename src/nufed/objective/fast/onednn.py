@@ -65,7 +65,7 @@ class OneDNNLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """XWᵀ + b."""
-        if input.numel() * self.out_features < LARGE:
+        if input.dtype != torch.float32 or input.numel() * self.out_features < LARGE:
             return F.linear(input, self.weight, self.bias)
         outputs = _product(input.flatten(0, -2), self.weight)
         outputs = outputs.view(*input.shape[:-1], self.out_features)
