@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nufed.algorithms.protocol import AgentContext, Algorithm, BatchSource, Cost, State
 from nufed.data import Federation, ScoredOn
-from nufed.evaluate.metrics import Better, Metric, accuracies, accuracy
+from nufed.evaluate.metrics import METRICS, Better, Metric, accuracies, accuracy
 from nufed.objective import AnyObjective, Inputs, Objective
 from nufed.seeding import stream
 from nufed.server import AgentStates, Downlink
@@ -112,6 +112,15 @@ class Measure:
     def resampled(self, agents: int) -> Measure:
         """The same with resamples, if agents are few: they take time and disk space."""
         return replace(self, resamples=RESAMPLES if agents <= FEW_AGENTS else 0)
+
+    @property
+    def words(self) -> str:
+        """The name as text of a page: of nufed's own metrics without underscores.
+
+        >>> Measure("bits_per_character").words, Measure("my_metric").words
+        ('bits per character', 'my_metric')
+        """
+        return self.name.replace("_", " ") if self.name in METRICS else self.name
 
     @property
     def higher_is_better(self) -> bool:

@@ -145,7 +145,7 @@ def _numbered(name: str, run: Run, runs: Sequence[Run]) -> str:
 
 
 def _score(runs: Sequence[Run]) -> str:
-    return f"{runs[0].config.eval_on.capitalize()} {runs[0].measure.name}"
+    return f"{runs[0].config.eval_on.capitalize()} {runs[0].measure.words}"
 
 
 def rounds_chart(run: Run, group: str, look: Look | None = None) -> Any:

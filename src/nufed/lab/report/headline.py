@@ -70,7 +70,7 @@ def _none_beats(run: Run, result: Finding, null: Row) -> str:
 def _score(run: Run, *rows: Row) -> str:
     """A score, or the range from the first to the last, with the name of the measure."""
     shown = [number_format(run)(row.personal.mean) for row in (rows[0], rows[-1])]
-    span, name = " to ".join(dict.fromkeys(shown)), run.measure.name
+    span, name = " to ".join(dict.fromkeys(shown)), run.measure.words
     return f"{span} {name}" if name == "accuracy" else f"{name} {span}"
 
 
@@ -137,7 +137,7 @@ def measured(run: Run) -> str:
     named = " (or the number in its name)" if ";" in steps else ""
     seeds = len(config.seeds)
     return (
-        f"{config.eval_on.capitalize()} {run.measure.name} of agents' personal models after "
+        f"{config.eval_on.capitalize()} {run.measure.words} of agents' personal models after "
         f"{config.steps_shown} fine-tuning step{plural}{named} on their own training data, "
         f"{run.shown_round}, mean over {evaluated_agents(run)} seen in training"
         f"{f' and {seeds} seeds' if seeds > 1 else ', one seed'}. {_tuned(run)} {_cost(run)}"

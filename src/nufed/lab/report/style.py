@@ -180,7 +180,7 @@ class Look:
             domain = domain[0] - room * below, domain[1] + room * above
         return cls(
             Styles.of([line.label for line in lines], methods),
-            f"{first.config.eval_on} {first.measure.name}",
+            f"{first.config.eval_on} {first.measure.words}",
             first.measure.name == "accuracy",
             domain,
             _range(value for run in runs for value in _scores(run, limits)) if given else None,

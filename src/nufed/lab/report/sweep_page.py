@@ -79,7 +79,7 @@ def sweep_headline(sweep: Sweep) -> str:
     ]
     text = (
         f"{about}, {len(config.seeds)} seed{'s' * (len(config.seeds) > 1)} each: "
-        f"{config.eval_on} {measure.name} of agents' personal models, last round, agents {group} "
+        f"{config.eval_on} {measure.words} of agents' personal models, last round, agents {group} "
         "in training."
     )
     if not rows:
@@ -182,7 +182,7 @@ def sweep_charts(sweep: Sweep) -> Iterator[Chart]:
     runs = list(sweep.runs.values())
     for group in all_groups(list(sweep.runs.values())):
         scored = next(run for run in runs if run.rows())
-        score = f"{scored.config.eval_on} {scored.measure.name}"
+        score = f"{scored.config.eval_on} {scored.measure.words}"
         axis: dict[str, Any] = {"title": score, "percent": scored.measure.name == "accuracy"}
         capital = score.capitalize()
         for number, key in enumerate(swept, start=1):

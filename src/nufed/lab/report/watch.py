@@ -36,7 +36,7 @@ def watched_page(state: TrainingState) -> bytes:
         return run_page([state.run]).render()[0]
     run, so_far = state.run, state.with_rounds_so_far()
     groups = _groups(state)
-    score = f"{run.config.eval_on.capitalize()} {run.measure.name}"
+    score = f"{run.config.eval_on.capitalize()} {run.measure.words}"
     charts = [
         (
             f"rounds-{group}",
