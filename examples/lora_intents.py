@@ -48,6 +48,7 @@ def main():
         },
         "model": {
             "name": f"hf:{folder}",
+            "args": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
             "train": "lora",
             "lora": {"rank": 8, "alpha": 16, "targets": ["query", "value"]},
         },
