@@ -203,7 +203,9 @@ def test_every_engine_that_may_run_it_gives_the_same(algorithm, tmp_path):
     engines = Engines(objective, data, seed=5)
     direct = engines.get("direct")
     right, scores = history(algorithm, direct), None
-    obstacles = {name: engines.obstacle(name, algorithm) for name in ENGINES}
+    # those of oneDNN differ in large products in float32 alone
+    names = [name for name in ENGINES if not name.endswith("_onednn")]
+    obstacles = {name: engines.obstacle(name, algorithm) for name in names}
     usable = [name for name, obstacle in obstacles.items() if obstacle is None]
     # those with oneDNN differ in large float32 products alone, which are tested by themselves
     usable = [name for name in usable if not name.endswith("_onednn")]

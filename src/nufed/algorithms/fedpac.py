@@ -59,7 +59,7 @@ from nufed.algorithms.protocol import (
 )
 from nufed.errors import InputError
 from nufed.objective import AnyObjective, Batch, Objective
-from nufed.objective.objective import differentiated, edited_features, features_of, linear_head
+from nufed.objective.objective import features_of, grad_with_features, linear_head
 from nufed.settings import Search, setting
 
 
@@ -147,17 +147,13 @@ class FedPAC(FedRep):
         prototypes = received["prototypes"].view(len(known), -1)
 
         def gradient(w: Tensor, batch: Batch) -> Tensor:
-            terms, y = list[Tensor](), batch.targets.to(w.device)
+            y = batch.targets.to(w.device)
 
-            def align(z: Tensor) -> Tensor:
+            def distance(z: Tensor) -> Tensor:
                 far = (z.flatten(1) - prototypes[y]).square().mean(dim=1)
-                terms.append((far * known[y]).mean())
-                return z
+                return self.weight * (far * known[y]).mean()
 
-            leaf = w.detach().requires_grad_()
-            with torch.enable_grad(), edited_features(objective, align):
-                loss = objective.forward(leaf, batch) + self.weight * terms[0]
-            return differentiated(objective, w, loss, [leaf])[0]
+            return grad_with_features(objective, w, batch, distance)
 
         return gradient
 
