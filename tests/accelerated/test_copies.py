@@ -24,6 +24,10 @@ ENGINES = [
 ]
 DECIDES = {"fedala": 11, "fedl2p": 0, "fedavg-kept": COHORT}
 """Algorithms whose loops end when a loss does, or that read a count of steps, with their waits."""
+DECIDES |= {"fedamp": 2, "fedpac": COHORT, "fedfomo": 4 * COHORT}
+"""The same that look which parameters, classes or models count."""
+ROWS = {"fedamp": EVALUATED, "fedpac": EVALUATED, "fedfomo": 15}
+"""Algorithms that look up agents in the server's tables, with their copies in an evaluation."""
 
 
 class Trainer:
@@ -50,9 +54,10 @@ def test_a_round(case, engine):
     trainers = [Trainer(case, engine, local_steps=steps) for steps in (2, 5)]
     few, many = (trainer.round() for trainer in trainers)
     sent = len(trainers[0].progress.server.keys() - set(OPTIMIZER_STATE))
-    if case != "fedl2p":  # draws batches between steps: its number of them is not known before
+    if case not in ("fedl2p", "fedfomo"):  # draw batches between steps: their number is not known
         assert few["to_device"] <= 1 + sent + 2 * COHORT and many["to_device"] == few["to_device"]
-    assert few["to_host"] <= sent * (COHORT + 2) + 1 and many["to_host"] == few["to_host"]
+    most = sent * (COHORT + 2) + 1 + ROWS.get(case, 0)
+    assert few["to_host"] <= most and many["to_host"] == few["to_host"]
     curvature = getattr(CASES[case], "curvature", None)
     products = getattr(CASES[case], "adapt_steps", 0) * COHORT
     if getattr(curvature, "fd_step", None) == "auto":  # it looks whether a product crosses a kink
@@ -70,10 +75,12 @@ def test_an_evaluation(case, engine):
     trainer = Trainer(case, engine)
     with counting() as found:
         evaluate(trainer.algorithm, trainer.engine, trainer.progress)
-    assert found["to_host"] == 2 * EVALUATED
-    few = {"knn_per": 9}.get(case, 5)  # its constants are made anew for each prediction
+    assert found["to_host"] == 2 * EVALUATED + ROWS.get(case, 0)
+    # constants are made anew for each prediction, models are picked for each agent
+    few = {"knn_per": 9, "fedfomo": 6}.get(case, 5)
     assert found["to_device"] <= few * EVALUATED
-    if case not in ("fedala", "scalefl"):  # a choice of weights, or of exits, needs numbers
+    # a choice of weights, exits, parameters or models needs numbers
+    if case not in ("fedala", "scalefl", "fedamp", "fedfomo"):
         assert found["synchronised"] == 0, accelerator.waits
 
 

@@ -29,11 +29,8 @@ def no_rows(**like: Tensor) -> State:
 
 def row_of(server: State, agent: int | None) -> int | None:
     """The row of an agent; None if the server has not heard of it."""
-    if agent is None:
-        return None
-    place = int(torch.searchsorted(server[AGENTS], agent))
-    known = place < len(server[AGENTS]) and int(server[AGENTS][place]) == agent
-    return place if known else None
+    known = [] if agent is None else server[AGENTS].tolist()
+    return known.index(agent) if agent in known else None
 
 
 def with_rows(server: State, rows: Mapping[int, State]) -> State:

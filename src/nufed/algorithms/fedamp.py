@@ -89,7 +89,7 @@ class FedAMP(LocalTraining):
     )
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
-        counted = torch.tensor([objective.base.counted()])
+        counted = torch.tensor([objective.base.counted()], device=w.device)
         return {"model": w, "counted": counted, **no_rows(models=w)}
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
