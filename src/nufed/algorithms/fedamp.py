@@ -19,7 +19,7 @@ Agents send w_i and receive u_i alone; the server also keeps the aggregate of th
 models. An agent that it has not heard of receives that, and a newcomer takes one round's steps from
 it. The personal model is w_i. There is no global model, and none to bundle for newcomers. Server
 and checkpoints hold one model for each agent heard of; a round's mixtures cost a pass over all of
-them for every agent of the cohort. The optimiser drives the local steps.
+them for every agent of the cohort, and the agent τ gradients. The optimiser drives these steps.
 
 Privacy: the server sees every agent's own model, which secure aggregation would hide, and is
 refused. An agent sees a mixture of others' models; where one neighbour has most of the weight, it

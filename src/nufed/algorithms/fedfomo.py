@@ -20,8 +20,8 @@ mixes M models, with the initial one as θ, and takes one round's steps. There i
 and none to bundle.
 
 Server and checkpoints hold one model and one row of P for each agent heard of; M models travel to
-an agent per round and evaluation, and in a round the loss of each on the held-out samples is
-computed. These predictions are not counted as gradients. The optimiser drives the local steps.
+an agent per round and evaluation. A round costs it τ gradients, and M + 2 losses on the held-out
+samples, which are not counted. The optimiser drives the local steps.
 
 Privacy: an agent gets M models of single others as they are, and can attack each like a server
 could; whose they are it is not told. The server sees all models and who values whom. Secure
@@ -135,7 +135,8 @@ class FedFomo(LocalTraining):
         objective, before = context.objective.base, state["start"]
         held = context.batches.take(self.parts(context)[1])
         models = torch.cat([received["models"], state["local"].unsqueeze(0)])
-        gains = [objective.value(before, held) - objective.value(w, held) for w in models]
+        loss = objective.value(before, held)
+        gains = [loss - objective.value(w, held) for w in models]
         weights = torch.stack(
             [
                 gain / objective.norm(w - before) if gain > 0 else torch.zeros_like(gain)

@@ -19,7 +19,8 @@ to the bit: then heads stay with their agents.
 The server holds φ, all c_k, the mean of the last heads and a combined head for each agent heard of.
 Everyone receives φ and the prototypes, each agent its head alone. It sends φ_i, h_i, μ_i, p_i, M_i
 and V_i, and keeps h_i. The personal model is (φ, combined h_i). A newcomer fits the mean of the
-last heads, in τ_h steps. The optimiser drives both loops. Passes for features are not counted.
+last heads, in τ_h steps. The optimiser drives both loops. A round costs an agent τ_h + τ gradients,
+and two passes over its training part for features, which are not counted.
 The paper averages φ by samples (``averaging = "samples"``).
 
 Privacy: the server learns each agent's class shares and the mean features of its classes, of which
