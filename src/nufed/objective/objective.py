@@ -56,6 +56,25 @@ PLAIN_LOSSES: tuple[object, ...] = (
 FEW = 2**20  # numbers of which a second copy does not matter
 
 
+def _check_options(
+    running_stats: RunningStats, precision: Precision, memory_format: MemoryFormat, micro_batch: int
+) -> None:
+    """Raise an :class:`~nufed.errors.InputError` for the first option that is not allowed."""
+    for name, value, choices in (
+        ("running_stats", running_stats, get_args(RunningStats)),
+        ("precision", precision, get_args(Precision)),
+        ("memory_format", memory_format, get_args(MemoryFormat)),
+    ):
+        require(value in choices, name, value, f"must be one of {', '.join(choices)}")
+    require(micro_batch >= 0, "micro_batch", micro_batch, "must be 0 or more samples")
+    require(
+        not micro_batch or running_stats != "tracked",
+        "micro_batch",
+        micro_batch,
+        'can\'t be combined with running_stats = "tracked", which normalises by whole batches',
+    )
+
+
 class Objective:
     """The loss of a module on a batch, as a function f(w, batch) of its flat parameters w.
 
@@ -104,25 +123,7 @@ class Objective:
         memory_format: MemoryFormat = "contiguous",
         micro_batch: int = 0,
     ) -> None:
-        require(
-            running_stats in get_args(RunningStats),
-            "running_stats",
-            running_stats,
-            f"must be one of {', '.join(get_args(RunningStats))}",
-        )
-        allowed = f"must be one of {', '.join(get_args(Precision))}"
-        require(precision in get_args(Precision), "precision", precision, allowed)
-        self._precision = precision
-        allowed = f"must be one of {', '.join(get_args(MemoryFormat))}"
-        require(memory_format in get_args(MemoryFormat), "memory_format", memory_format, allowed)
-        self._memory_format = memory_format
-        require(micro_batch >= 0, "micro_batch", micro_batch, "must be 0 or more samples")
-        require(
-            not micro_batch or running_stats != "tracked",
-            "micro_batch",
-            micro_batch,
-            'can\'t be combined with running_stats = "tracked", which normalises by whole batches',
-        )
+        _check_options(running_stats, precision, memory_format, micro_batch)
         self._micro = MicroBatches(micro_batch)
         check_tensors(module)
         self._keepers = layers_with_running_stats(module)
@@ -135,6 +136,7 @@ class Objective:
             )
         self._module = copied(module)
         self._running_stats = running_stats
+        self._precision, self._memory_format = precision, memory_format
         parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         check_parameters(module, list(parameters.values()))
         # every name of every parameter (tied weights have several) and its index
