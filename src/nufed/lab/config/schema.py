@@ -565,7 +565,7 @@ class Config(_Table):
     def written_out(self, looks: bool = False) -> Config:
         """The same with the defaults of all settings of methods written out.
 
-        ``looks``: but for those that depend on a look at the problem, which follows.
+        ``looks``: all but those that are measured on the problem afterwards.
         """
         method, methods = write_out(self.method, self.methods, replace(self._known(), looks=looks))
         return self.model_copy(update={"method": method, "methods": methods})
