@@ -311,20 +311,20 @@ class ValuesOfOthers(FedFomo):
         return {**after, "affinity": after["affinity"].T.clone()}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "rejects"),
-    [
-        (NotDividedByDistance, BY_HAND),
-        (NotNormalised, SUM),
-        (WithoutItsOwn, BY_HAND),
-        (CountsItsOwnAgain, LOOP),
-        (DividesByZero, SUM),
-        (TrainsOnAll, HELD),
-        (LeastValuedFirst, VALUED),
-        (NeverExplores, EXPLORED),
-        (ValuesOfOthers, LOOP),
-    ],
-)
+MUTANTS = [
+    (NotDividedByDistance, BY_HAND),
+    (NotNormalised, SUM),
+    (WithoutItsOwn, BY_HAND),
+    (CountsItsOwnAgain, LOOP),
+    (DividesByZero, SUM),
+    (TrainsOnAll, HELD),
+    (LeastValuedFirst, VALUED),
+    (NeverExplores, EXPLORED),
+    (ValuesOfOthers, LOOP),
+]
+
+
+@pytest.mark.parametrize(("wrong", "rejects"), MUTANTS)
 def test_a_wrong_copy_is_rejected(wrong, rejects):
     with pytest.raises(AssertionError):
         rejects(wrong)
