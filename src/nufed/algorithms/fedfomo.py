@@ -138,14 +138,12 @@ class FedFomo(LocalTraining):
         objective, before = context.objective.base, state["start"]
         held = context.batches.take(self.parts(context)[1])
         models = torch.cat([received["models"], state["local"].unsqueeze(0)])
-        loss, weights = objective.value(before, held), before.new_zeros(len(models))
-        for n in [*received["known"].nonzero().flatten().tolist(), len(models) - 1]:
-            gain, distance = (
-                loss - objective.value(models[n], held),
-                objective.norm(models[n] - before),
-            )
-            if gain > 0 and distance > 0:
-                weights[n] = gain / distance
+        known = torch.cat([received["known"], received["known"].new_ones(1)])
+        loss = objective.value(before, held)
+        gains = torch.stack([loss - objective.value(w, held) for w in models]).to(before)
+        distances = torch.stack([objective.norm(w - before) for w in models]).to(before)
+        better = (gains > 0) & (distances > 0) & (known > 0)
+        weights = torch.where(better, gains / distances, 0.0)
         if weights.any():
             weights = weights / weights.sum()
         others = weights[:-1]
