@@ -78,6 +78,11 @@ def check_configuration(app: App) -> Iterator[CheckResult]:
         f"{plan.agents} sites, {plan.cohort} per round; model of {plan.objective.size:,} "
         "parameters",
     )
+    if app.measured:
+        why = "sites send sums only: give both, the defaults of the classes are used"
+        how = "a number comes from first gradients at the sites of the first round"
+        text = f"meta_lr or adapt_lr is not given; {why if plan.hides_single_numbers else how}"
+        yield Found("step sizes", text, note=True)
     if plan.privacy:
         rounds = len(plans) * plan.rounds
         spent = check_plan(plan.privacy, len(plan.seen), plan.cohort, rounds)

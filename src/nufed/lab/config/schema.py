@@ -8,6 +8,7 @@ of its own (:mod:`nufed.lab.config.methods`). Files and overrides are read by
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -569,6 +570,19 @@ class Config(_Table):
         """
         method, methods = write_out(self.method, self.methods, replace(self._known(), looks=looks))
         return self.model_copy(update={"method": method, "methods": methods})
+
+    @property
+    def looks(self) -> bool:
+        """Whether settings are open until a look at the problem."""
+        return self.written_out() != self
+
+    def with_curvature(self, most: float | None) -> Config:
+        """The same with numbers for open settings, by the largest curvature of first gradients.
+
+        Where it is not known, not finite or 0 they are the classes' own defaults.
+        """
+        known = float(f"{most:.3g}") if most is not None and 0 < most < math.inf else None
+        return self.model_copy(update={"measured_curvature": known}).written_out()
 
     @property
     def fingerprint(self) -> str:
