@@ -330,7 +330,7 @@ class Objective:
     def grad(self, w: Tensor, batch: AnyBatch, part: Part | None = None) -> Tensor:
         """∇f(w, batch), or the numbers of it in a part, which saves the work for the others."""
         if w.ndim > 1:
-            gradient, _ = self.joint.grad(w, batch)
+            gradient, _ = self.joint.grad(w, batch, wanted=self._touched(part))
             return gradient if part is None else part.take(gradient)
         self._check_vector(w)
         wanted = self._touched(part)
@@ -444,16 +444,18 @@ class Objective:
         module: nn.Module | None = None,
         loss: Loss | None = None,
         memory_format: MemoryFormat | None = None,
+        precision: Precision | None = None,
     ) -> Objective:
-        """The objective of another module, with another loss, or in another memory format."""
+        """The objective of another module, with another loss, memory format or precision."""
         loss = self._loss_function if loss is None else loss
         memory_format = memory_format or self._memory_format
+        precision = precision or self._precision
         if module is not None:
             return Objective(
                 module,
                 loss,
                 running_stats=self._running_stats,
-                precision=self._precision,
+                precision=precision,
                 memory_format=memory_format,
                 micro_batch=self._micro.size,
             )
@@ -461,7 +463,8 @@ class Objective:
         other.__dict__.pop("double", None)
         other._micro = MicroBatches(self._micro.size)
         other._loss_function, other._memory_format = loss, memory_format
-        other._fast = None if self._precision == "bfloat16" else faster(self._module, loss)
+        other._precision = precision
+        other._fast = None if precision == "bfloat16" else faster(self._module, loss)
         return other
 
     @property
@@ -677,18 +680,31 @@ class JointDerivatives:
     def __init__(self, objective: Objective) -> None:
         self._objective, self._fast = objective, objective._fast
 
+    @property
+    def closed_form(self) -> bool:
+        """Whether they are written out for this module, which pays for a stack of one, too."""
+        return self._fast is not None
+
     def grad(
-        self, w: Tensor, batch: AnyBatch, by_inputs: bool = False
+        self,
+        w: Tensor,
+        batch: AnyBatch,
+        by_inputs: bool = False,
+        wanted: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradients."""
+        """The gradients; those by other tensors than the ``wanted`` ones may be left undefined."""
         batch, unflatten = Batch(*batch), self._objective._unflatten
         if self._fast is not None:
             gradient = torch.empty_like(w)
+            into = unflatten(gradient)
+            if wanted is not None:
+                names = self._objective._names
+                into = {n: tensor for n, tensor in into.items() if names[n] in wanted}
             inputs = self._fast.gradient(
                 unflatten(w),
                 self._flat(batch.inputs),
                 cast_like(batch.targets, self._objective._like),
-                into=unflatten(gradient),
+                into=into,
                 by_inputs=by_inputs,
             )
             return gradient, inputs
