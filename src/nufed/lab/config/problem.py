@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nufed.algorithms.protocol import Algorithm
+from nufed.algorithms.protocol import Algorithm, draws_halves
 from nufed.data import (
     PARTITIONS,
     SHIFTS,
@@ -541,6 +541,8 @@ class Problem:
         for federation in federations.values():
             for algorithm in algorithms.values():
                 federation.check_batch_size(algorithm.batch_size)
+                if draws_halves(algorithm):
+                    federation.check_halves(federation.split.smallest_agent)
         modules: dict[int, nn.Module] = {}
         for seed, each in federations.items():
             modules[seed] = _module(config, given, each.samples, seed)
