@@ -180,6 +180,10 @@ def _check(config: Config) -> None:
             raise InputError(
                 f"{key} is for simulation: remove it from a federation's configuration"
             )
+    for key in config.all_rounds.keys() - {"rounds"}:
+        raise InputError(
+            f"{key} is for simulation: remove it, all methods of a federation take the same rounds"
+        )
     if config.data.shift != "none":
         raise InputError(
             f'data.shift = "{config.data.shift}" is for simulation: remove it, sites hold their '
