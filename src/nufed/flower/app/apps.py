@@ -189,6 +189,8 @@ def _check(config: Config) -> None:
             f'data.shift = "{config.data.shift}" is for simulation: remove it, sites hold their '
             "own data"
         )
+    if config.data.stratify:
+        raise InputError("data.stratify is for simulation: remove it, sites split their own data")
     if config.eval_agents is not None:
         raise InputError(
             "eval_agents is for simulation: remove it, a federation evaluates all sites"

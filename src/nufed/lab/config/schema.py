@@ -250,6 +250,9 @@ class DataConfig(_Table):
         "names of the agents held out from training, in place of a number; default: "
         "those that the data source names, if any; []: none",
     )
+    stratify: bool = optional(
+        False, "every part of an agent gets its share of each class, so that few shots are exact"
+    )
     small_agents: SmallAgents = "refuse"
     prepare: PrepareConfig = optional(PrepareConfig())
     split_file: str | None = Field(
