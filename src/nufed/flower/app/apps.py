@@ -276,7 +276,8 @@ def _baselines(config: Config) -> list[str]:
     """The null baselines that sites can score."""
     if config.privacy.clip is not None and not config.privacy.scores:
         return []
-    return [name for name in config.baselines if name != "majority" or config.federation.classes]
+    known = [name for name in config.baselines if name != "centroid"]  # sites don't score it
+    return [name for name in known if name != "majority" or config.federation.classes]
 
 
 def _site_keys(config: FederationConfig) -> SiteKeys | None:

@@ -139,7 +139,7 @@ class TunedTable(_Table):
         return f"{self.budget:g} × {self.unit:,.0f} gradients"
 
 
-Baseline: TypeAlias = Literal["majority", "untrained", "local"]
+Baseline: TypeAlias = Literal["majority", "centroid", "untrained", "local"]
 FEDERATION_NORM = 100.0  # the default of max_update_norm in a federation
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -408,6 +408,12 @@ class Config(_Table):
         default=False,
         description="choose the step size of the baseline 'local' on validation samples",
     )
+    local_lr: float | None = optional(
+        None,
+        "step size of the baseline 'local'; default: meta_lr of the first method",
+        gt=0,
+        lt=float("inf"),
+    )
     eval_on: ScoredOn = Field(
         default="test", description="the part that agents are scored on; choices use validation"
     )
@@ -415,7 +421,9 @@ class Config(_Table):
         default=None, description="number of agents to evaluate, a fixed sample; all by default"
     )
     baselines: list[Baseline] = Field(
-        default=["majority", "untrained", "local"], description="null baselines to evaluate"
+        default=["majority", "untrained", "local"],
+        description="null baselines to evaluate: majority, centroid (nearest class mean), "
+        "untrained, local",
     )
     eval_every: Count = Field(default=10, description="rounds between evaluations")
     checkpoint_every: Annotated[int, Field(ge=0)] = Field(

@@ -19,6 +19,7 @@ MAX_NAMED = 3  # methods in a sentence
 NULLS = {
     "local": "local training",
     "majority": "always predicting the agent's most frequent class",
+    "centroid": "the nearest class mean",
     "untrained": "fine-tuning the untrained model",
 }
 

@@ -34,6 +34,7 @@ WORTH_SETTING = 1.1  # times as fast, from which another memory format is recomm
 FEW_UNSEEN = 4  # agents held out that are listed by name
 BASELINES = {
     "majority": "always the agent's most frequent class",
+    "centroid": "the class whose mean input among the agent's training samples is nearest",
     "local": "trained on the agent's data alone, τ·K updates with the first method's settings, "
     "and not fine-tuned",
     "untrained": "the initial model after the first method's fine-tuning",
@@ -194,7 +195,10 @@ class Run:
     def _rows(self) -> list[Row]:
         algorithms = self.config.algorithms()
         return results_table(
-            self._lines, self.groups, self.measure, lambda line: _adapt_lr(line, algorithms)
+            self._lines,
+            self.groups,
+            self.measure,
+            lambda line: _adapt_lr(line, algorithms, self.config.local_lr),
         )
 
     def paired(self) -> list[Paired]:
@@ -402,9 +406,13 @@ class Run:
         }
 
 
-def _adapt_lr(line: Line, algorithms: Mapping[str, Algorithm]) -> float | None:
+def _adapt_lr(
+    line: Line, algorithms: Mapping[str, Algorithm], local_lr: float | None
+) -> float | None:
     """The step size that a line's scales multiply; None if it is not a single number."""
     if line.kind == "method":
         return algorithms[line.name].adaptation.fixed_lr
     first = next(iter(algorithms.values()))
-    return local_sgd(first).meta_lr if line.name == "local" else first.adaptation.lr
+    if line.name == "local":
+        return local_lr or local_sgd(first).meta_lr
+    return first.adaptation.lr
