@@ -145,6 +145,90 @@ def check_local_updates_are_the_recursion(cls):
     assert relative_error(got, w) < 1e-14
 
 
+def places_of(batch, data, agent):
+    """The rows of a batch; the samples of the agent differ."""
+    own = data.samples.inputs[data.split.train[agent]]
+    same = (batch.inputs[:, None] == own[None]).flatten(2).all(dim=2)
+    assert (same.sum(dim=1) == 1).all()
+    return same.int().argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("size", [7, 18])
+def test_disjoint_outer_samples_are_no_inner_ones(size):
+    data = federation()
+    algorithm = GMeta(3, curvature=Exact(), **SETTINGS | {"batch_size": size})
+    disjoint = replace(algorithm, outer_samples="disjoint")
+    batches, queries = data.batches(1, seed=0, use="train", round=1), set()
+    for t in range(20):
+        meta = disjoint.meta_batch(batches, t)
+        inner = {p for b in [*meta.adapt, *meta.curvature] for p in places_of(b, data, 1)}
+        outer = places_of(meta.outer, data, 1)
+        assert inner.isdisjoint(outer) and len(inner) <= 9
+        assert len(outer) == len(set(outer)) == min(size, 9)
+        queries |= set(outer)
+        assert len({b.seed for b in [*meta.adapt, *meta.curvature]}) == 6  # independent batches
+    assert len(queries) == 18  # every update has halves of its own
+    whole = replace(algorithm, batch_size=18).meta_batch(batches, 0)
+    assert set(places_of(whole.outer, data, 1)) == set(places_of(whole.adapt[0], data, 1))
+
+
+def test_resampled_outer_samples_are_drawn_with_replacement():
+    data = federation()
+    algorithm = GMeta(1, outer_samples="resampled", **SETTINGS | {"batch_size": 18})
+    batches = data.batches(1, seed=0, use="train", round=1)
+    numbers = []
+    for t in range(50):
+        outer = places_of(algorithm.meta_batch(batches, t).outer, data, 1)
+        assert len(outer) == 18
+        numbers.append(len(set(outer)))
+    assert 0.58 < sum(numbers) / 50 / 18 < 0.70  # 1 − (1 − 1/18)¹⁸ = 0.643
+
+
+def test_one_inner_batch_is_differentiated_as_a_loop():
+    """With one batch for all steps the exact update is autograd through the unrolled loop."""
+    objective, data = Objective(mlp()), federation()
+    one = {**SETTINGS, "local_steps": 1, "inner_batches": "one", "outer_samples": "disjoint"}
+    algorithm = GMeta(3, curvature=Exact(), **one)
+    batches = data.batches(2, seed=0, use="train", round=1)
+    meta = algorithm.meta_batch(batches, 0)
+    assert len(meta.adapt) == len(meta.curvature) == 3
+    assert len({b.seed for b in [*meta.adapt, *meta.curvature]}) == 1
+    (first,) = batches.draw("adapt", 7, 1, 0, "support")
+    assert torch.equal(first.inputs, meta.adapt[2].inputs)
+    assert GMeta(3, FirstOrder(), **one).meta_batch(batches, 0).curvature == []
+
+    w = objective.initial().requires_grad_()
+    loop = w
+    for _ in range(3):
+        (g,) = torch.autograd.grad(objective.forward(loop, first), loop, create_graph=True)
+        loop = loop - SETTINGS["adapt_lr"] * g
+    (right,) = torch.autograd.grad(objective.forward(loop, meta.outer), w)
+    w = w.detach()
+    got = algorithm.agent_update(agent_context(objective, batches), {"model": w}, {})
+    assert relative_error(w - got.vectors["model"], SETTINGS["meta_lr"] * right) < 1e-12
+    assert got.cost == GMeta(3, curvature=Exact(), **SETTINGS | {"local_steps": 1})._cost(1)
+
+
+def test_what_batches_are_drawn_from_changes_nothing_without_inner_steps():
+    objective, data = Objective(mlp()), federation()
+    right = final_model(fedavg(**SETTINGS), objective, data)
+    for outer in ("resampled", "disjoint"):
+        algorithm = GMeta(0, outer_samples=outer, inner_batches="one", **SETTINGS)
+        assert torch.equal(final_model(algorithm, objective, data), right)
+
+
+def test_disjoint_outer_samples_need_two_and_no_epochs():
+    with pytest.raises(InputError, match=r"outer_samples = 'disjoint': with local_epochs"):
+        GMeta(1, outer_samples="disjoint", local_epochs=1)
+    data = federation()
+    object.__setattr__(data.split, "train", [rows[:1] for rows in data.split.train])
+    algorithm = GMeta(1, outer_samples="disjoint", **SETTINGS | {"batch_size": 1})
+    with pytest.raises(
+        InputError, match=r"single training sample.*outer_samples = \"independent\""
+    ):
+        algorithm.meta_batch(data.batches(0, 0, "train", 1), 0)
+
+
 @pytest.mark.parametrize(("nu", "rates_lr"), [(0, 0), (1, 0), (3, 0), (3, 0.1)])
 @pytest.mark.parametrize("curvature", [Exact(), FirstOrder(), HessianFree(1e-3)])
 def test_the_cost_that_is_reported_is_the_work_that_is_done(nu, rates_lr, curvature, monkeypatch):

@@ -25,6 +25,12 @@ CASES = {
         )
         for rates, curvature in (("coordinate", FirstOrder()), ("step", Exact()))
     },
+    "gmeta-resampled": ALGORITHMS["gmeta"](
+        adapt_steps=2, outer_samples="resampled", curvature=HessianFree(), **SETTINGS
+    ),
+    "gmeta-disjoint": ALGORITHMS["gmeta"](
+        adapt_steps=2, outer_samples="disjoint", inner_batches="one", **SETTINGS
+    ),
     "scaffold": ALGORITHMS["scaffold"](**SETTINGS),
     "feddyn": ALGORITHMS["feddyn"](weight=0.5, **SETTINGS),
     "fednova": ALGORITHMS["fednova"](**SETTINGS),

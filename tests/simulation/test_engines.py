@@ -67,6 +67,9 @@ METHODS = {
         for how, curvature in CURVATURES.items()
         for nu in (1, 2, 3, 4)
     },
+    "resampled": GMeta(2, Exact(), outer_samples="resampled", **STEPS),
+    "disjoint": GMeta(2, HessianFree(), outer_samples="disjoint", **STEPS),
+    "disjoint, one": GMeta(3, Exact(), outer_samples="disjoint", inner_batches="one", **STEPS),
 }
 ROUNDING = 1e-12  # a few 1e-16 are measured
 OF_DIFFERENCES = 1e-7  # a difference over √ε keeps half the digits of float64; 1e-9 is measured

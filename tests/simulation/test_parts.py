@@ -64,8 +64,8 @@ def test_chunks_of_some_chunks_are_the_same():
     data = uneven_federation()
     agents = [agent for agent in data.split.agents for _ in range(5)]
     for most in (2, 3, 5, 7):
-        chunks = even_chunks(data, 12, agents, most)
+        chunks = even_chunks(data, GMeta(batch_size=12), agents, most)
         for end in range(1, len(chunks) + 1):
             for start in range(end):
                 some = chunks[start:end]
-                assert even_chunks(data, 12, list(chain(*some)), most) == some
+                assert even_chunks(data, GMeta(batch_size=12), list(chain(*some)), most) == some

@@ -59,6 +59,7 @@ from nufed.algorithms.protocol import (
     Cost,
     Draw,
     Notes,
+    Pool,
     State,
     TheorySettings,
 )
@@ -82,8 +83,17 @@ class GMeta(LocalTraining):
         rates: what has a step size of its own, where step sizes are learned.
         rates_lr: the step size of learned step sizes, whose initial value is ``adapt_lr``; 0: they
             are fixed. It acts on logarithms: on the digits data 0.1 is stable, 0.5 diverges.
+        outer_samples: what outer batches are drawn from. ``"independent"``: the whole training
+            part, as the paper; with as many samples as a batch they are then the inner ones.
+            ``"resampled"``: the same, with replacement. ``"disjoint"``: the training part is halved
+            at random in every local update; inner batches come from one half, outer ones from the
+            other, and none is larger than a half.
+        inner_batches: ``"one"``: all ν steps of a local update and their Hessians share one batch,
+            whose sampled loop is then differentiated exactly, as implementations of MAML do.
         others: as for :class:`LocalTraining`; ``adapt_lr`` (α) may be a vector like w, and
             ``optimizer`` takes the meta-gradient as its gradient.
+
+    Fine-tuning at use draws from the whole training part whatever these two say.
     """
 
     adapt_steps: int = setting(1, "ν, fine-tuning steps the model is trained for", least=0)
@@ -91,6 +101,15 @@ class GMeta(LocalTraining):
     rates_lr: float = setting(0.0, "step size of learned step sizes; 0: they are fixed", least=0)
     rates: Literal["tensor", "coordinate", "step"] = setting(
         "tensor", "learned step sizes: one per tensor, per coordinate, or per step and tensor"
+    )
+    outer_samples: Literal["independent", "resampled", "disjoint"] = setting(
+        "independent",
+        "outer samples: drawn independently of the inner ones, with replacement, or from the "
+        "other half of the training part",
+    )
+    inner_batches: Literal["independent", "one"] = setting(
+        "independent",
+        "batches of the ν inner steps: independent, or one for all and their Hessians",
     )
 
     kept_loops: ClassVar[tuple[str, ...]] = ("local",)
@@ -110,6 +129,9 @@ class GMeta(LocalTraining):
             require(number, "adapt_lr", self.adapt_lr, allowed)
             allowed = "with adapt_steps = 0 there is no step size to learn; set it to 0"
             require(self.adapt_steps > 0, "rates_lr", self.rates_lr, allowed)
+        shared = not self.local_epochs or self.outer_samples == "independent"
+        allowed = 'with local_epochs outer batches are those of epochs; set it to "independent"'
+        require(shared, "outer_samples", self.outer_samples, allowed)
 
     @property
     def receives(self) -> tuple[str, ...]:
@@ -152,14 +174,21 @@ class GMeta(LocalTraining):
 
     def meta_batches(self, context: AgentContext) -> Iterator[MetaBatch]:
         """The batches of every local update of a round."""
-        for t, outer in enumerate(self.local_batches(context)):
-            yield self.meta_batch(context.batches, t, outer)
+        if self.local_epochs:
+            for t, outer in enumerate(self.local_batches(context)):
+                yield self.meta_batch(context.batches, t, outer)
+        else:
+            for t in range(self.local_steps):
+                yield self.meta_batch(context.batches, t)
 
     def meta_batch(self, batches: BatchSource, t: int, outer: Batch | None = None) -> MetaBatch:
-        """The 2ν+1 independent batches of local update t (ν+1 for first-order)."""
+        """The 2ν+1 batches of local update t (ν+1 for first-order)."""
         adapt, curvature = (batches.draw(*draw) for draw in self._inner_draws(t))
         if outer is None:
-            (outer,) = batches.draw("outer", self.batch_size, step=t)
+            (outer,) = batches.draw(*self._outer_draw(t))
+        if self.inner_batches == "one" and adapt:
+            nu = self.adapt_steps
+            return MetaBatch(adapt * nu, outer, adapt * nu * self.curvature.batches_per_product)
         return MetaBatch(adapt, outer, curvature)
 
     def rate(self, objective: AnyObjective, received: State) -> Rate:
@@ -196,13 +225,20 @@ class GMeta(LocalTraining):
         draws: list[Draw] = []
         for outer in super().update_draws():
             adapt, curvature = self._inner_draws(outer.step)
-            draws += [adapt, outer, curvature]
+            draws += [adapt, self._outer_draw(outer.step), curvature]
         return draws
 
     def _inner_draws(self, t: int) -> tuple[Draw, Draw]:
-        nu, size = self.adapt_steps, self.batch_size
-        products = nu * self.curvature.batches_per_product
-        return Draw("adapt", size, nu, t), Draw("curvature", size, products, t)
+        nu, size, products = self.adapt_steps, self.batch_size, self.curvature.batches_per_product
+        if self.inner_batches == "one":
+            nu, products = min(1, nu), 0
+        pool: Pool = "support" if self.outer_samples == "disjoint" else "all"
+        return Draw("adapt", size, nu, t, pool), Draw("curvature", size, nu * products, t, pool)
+
+    def _outer_draw(self, t: int) -> Draw:
+        pools: dict[str, Pool] = {"resampled": "resampled", "disjoint": "query"}
+        pool: Pool = pools.get(self.outer_samples, "all") if self.adapt_steps else "all"
+        return Draw("outer", self.batch_size, 1, t, pool)
 
     def _cost(self, tau: int) -> Cost:
         """The cost of τ local updates."""
@@ -233,6 +269,8 @@ class FedAvg(GMeta):
     curvature: Curvature = field(default=FirstOrder(), init=False)
     rates_lr: float = field(default=0.0, init=False)
     rates: Literal["tensor"] = field(default="tensor", init=False)
+    outer_samples: Literal["independent"] = field(default="independent", init=False)
+    inner_batches: Literal["independent"] = field(default="independent", init=False)
 
 
 @dataclass(frozen=True)
@@ -245,6 +283,8 @@ class PerFedAvg(GMeta):
 def _theory(algorithm: GMeta) -> TheorySettings | None:
     plain = algorithm.optimizer == SGD() and not algorithm.local_epochs
     plain = plain and isinstance(algorithm.server_optimizer, Plain)
+    independent = algorithm.outer_samples == algorithm.inner_batches == "independent"
+    plain = plain and (independent or not algorithm.adapt_steps)
     if algorithm.rates_lr or isinstance(algorithm.adapt_lr, Tensor) or not plain:
         return None
     curvature = algorithm.curvature

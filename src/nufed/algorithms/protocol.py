@@ -92,6 +92,13 @@ class Personal:
         return self.tensors["model"]
 
 
+Pool: TypeAlias = Literal["all", "resampled", "support", "query"]
+"""What a batch is drawn from: the whole training part, without or with replacement, or one of its
+two random halves, which are the same for all draws of a step."""
+
+HALVES: tuple[Pool, Pool] = ("support", "query")
+
+
 class Draw(NamedTuple):
     """The arguments of one call of :meth:`BatchSource.draw`."""
 
@@ -99,6 +106,7 @@ class Draw(NamedTuple):
     size: int
     number: int = 1
     step: int = 0
+    pool: Pool = "all"
 
 
 class BatchSource(Protocol):
@@ -109,11 +117,14 @@ class BatchSource(Protocol):
         """The agent's number; for a stack of agents, a column of numbers."""
         ...
 
-    def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
+    def draw(
+        self, purpose: str, size: int, number: int = 1, step: int = 0, pool: Pool = "all"
+    ) -> list[Batch]:
         """``number`` independent batches of ``size`` samples, without replacement inside a batch.
 
         The same purpose and step give the same batches to every algorithm, and a larger ``number``
-        only appends to them.
+        only appends to them. From another ``pool`` than all samples, a batch of ``"resampled"``
+        ones is drawn with replacement, and one from a half has at most half of the samples.
         """
         ...
 
@@ -543,6 +554,11 @@ class Algorithm(RemembersSettings, ABC):
     def checks(self) -> Checks:
         """What can be asked about its numbers."""
         return Checks(self)
+
+
+def draws_halves(algorithm: Algorithm) -> bool:
+    """Whether local updates draw from halves of the training part."""
+    return any(draw.number and draw.pool in HALVES for draw in algorithm.update_draws())
 
 
 def defines(algorithm: Algorithm | type[Algorithm], *names: str) -> bool:

@@ -27,6 +27,7 @@ from nufed.data.partition import (
     shards,
 )
 from nufed.data.samples import Column, Samples, Table, as_samples
+from nufed.data.sensors import sensors
 from nufed.data.shift import SHIFTS, rows_by_agent
 from nufed.data.sinusoid import sinusoid
 from nufed.data.split import Split, choose_unseen, lazy_split, make_split, part_sizes, site_split
@@ -82,6 +83,7 @@ __all__ = [
     "prepare",
     "quantity_skew",
     "rows_by_agent",
+    "sensors",
     "settings_taken",
     "shards",
     "sinusoid",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.local_training import smallest_batch
-from nufed.algorithms.protocol import Algorithm
+from nufed.algorithms.protocol import HALVES, Algorithm, Draw, Pool
 from nufed.data.augmentation import Augmentation, augmented
 from nufed.data.partition import Rows
 from nufed.data.samples import CPU, Samples, as_index
@@ -24,8 +24,6 @@ from nufed.seeding import stream, torch_seed
 
 SmallAgents: TypeAlias = Literal["refuse", "use_all"]
 ScoredOn: TypeAlias = Literal["test", "validation"]
-PickArguments: TypeAlias = tuple[str, int, int, int]
-"""Purpose, size, number and step of :meth:`AgentBatches.pick`."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,15 @@ class Federation:
     def check_batch_size(self, size: int) -> None:
         """Refuse a batch size that some agent has too few samples for."""
         self.batch_rows(self.split.smallest_agent, size)
+
+    def check_halves(self, agent: int) -> None:
+        """Refuse an agent whose training part can't be halved."""
+        if len(self.split.train[agent]) < 2:
+            raise InputError(
+                f"agent {self.split.names[agent]} has a single training sample, which can't be "
+                'both an inner and an outer one: set outer_samples = "independent", or give '
+                "agents more samples"
+            )
 
     def batch_rows(self, agent: int, size: int) -> tuple[Rows, int]:
         """An agent's training rows, and its batch size."""
@@ -165,9 +172,9 @@ class AgentBatches:
     seed: int
     use: str
     round: int
-    ready: Mapping[PickArguments, list[Picked]] = field(default_factory=dict)
+    ready: Mapping[Draw, list[Picked]] = field(default_factory=dict)
 
-    def ahead(self, draws: Iterable[PickArguments]) -> AgentBatches:
+    def ahead(self, draws: Iterable[Draw]) -> AgentBatches:
         """The same batches, these picked at once: faster than one by one between products."""
         draws = list(draws)
         every = [self.pick(*draw) for draw in draws]
@@ -175,9 +182,11 @@ class AgentBatches:
         ready = {draw: list(islice(placed, len(p))) for draw, p in zip(draws, every, strict=True)}
         return replace(self, ready=ready)
 
-    def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
-        """Independent batches, each drawn without replacement, each with a dropout seed."""
-        picks = self._placed(self.pick(purpose, size, number, step))
+    def draw(
+        self, purpose: str, size: int, number: int = 1, step: int = 0, pool: Pool = "all"
+    ) -> list[Batch]:
+        """Independent batches, each with a dropout seed."""
+        picks = self._placed(self.pick(purpose, size, number, step, pool))
         return [self._batch(pick.taken, pick.seed) for pick in picks]
 
     def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
@@ -222,19 +231,33 @@ class AgentBatches:
         """The agent's number of training samples."""
         return len(self.federation.split.train[self.agent])
 
-    def pick(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Picked]:
+    def pick(
+        self, purpose: str, size: int, number: int = 1, step: int = 0, pool: Pool = "all"
+    ) -> list[Picked]:
         """The batches of :meth:`draw` as indices."""
         if number == 0:
             return []
-        if (batches := self.ready.get((purpose, size, number, step))) is not None:
+        if (batches := self.ready.get(Draw(purpose, size, number, step, pool))) is not None:
             return batches
         rows, size = self.federation.batch_rows(self.agent, size)
+        among: int | Rows = len(rows)
+        if pool in HALVES:
+            among = self._half(pool, step)
+            size = min(size, len(among))
         rng = stream(self.seed, f"{self.use}/{purpose}", self.round, self.agent, step)
         picked = []
         for _ in range(number):
-            places = rng.choice(len(rows), size, replace=False)
+            places = rng.choice(among, size, replace=pool == "resampled")
             picked.append(Picked(places, rows[places], torch_seed(rng)))
         return picked
+
+    def _half(self, pool: Pool, step: int) -> Rows:
+        """One of two random halves of the training part, as places; they are equally large."""
+        self.federation.check_halves(self.agent)
+        rng = stream(self.seed, f"{self.use}/halves", self.round, self.agent, step)
+        half = self.samples // 2
+        first: Rows = rng.permutation(self.samples)[HALVES.index(pool) * half :]
+        return first[:half]
 
     def _placed(self, picks: list[Picked]) -> list[Picked]:
         """The same with their indices on the federation's device, in one copy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from nufed.data.samples import Samples
 from nufed.errors import require
 from nufed.seeding import stream
 
+Array: TypeAlias = np.ndarray[Any, Any]
 AMPLITUDES, PHASES, INPUTS = (0.1, 5.0), (0.0, math.pi), (-5.0, 5.0)
 
 
@@ -31,21 +33,33 @@ def sinusoid(agents: int = 100, samples: int = 50, noise: float = 0.0, seed: int
     >>> len(waves), waves.input_shape, waves.outputs, waves.classes
     (12, (1,), 1, ())
     """
-    for name, value in (("agents", agents), ("samples", samples), ("seed", seed)):
-        least = 0 if name == "seed" else 1
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        require(whole and value >= least, name, value, f"must be a whole number, at least {least}")
-    number = isinstance(noise, int | float) and math.isfinite(noise)
-    require(number and noise >= 0, "noise", noise, "must be a finite number, 0 or more")
+    check_generated(agents=agents, samples=samples, noise=noise, seed=seed)
     x, y = np.empty((agents, samples)), np.empty((agents, samples))
     for agent in range(agents):
         rng = stream(seed, "sinusoid", agent=agent)
         amplitude, phase = rng.uniform(*AMPLITUDES), rng.uniform(*PHASES)
         x[agent] = rng.uniform(*INPUTS, samples)
         y[agent] = amplitude * np.sin(x[agent] - phase) + noise * rng.standard_normal(samples)
+    return by_agent(x[..., None], y[..., None])
+
+
+def check_generated(*, noise: float, seed: int, **counts: int) -> None:
+    """Refuse arguments of a generated data set that are out of their range."""
+    for name, value in (*counts.items(), ("seed", seed)):
+        least = 0 if name == "seed" else 1
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        require(whole and value >= least, name, value, f"must be a whole number, at least {least}")
+    number = isinstance(noise, int | float) and math.isfinite(noise)
+    require(number and noise >= 0, "noise", noise, "must be a finite number, 0 or more")
+
+
+def by_agent(x: Array, y: Array) -> Samples:
+    """Samples from inputs and targets by agent, in float32; agents are called by their numbers."""
+    agents, samples = x.shape[:2]
     width = len(str(agents - 1))  # so that the order of names is that of numbers
     names = [f"{agent:0{width}}" for agent in range(agents)]
     inputs, targets = (
-        torch.from_numpy(values.reshape(-1, 1).astype(np.float32)) for values in (x, y)
+        torch.from_numpy(values.reshape(agents * samples, -1).astype(np.float32))
+        for values in (x, y)
     )
     return Samples(inputs, targets, owners=np.repeat(names, samples))

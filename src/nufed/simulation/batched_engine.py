@@ -10,7 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Context, State
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentResult,
+    Algorithm,
+    Context,
+    Pool,
+    State,
+    draws_halves,
+)
 from nufed.data import AgentBatches, Federation
 from nufed.data.partition import Rows
 from nufed.data.samples import mapped
@@ -38,7 +46,7 @@ class BatchedEngine(Engine):
         vars(self)["federation"] = self.federation.on(self.objective.initial().device)
 
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
-        return even_chunks(self.federation, algorithm.batch_size, agents, self.most)
+        return even_chunks(self.federation, algorithm, agents, self.most)
 
     def _update_chunk(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
@@ -142,12 +150,14 @@ class StackedBatches(OfAStack):
         """The number of training samples of each agent, as a column."""
         return torch.tensor([[source.samples] for source in self.sources])
 
-    def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
+    def draw(
+        self, purpose: str, size: int, number: int = 1, step: int = 0, pool: Pool = "all"
+    ) -> list[Batch]:
         federation = self.sources[0].federation
         if self.sources[0].augment is not None:  # changes the batches of one agent after another
-            drawn = [source.draw(purpose, size, number, step) for source in self.sources]
+            drawn = [source.draw(purpose, size, number, step, pool) for source in self.sources]
             return [_stacked(together) for together in zip(*drawn, strict=True)]
-        picked = [source.pick(purpose, size, number, step) for source in self.sources]
+        picked = [source.pick(purpose, size, number, step, pool) for source in self.sources]
         batches = []
         for together in zip(*picked, strict=True):
             inputs, targets = take_stacked(federation, [source.taken for source in together])
@@ -181,12 +191,14 @@ def take_stacked(federation: Federation, rows: Sequence[Rows | Tensor]) -> tuple
 
 
 def even_chunks(
-    federation: Federation, batch_size: int, agents: Sequence[int], most: int
+    federation: Federation, algorithm: Algorithm, agents: Sequence[int], most: int
 ) -> list[list[int]]:
-    """Chunks of agents with equal batch size, as even as possible."""
-    groups: dict[int, list[int]] = {}
+    """Chunks of agents with equally large batches, as even as possible."""
+    groups: dict[tuple[int, int], list[int]] = {}
     for agent in agents:
-        groups.setdefault(federation.batch_rows(agent, batch_size)[1], []).append(agent)
+        rows, size = federation.batch_rows(agent, algorithm.batch_size)
+        half = min(size, len(rows) // 2) if draws_halves(algorithm) else 0
+        groups.setdefault((size, half), []).append(agent)
     return [
         chunk.tolist()
         for group in groups.values()

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Context, Draw, State
+from nufed.algorithms.protocol import (
+    AgentContext,
+    AgentResult,
+    Algorithm,
+    Context,
+    Draw,
+    Pool,
+    State,
+)
 from nufed.data import AgentBatches, Federation, ScoredOn
 from nufed.data.partition import Rows
 from nufed.evaluate import AgentScores, Scoring, evaluation_context
@@ -50,7 +58,7 @@ class GramEngine(Engine):
         self._touched = torch.empty(largest, layer.inputs, dtype=objective.dtype)
 
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
-        return even_chunks(self.federation, algorithm.batch_size, agents, self._most)
+        return even_chunks(self.federation, algorithm, agents, self._most)
 
     def _update_chunk(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
@@ -246,5 +254,7 @@ class IndexedBatches(OfAStack):
             agent,
         )
 
-    def draw(self, purpose: str, size: int, number: int = 1, step: int = 0) -> list[Batch]:
+    def draw(
+        self, purpose: str, size: int, number: int = 1, step: int = 0, pool: Pool = "all"
+    ) -> list[Batch]:
         return self.batches[purpose, step][:number] if number else []

@@ -22,6 +22,7 @@ from pydantic import (
     ConfigDict,
     Field,
     field_serializer,
+    field_validator,
 )
 
 from nufed.algorithms.compression import CODECS, Codec, TopK
@@ -139,7 +140,7 @@ class TunedTable(_Table):
         return f"{self.budget:g} × {self.unit:,.0f} gradients"
 
 
-Baseline: TypeAlias = Literal["majority", "untrained", "local"]
+Baseline: TypeAlias = Literal["majority", "centroid", "untrained", "local"]
 FEDERATION_NORM = 100.0  # the default of max_update_norm in a federation
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -249,6 +250,9 @@ class DataConfig(_Table):
         None,
         "names of the agents held out from training, in place of a number; default: "
         "those that the data source names, if any; []: none",
+    )
+    stratify: bool = optional(
+        False, "every part of an agent gets its share of each class, so that few shots are exact"
     )
     small_agents: SmallAgents = "refuse"
     prepare: PrepareConfig = optional(PrepareConfig())
@@ -405,6 +409,12 @@ class Config(_Table):
         default=False,
         description="choose the step size of the baseline 'local' on validation samples",
     )
+    local_lr: float | None = optional(
+        None,
+        "step size of the baseline 'local'; default: meta_lr of the first method",
+        gt=0,
+        lt=float("inf"),
+    )
     eval_on: ScoredOn = Field(
         default="test", description="the part that agents are scored on; choices use validation"
     )
@@ -412,7 +422,9 @@ class Config(_Table):
         default=None, description="number of agents to evaluate, a fixed sample; all by default"
     )
     baselines: list[Baseline] = Field(
-        default=["majority", "untrained", "local"], description="null baselines to evaluate"
+        default=["majority", "untrained", "local"],
+        description="null baselines to evaluate: majority, centroid (nearest class mean), "
+        "untrained, local",
     )
     eval_every: Count = Field(default=10, description="rounds between evaluations")
     checkpoint_every: Annotated[int, Field(ge=0)] = Field(
@@ -474,6 +486,14 @@ class Config(_Table):
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     methods: dict[Name, MethodConfig] = {}
+
+    @field_validator("method")
+    @classmethod
+    def _no_rounds(cls, table: MethodConfig) -> MethodConfig:
+        if table.rounds is None:
+            return table
+        raise ValueError("without rounds: write them at the top, or in [methods.NAME]")
+
     faults: FaultsConfig = FaultsConfig()
     federation: FederationConfig = optional(FederationConfig())
     compression: CompressionConfig = optional(CompressionConfig())
@@ -502,6 +522,27 @@ class Config(_Table):
         if self.eval_steps != "auto":
             return self.eval_steps
         return max(1, *(a.adaptation.steps for a in self.algorithms().values()))
+
+    def rounds_of(self, method: str) -> int:
+        """The communication rounds of a method, or of a null baseline."""
+        table = self.methods.get(method)
+        return (table and table.rounds) or self.rounds
+
+    @property
+    def all_rounds(self) -> dict[str, int]:
+        """``rounds``, and those of methods with rounds of their own, by key."""
+        own = {f"methods.{name}.rounds": table.rounds for name, table in self.methods.items()}
+        return {"rounds": self.rounds, **{key: n for key, n in own.items() if n is not None}}
+
+    def shortened(self, rounds: int) -> Config:
+        """The same with fewer rounds; methods' own become fewer in proportion."""
+        methods = {
+            name: table.model_copy(update={"rounds": -(-table.rounds * rounds // self.rounds)})
+            if table.rounds
+            else table
+            for name, table in self.methods.items()
+        }
+        return self.model_copy(update={"rounds": rounds, "methods": methods})
 
     def steps_of(self, method: str) -> list[int]:
         """The numbers of fine-tuning steps after which a method's results are shown."""
@@ -586,16 +627,17 @@ class Config(_Table):
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 of everything that determines bits, except ``rounds``."""
-        others = {
-            "name",
-            "note",
-            "rounds",
-            "workers",
-            "approval",
-            "tune",
-            "tuned",
-            "measured_curvature",
+        """The SHA-256 of everything that determines bits, except rounds."""
+        others: Any = {
+            "name": True,
+            "note": True,
+            "rounds": True,
+            "workers": True,
+            "approval": True,
+            "tune": True,
+            "tuned": True,
+            "measured_curvature": True,
+            "methods": {"__all__": {"rounds"}},
         }
         exact = self.model_dump(exclude=others)
         try:

@@ -23,6 +23,7 @@ import torch
 from nufed.data.digits import digits
 from nufed.data.omniglot import Characters, omniglot14
 from nufed.data.samples import Samples
+from nufed.data.sensors import sensors
 from nufed.data.sinusoid import sinusoid
 from nufed.errors import InputError, require
 from nufed.lab.files import cache_directory
@@ -399,6 +400,7 @@ SOURCES: dict[str, Callable[..., Samples]] = {
     "omniglot14": omniglot14,
     "omniglot": omniglot,
     "sinusoid": sinusoid,
+    "sensors": sensors,
     "heart": heart,
     "shakespeare": shakespeare,
     "intents": intents,

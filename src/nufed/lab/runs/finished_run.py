@@ -38,6 +38,7 @@ MIXED = {
 FEW_UNSEEN = 4  # agents held out that are listed by name
 BASELINES = {
     "majority": "always the agent's most frequent class",
+    "centroid": "the class whose mean input among the agent's training samples is nearest",
     "local": "trained on the agent's data alone, τ·K updates with the first method's settings, "
     "and not fine-tuned",
     "untrained": "the initial model after the first method's fine-tuning",
@@ -89,13 +90,25 @@ class Run:
     unfinished: tuple[str, ...] = ()  # methods and seeds that are left out, as text
 
     def __repr__(self) -> str:
-        names, rounds = ", ".join([*self.methods, *self.baselines]), self.config.rounds
+        names, rounds = ", ".join([*self.methods, *self.baselines]), self.rounds_text
         return visible(f"<Run {self.path}: {names}; {rounds} rounds, seeds {self.config.seeds}>")
 
     @property
     def groups(self) -> list[str]:
         """The groups of agents: seen, and unseen if any were held out."""
         return list(GROUPS) if self.unseen else ["seen"]
+
+    @property
+    def own_rounds(self) -> dict[str, int]:
+        """The rounds of methods that are trained for other rounds than the run."""
+        tables = self.config.methods.items()
+        return {name: table.rounds for name, table in tables if table.rounds is not None}
+
+    @property
+    def rounds_text(self) -> str:
+        """The rounds of the run, and those of methods with other ones."""
+        own = [f"{name} {rounds}" for name, rounds in self.own_rounds.items()]
+        return str(self.config.rounds) + (f" ({', '.join(own)})" if own else "")
 
     @property
     def agents(self) -> int:
@@ -186,7 +199,10 @@ class Run:
     def _rows(self) -> list[Row]:
         algorithms = self.config.algorithms()
         return results_table(
-            self._lines, self.groups, self.measure, lambda line: _adapt_lr(line, algorithms)
+            self._lines,
+            self.groups,
+            self.measure,
+            lambda line: _adapt_lr(line, algorithms, self.config.local_lr),
         )
 
     def paired(self) -> list[Paired]:
@@ -254,10 +270,14 @@ class Run:
     @property
     def shown_round(self) -> str:
         """The round of the models that results show, as text."""
-        parts = self.methods.values()  # of a run that still trains, some have no rounds yet
-        trained = [each for part in parts for each in part.values() if each.metrics]
-        stopped = any(each.metrics[-1].round < self.config.rounds for each in trained)
-        shown = sorted({each.round for each in trained}) or [self.config.rounds]
+        trained = [  # of a run that still trains, some have no rounds yet
+            (self.config.rounds_of(name), each)
+            for name, part in self.methods.items()
+            for each in part.values()
+            if each.metrics
+        ]
+        stopped = any(each.metrics[-1].round < rounds for rounds, each in trained)
+        shown = sorted({each.round for _, each in trained}) or [self.config.rounds]
         rounds = f"{shown[0]}" if len(shown) == 1 else f"{shown[0]} to {shown[-1]}"
         which = "best round on validation samples" if self.config.keep == "best" else "last round"
         return f"{which} ({rounds}{', training stopped early' * stopped})"
@@ -266,10 +286,10 @@ class Run:
         """With early stopping or ``keep = "best"``: each method's rounds, and the round shown."""
         if self.config.stop_when is None and self.config.keep == "last":
             return []
-        of = f"of {self.config.rounds}"
         return [
-            f"{name}, seed {seed}: trained for {trained.metrics[-1].round} {of} rounds; results "
-            f"show the model of round {trained.round}, the "
+            f"{name}, seed {seed}: trained for {trained.metrics[-1].round} of "
+            f"{self.config.rounds_of(name)} rounds; results show the model of round "
+            f"{trained.round}, the "
             + ("best on validation samples" if self.config.keep == "best" else "last")
             for name, part in self.methods.items()
             for seed, trained in part.items()
@@ -329,7 +349,7 @@ class Run:
         ]
         algorithms = self.config.algorithms()
         for name, part in self.methods.items():
-            caveat = algorithms[name].notes.caveat(algorithms[name], self.config.rounds)
+            caveat = algorithms[name].notes.caveat(algorithms[name], self.config.rounds_of(name))
             for seed, trained in part.items():
                 if caveat:
                     warned.append(RunWarning(name, seed, "training", caveat, 1, None))
@@ -392,6 +412,7 @@ class Run:
             "measure": self.measure.name,
             "higher_is_better": self.measure.higher_is_better,
             "rounds": self.config.rounds,
+            **({"rounds_of": own} if (own := self.own_rounds) else {}),
             "scored_on": self.config.eval_on,
             "fine_tuning_steps": self.config.steps_shown,
             "eval_lr": "chosen" if self.step_sizes_chosen else "as_trained",
@@ -404,9 +425,13 @@ class Run:
         }
 
 
-def _adapt_lr(line: Line, algorithms: Mapping[str, Algorithm]) -> float | None:
+def _adapt_lr(
+    line: Line, algorithms: Mapping[str, Algorithm], local_lr: float | None
+) -> float | None:
     """The step size that a line's scales multiply; None if it is not a single number."""
     if line.kind == "method":
         return algorithms[line.name].adaptation.fixed_lr
     first = next(iter(algorithms.values()))
-    return local_sgd(first).meta_lr if line.name == "local" else first.adaptation.lr
+    if line.name == "local":
+        return local_lr or local_sgd(first).meta_lr
+    return first.adaptation.lr
