@@ -166,11 +166,11 @@ DIGESTS = {
         st.dictionaries(st.just("a"), plain | st.sampled_from([np.inf, -np.inf, np.nan])),
         configuration,
     ),
-    "files.py, canonical": (
+    "lab/files.py, canonical": (
         st.lists(plain | binary | st.lists(binary, max_size=3), max_size=3),
         lambda content: canonical(*content),
     ),
-    "files.py, sealed": (
+    "lab/files.py, sealed": (
         st.tuples(st.dictionaries(text, plain, max_size=2), st.none() | named_shapes),
         lambda content: sha256(
             seal(content[0], None if content[1] is None else tensors(content[1]))

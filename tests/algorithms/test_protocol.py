@@ -11,6 +11,7 @@ import nufed
 from nufed import GMeta, InputError, Objective
 from nufed.algorithms import (
     AgentContext,
+    FedAMP,
     FedAvg,
     FedDBE,
     FedDyn,
@@ -118,7 +119,7 @@ def test_who_only_fine_tunes_and_who_predicts_plainly():
     assert defines(Own(), "personal_model", "fine_tune") and not defines(Own(), "predict")
     for algorithm in (KNNPer(), FedRoD()):
         assert defines(algorithm, "personal_model", "fine_tune") and defines(algorithm, "predict")
-    assert defines(Scaffold, "agent_init") and not defines(GMeta, "agent_init")
+    assert defines(FedAMP, "downlink") and not defines(GMeta, "downlink")
 
 
 @pytest.mark.parametrize("name", REMOVED)

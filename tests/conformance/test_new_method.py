@@ -41,7 +41,7 @@ def test_listing_pages_and_runs_have_it(monkeypatch, tmp_path):
         "rounds": 1,
         "workers": 1,
         "data": {"agents": 3, "samples_per_agent": 20},
-        "methods": {"toy": {"sent": 0.25, "batch_size": 5}},
+        "methods": {"toy": {"sent": 0.25, "batch_size": 5, "meta_lr": 0.2, "adapt_lr": 0.1}},
     }
     run = nufed.run(config, out=tmp_path / "run", figures=False)
-    assert run.config.algorithms()["toy"] == Toy(sent=0.25, batch_size=5)
+    assert run.config.algorithms()["toy"] == Toy(sent=0.25, batch_size=5, meta_lr=0.2, adapt_lr=0.1)

@@ -305,8 +305,9 @@ def local_sgd(like: Algorithm) -> GMeta:
     """SGD with the settings that it shares with another algorithm, for the null baseline."""
     shared = ("adapt_lr", "meta_lr", "batch_size", "local_steps", "local_epochs", "optimizer")
     settings = {name: getattr(like, name) for name in shared if hasattr(like, name)}
-    if isinstance(settings.get("optimizer"), SGD):  # one loop over all steps keeps no state
-        settings["optimizer"] = replace(settings["optimizer"], optimizer_state="fresh")
+    optimizer = settings.pop("optimizer", None)
+    if isinstance(optimizer, SGD):  # one loop over all steps keeps no state
+        settings["optimizer"] = replace(optimizer, optimizer_state="fresh")
     return GMeta(adapt_steps=0, curvature=FirstOrder(), **settings)
 
 

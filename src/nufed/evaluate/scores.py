@@ -251,7 +251,7 @@ def nearest_centroid(
     rows = federation.split.train[agent]
     (known, labels), (asked, _) = federation.take(rows), federation.scored(agent)
     assert isinstance(known, Tensor) and isinstance(asked, Tensor)
-    classes = labels.unique()
+    classes = torch.unique(labels)
     centres = torch.stack([known[labels == each].flatten(1).double().mean(0) for each in classes])
     guess = classes[torch.cdist(asked.flatten(1).double(), centres).argmin(dim=1)].cpu()
     return _untrained_guess(federation, agent, guess, steps, resamples)

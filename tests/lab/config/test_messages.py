@@ -37,7 +37,7 @@ KEYS = {
     "epochs": None,
     "gpu": None,
     "model.hidden": None,
-    "model.width": None,
+    "model.width": "method.width",
     "data.clients": None,
     "data.alpha": "model.lora.alpha",
     "data.path": None,

@@ -82,7 +82,7 @@ def check_configuration(app: App) -> Iterator[CheckResult]:
         why = "sites send sums only: give both, the defaults of the classes are used"
         how = "a number comes from first gradients at the sites of the first round"
         text = f"meta_lr or adapt_lr is not given; {why if plan.hides_single_numbers else how}"
-        yield Found("step sizes", text, note=True)
+        yield CheckResult("step sizes", text, note=True)
     if plan.privacy:
         rounds = len(plans) * plan.rounds
         spent = check_plan(plan.privacy, len(plan.seen), plan.cohort, rounds)

@@ -531,8 +531,8 @@ class Config(_Table):
     @property
     def all_rounds(self) -> dict[str, int]:
         """``rounds``, and those of methods with rounds of their own, by key."""
-        own = {f"methods.{name}.rounds": table.rounds for name, table in self.methods.items()}
-        return {"rounds": self.rounds, **{key: n for key, n in own.items() if n is not None}}
+        by_method = {f"methods.{name}.rounds": table.rounds for name, table in self.methods.items()}
+        return {"rounds": self.rounds, **{key: n for key, n in by_method.items() if n is not None}}
 
     def shortened(self, rounds: int) -> Config:
         """The same with fewer rounds; methods' own become fewer in proportion."""

@@ -259,10 +259,10 @@ def search_table(record: TuningRecord) -> Table:
 def _own_rounds(search: SearchRecord) -> str:
     """What is counted for methods with rounds of their own."""
     tables = search.config.get("methods", {}).items()
-    own = {name: table["rounds"] for name, table in tables if table.get("rounds")}
-    if not own:
+    rounds_of = {name: table["rounds"] for name, table in tables if table.get("rounds")}
+    if not rounds_of:
         return ""
-    words = ", ".join(f"{name} (of {rounds})" for name, rounds in own.items())
+    words = ", ".join(f"{name} (of {rounds})" for name, rounds in rounds_of.items())
     return f", and after the same shares of their own rounds {words}"
 
 

@@ -107,8 +107,8 @@ class Run:
     @property
     def rounds_text(self) -> str:
         """The rounds of the run, and those of methods with other ones."""
-        own = [f"{name} {rounds}" for name, rounds in self.own_rounds.items()]
-        return str(self.config.rounds) + (f" ({', '.join(own)})" if own else "")
+        others = [f"{name} {rounds}" for name, rounds in self.own_rounds.items()]
+        return str(self.config.rounds) + (f" ({', '.join(others)})" if others else "")
 
     @property
     def agents(self) -> int:
@@ -412,7 +412,7 @@ class Run:
             "measure": self.measure.name,
             "higher_is_better": self.measure.higher_is_better,
             "rounds": self.config.rounds,
-            **({"rounds_of": own} if (own := self.own_rounds) else {}),
+            **({"rounds_of": self.own_rounds} if self.own_rounds else {}),
             "scored_on": self.config.eval_on,
             "fine_tuning_steps": self.config.steps_shown,
             "eval_lr": "chosen" if self.step_sizes_chosen else "as_trained",

@@ -393,9 +393,9 @@ class Trainer:
                 self._best[asked.method] = new
 
     def _show(self, job: TrialJob, event: Event) -> None:
-        config, own = job.setup.config, job.setup.config.rounds_of(job.trial.method)
+        config, rounds = job.setup.config, job.setup.config.rounds_of(job.trial.method)
         if event.round and not event.starts:
-            work = self._predict(job.trial.method, job.trial.settings) * config.rounds / own
+            work = self._predict(job.trial.method, job.trial.settings) * config.rounds / rounds
             self._done, self._new = self._done + work, self._new + work
         spent = time.monotonic() - self._began
         left = (self._total - self._done) * spent / self._new if self._new else None
@@ -404,7 +404,7 @@ class Trainer:
                 self._stage,
                 job.trial,
                 event.round,
-                own,
+                rounds,
                 self._over,
                 min(1.0, self._done / self._total) if self._total else 1.0,
                 dict(self._best),
