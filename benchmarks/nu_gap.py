@@ -143,11 +143,12 @@ def ratios(found: Mapping[str, Any], which: str) -> dict[tuple[str, str, str, in
     return table
 
 
-def half_width(values: list[float]) -> float:
+def half_width(values: list[float]) -> str:
     """Of the 95 % interval of a mean, by Student's t."""
     if len(values) < 2:
-        return math.nan
-    return float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+        return "–"
+    t = float(stats.t.ppf(0.975, len(values) - 1))
+    return f"{t * stdev(values) / math.sqrt(len(values)):.2f}"
 
 
 def measured_table(found: Mapping[str, Any]) -> Iterator[str]:
@@ -160,7 +161,7 @@ def measured_table(found: Mapping[str, Any]) -> Iterator[str]:
             values = seen.get((optima, kappa, method, k))
             if method != BASE and values:
                 own = fmean(predicted[optima, kappa, method, k])
-                cells.append(f"{own:.2f} / {fmean(values):.2f} ± {half_width(values):.2f}")
+                cells.append(f"{own:.2f} / {fmean(values):.2f} ± {half_width(values)}")
         yield f"| {optima} | {kappa} | {k} | {' | '.join(cells)} |"
 
 
@@ -322,6 +323,7 @@ def write(found: Mapping[str, Any], results: Path, page: Path) -> None:
         most=f"{100 * most:.0f} %",
         seeds=len({key.split("/")[2] for key in found}),
         board=slots(),
+        alpha=ALPHA,
     )
     page.write_text(text, "utf-8")
 
