@@ -136,11 +136,16 @@ def ratios(found: Mapping[str, Any], which: str) -> dict[tuple[str, str, str, in
     table: dict[tuple[str, str, str, int], list[float]] = {}
     for key, row in found.items():
         optima, kappa, seed, method = key.split("/")
-        base = found[f"{optima}/{kappa}/{seed}/{BASE}"]
-        for k in STEPS:
+        base = found.get(f"{optima}/{kappa}/{seed}/{BASE}")
+        for k in STEPS if base else ():  # without it: not trained yet
             ratio = row[which][k] / base[which][k]
             table.setdefault((optima, kappa, method, k), []).append(ratio)
     return table
+
+
+def planned(sizes: Sizes) -> int:
+    """How many trainings the measurement has."""
+    return len(OPTIMA) * len(sizes.kappas) * sizes.seeds * len(sizes.methods)
 
 
 def half_width(values: list[float]) -> str:
@@ -261,13 +266,14 @@ def extremes() -> dict[str, str]:
     for alpha in (0.3, 0.5, 0.9):
         found[f"largest_{alpha}"] = f"{largest_gap(0.01, 1.0, 1, 10, alpha):.3g}"
     rng = np.random.default_rng(0)
-    for agents in (10, 20, 100):
-        drawn: list[float] = []
-        for _ in range(100):
-            few = Direction((100.0 ** rng.uniform(-1, 0, agents)).tolist(), [0.0] * agents)
-            one, ten = (1 + 1 / few.effective_agents(Weighting(n, ALPHA)) for n in (1, 10))
-            drawn.append(ten / one)
-        found[f"noise_{agents}"] = f"{100 * (fmean(drawn) - 1):+.1f} %"
+    for kappa in (4.0, 100.0):
+        for agents in (10, 40, 100):
+            drawn: list[float] = []
+            for _ in range(100):
+                few = Direction((kappa ** rng.uniform(-1, 0, agents)).tolist(), [0.0] * agents)
+                one, ten = (1 + 1 / few.effective_agents(Weighting(n, ALPHA)) for n in (1, 10))
+                drawn.append(ten / one)
+            found[f"noise_{kappa:.0f}_{agents}"] = f"{100 * (fmean(drawn) - 1):+.1f} %"
     found.update(few_agents(rng))
     return found
 
@@ -322,6 +328,7 @@ def write(found: Mapping[str, Any], results: Path, page: Path) -> None:
         middle=f"{100 * middle:.1f} %",
         most=f"{100 * most:.0f} %",
         seeds=len({key.split("/")[2] for key in found}),
+        trained=f"{len(found)} of {planned(Sizes())}",
         board=slots(),
         alpha=ALPHA,
     )

@@ -337,7 +337,10 @@ def steps_table(run: Summary) -> str:
     """Training for ν steps minus FedAvg and Per-FedAvg, by steps in evaluation, paired."""
     steps = [s for s in NUS if s]
     rows = [
-        [f"ν = {nu} minus ν = {base}", *(gain(run, f"nu-{nu}", f"nu-{base}", (s, s)) for s in steps)]
+        [
+            f"ν = {nu} minus ν = {base}",
+            *(gain(run, f"nu-{nu}", f"nu-{base}", (s, s)) for s in steps),
+        ]
         for base in (0, 1)
         for nu in NUS
         if nu > base
