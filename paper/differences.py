@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from nufed.lab.runs.results import Estimate
 from paper.summary import Values
 
-Verdict: TypeAlias = Literal["held", "not held", "undecided"]
+Verdict: TypeAlias = Literal["held", "not held", "undecided", "not testable"]
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def write() -> Path:
         until=until,
         work=work,
         search=search,
+        trainings=trainings,
         matters=RELEVANT,
         little=SMALL,
         rounds=ROUNDS,
@@ -138,6 +139,7 @@ def verdicts(found: Sequence[Claim]) -> str:
         "held": "held",
         "not held": "did not hold",
         "undecided": "undecided",
+        "not testable": "not testable (the target is reached before training)",
         "mixed": "mixed (their comparisons disagree)",
     }
     return ", ".join(f"{counts[kind]} {words}" for kind, words in kinds.items() if counts[kind])
@@ -332,12 +334,23 @@ def paired_table(run: Summary, group: str = "seen") -> str:
 
 
 def steps_table(run: Summary) -> str:
-    """The gain of training for ν steps over FedAvg, by steps in evaluation, paired."""
+    """Training for ν steps minus FedAvg and Per-FedAvg, by steps in evaluation, paired."""
     steps = [s for s in NUS if s]
     rows = [
-        [f"ν = {nu}", *(gain(run, f"nu-{nu}", "nu-0", (s, s)) for s in steps)] for nu in NUS if nu
+        [
+            f"ν = {nu} minus ν = {base}",
+            *(gain(run, f"nu-{nu}", f"nu-{base}", (s, s)) for s in steps),
+        ]
+        for base in (0, 1)
+        for nu in NUS
+        if nu > base
     ]
-    return table(["minus ν = 0, points", *(f"after {s}" for s in steps)], rows)
+    return table(["points (paired)", *(f"after {s}" for s in steps)], rows)
+
+
+def trainings(found: Summary, method: str) -> int:
+    """How many trainings a search made for a method."""
+    return len(found.data["tried"][method])
 
 
 def compute_table(run: Summary) -> str:

@@ -132,6 +132,22 @@ def test_claims_are_decided_by_what_was_measured(tmp_path):
         assert claims.rounds_to(run, method, 3, target, "as_trained").tolist() == [rounds] * 5
 
 
+def test_speed_is_not_testable_where_the_untrained_network_has_the_target(tmp_path):
+    at_once = made_up(tmp_path, **{"fedavg": (0.95, 0.9), "gmeta-fo": (0.95, 0.9)})
+    slower = made_up(tmp_path, **{"fedavg": (0.2, 0.9), "gmeta-fo": (0.2, 0.9)})
+    found = []
+    for run in (at_once, slower):
+        (claim,) = (c for c in claims._faster("fig1", run, "here", "chosen") if c.comparisons)
+        found.append(claim)
+    assert [claim.verdict for claim in found] == ["not testable", "not held"]
+    assert page.verdicts(found) == (
+        "1 did not hold, 1 not testable (the target is reached before training)"
+    )
+    at_once.data["methods"]["fedavg"]["seeds"]["3"]["score"]["3"][0] = 0.2  # in one seed of five
+    (claim,) = (c for c in claims._faster("fig1", at_once, "here", "chosen") if c.comparisons)
+    assert claim.verdict != "not testable"
+
+
 def test_claims_with_every_methods_own_step_size_use_the_chosen_scores(tmp_path):
     run = made_up(tmp_path, **{"fedavg": (0.2, 0.6), "gmeta-fo": (0.2, 0.9)})
     fedavg = run.data["methods"]["fedavg"]

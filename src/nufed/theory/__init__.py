@@ -1,6 +1,7 @@
 """The paper's bounds on plain numbers: every lemma and the theorem, corrected where they fail.
 
 docs/theory.md states each result, proves what differs from the paper, and names its test.
+Beyond the paper, docs/when_nu_pays.md says when ν > 1 pays, on quadratics.
 """
 
 from nufed.theory.constants import (
@@ -35,10 +36,12 @@ from nufed.theory.theorem import (
     printed_bound,
     schedule,
 )
+from nufed.theory.when_nu_pays import Direction, Weighting, largest_gap, small_spread_gap
 
 __all__ = [
     "GREEK",
     "BatchSizes",
+    "Direction",
     "FalseBoundWarning",
     "GradientError",
     "ProblemConstants",
@@ -46,6 +49,7 @@ __all__ = [
     "TheoremTerms",
     "TheoryError",
     "Training",
+    "Weighting",
     "convergence_bound",
     "difference_bias",
     "difference_noise",
@@ -56,6 +60,7 @@ __all__ = [
     "iterate_error",
     "iterate_error_fourth",
     "iterate_error_squared",
+    "largest_gap",
     "largest_meta_lr",
     "meta_dissimilarity",
     "meta_smoothness",
@@ -63,4 +68,5 @@ __all__ = [
     "product_dissimilarity",
     "product_error",
     "schedule",
+    "small_spread_gap",
 ]
