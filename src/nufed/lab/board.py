@@ -1,7 +1,7 @@
 """The board's protocol: a method on a problem, searched and scored like every other one.
 
-``board/protocol.md`` gives the reasons. A method is searched with :data:`TRIALS` trainings on the
-seed :data:`SEARCH_SEED`, scored by validation samples of agents in training; then it is trained
+``board/protocol.md`` gives the reasons. A method is searched with the trainings and seeds of a
+:class:`Protocol`, scored by validation samples of agents in training; then it is trained
 with the best settings and other seeds. Everything runs in this process and without a run directory:
 a training takes seconds.
 """
@@ -12,7 +12,7 @@ import base64
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +23,8 @@ from nufed.data import Federation
 from nufed.errors import InputError, TrainingError, UpdateError, in_short
 from nufed.evaluate import (
     AgentScores,
+    ByScale,
+    StepSizes,
     choose_step_sizes,
     evaluate_with_choice,
     majority_class,
@@ -34,12 +36,12 @@ from nufed.lab.config.problem import Given, Problem
 from nufed.lab.experiment.evaluation import Evaluator
 from nufed.lab.experiment.setup import Setup
 from nufed.lab.runs.records import round_line
-from nufed.lab.runs.tuning_record import AskedTrial, RungScore
-from nufed.lab.tuning.ranges import Predictor, active_settings, matters
+from nufed.lab.runs.tuning_record import HVP_WORK, AskedTrial, RungScore
+from nufed.lab.tuning.ranges import Predictor, active_settings, agent_update, matters
 from nufed.lab.tuning.search import search
 from nufed.lab.tuning.trials import quiet, setup_of
 from nufed.lab.tuning.tune import make_plan
-from nufed.server import Progress
+from nufed.server import Progress, cohort_size
 from nufed.simulation import Training
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -47,20 +49,42 @@ Tables: TypeAlias = Mapping[str, Any]
 
 Note: TypeAlias = Callable[[dict[str, Any]], None]
 
-TRIALS = 10  # of every method
-SEARCH_SEED = 1000
-SEEDS = (0, 1, 2)  # that every method is scored with
-MORE_SEEDS = (3, 4)  # in addition, of methods within noise of the best by validation
-STEPS = (0, 1, 3, 10)  # of fine-tuning, after which personal models are scored; the last ranks
-LOCAL_STEPS = 100  # of local training at most
-LOCAL_RATES = tuple(float(f"{0.001 * 1000 ** (k / (TRIALS - 1)):.3g}") for k in range(TRIALS))
+
+@dataclass(frozen=True)
+class Protocol:
+    """The numbers of the protocol.
+
+    Args:
+        trials: of every method.
+        search_seed: of their trainings; not among those that are scored.
+        seeds: that every method is scored with.
+        more_seeds: in addition, of methods within noise of the best by validation.
+        steps: numbers of fine-tuning steps after which personal models are scored; the last ranks.
+        local_steps: of training alone, at most.
+    """
+
+    trials: int = 10
+    search_seed: int = 1000
+    seeds: tuple[int, ...] = (0, 1, 2)
+    more_seeds: tuple[int, ...] = (3, 4)
+    steps: tuple[int, ...] = (0, 1, 3, 10)
+    local_steps: int = 100
+
+    @property
+    def last(self) -> int:
+        return self.steps[-1]
+
+
+PROTOCOL = Protocol()
 
 
 def ignore(record: dict[str, Any]) -> None:
     """A listener that does nothing."""
 
 
-def method_config(problem: Tables, name: str, table: Tables) -> Config:
+def method_config(
+    problem: Tables, name: str, table: Tables, protocol: Protocol = PROTOCOL
+) -> Config:
     """The configuration of one method on a problem.
 
     Args:
@@ -74,15 +98,15 @@ def method_config(problem: Tables, name: str, table: Tables) -> Config:
     cls = ALGORITHMS.find(f"methods.{name}.algorithm", own.setdefault("algorithm", name))
     known = {setting.name for setting, _ in every_setting(cls)}
     shared = {key: value for key, value in problem.get("method", {}).items() if key in known}
-    tune = {"budget": float(TRIALS), "per": "trial", "sampler": "random", "halvings": 0}
+    tune = {"budget": float(protocol.trials), "per": "trial", "sampler": "random", "halvings": 0}
     return load_config(
         {
             **{k: v for k, v in problem.items() if k not in ("method", "methods", "tuned")},
             **run,
             "method": {},
             "methods": {name: {**shared, **own}},
-            "seeds": [SEARCH_SEED, *SEEDS, *MORE_SEEDS],
-            "eval_steps": STEPS[-1],
+            "seeds": [protocol.search_seed, *protocol.seeds, *protocol.more_seeds],
+            "eval_steps": protocol.last,
             "baselines": [],
             "workers": 1,
             "tune": tune,
@@ -104,6 +128,7 @@ class Contender:
     setup: Setup
     name: str
     ranges: Mapping[str, list[Any]] = field(default_factory=dict)
+    protocol: Protocol = PROTOCOL
 
     @classmethod
     def of(
@@ -113,11 +138,12 @@ class Contender:
         table: Tables,
         ranges: Mapping[str, list[Any]],
         samples: Any = None,
+        protocol: Protocol = PROTOCOL,
     ) -> Contender:
         """From the tables of a problem and the settings of a method; ``samples`` if loaded."""
-        config = method_config(problem, name, table)
+        config = method_config(problem, name, table, protocol)
         made = Problem.make(config, Given(), samples=samples).with_step_sizes()
-        return cls(Setup.make(made), name, ranges)
+        return cls(Setup.make(made), name, ranges, protocol)
 
     def searched(self) -> dict[str, Any]:
         """The ranges that are searched.
@@ -140,9 +166,21 @@ class Contender:
                 found[key] = own
         return found
 
-    def work(self) -> float:
-        """The predicted work of a round, in gradients; a Hessian-vector product counts as two."""
-        return Predictor(self.setup)(self.name, {})
+    def work(self, hvp: float = HVP_WORK) -> float:
+        """The predicted work of a round, in gradients, of which a Hessian-vector product counts as
+        ``hvp``."""
+        setup, algorithm = self.setup, self.setup.algorithms[self.name]
+        config = setup.config
+        seen = len(setup.federations[config.seeds[0]].split.seen)
+        rounds = sorted({1, (config.rounds + 1) // 2, config.rounds})
+        costs = [agent_update(setup, algorithm, k).cost for k in rounds]
+        work = sum(cost.gradients + hvp * cost.hvps for cost in costs) / len(rounds)
+        return cohort_size(seen, config.participation) * work
+
+    def with_rounds(self, rounds: int) -> Contender:
+        """The same, trained for so many rounds."""
+        config = self.setup.config.model_copy(update={"rounds": rounds})
+        return replace(self, setup=replace(self.setup, config=config))
 
     def search(
         self, known: Sequence[Mapping[str, Any]] = (), note: Note = ignore
@@ -182,17 +220,10 @@ class Contender:
         return settings
 
     def _trial(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Train with some settings and score by validation samples, after the last of STEPS."""
+        """Train with some settings and score by validation samples, after the last steps."""
         try:
-            trained = Trained.of(setup_of(self.setup, self.name, settings), self.name, SEARCH_SEED)
-            scoring = trained.evaluator.scorer
-            seen = sorted(trained.evaluator.setup.validated(SEARCH_SEED))
-            sizes = choose_step_sizes(
-                scoring(trained.progress, "validation", seen, STEPS[-1]),
-                [STEPS[-1]],
-                self.setup.measure,
-                preferred(trained.evaluator.algorithm),
-            )
+            trained = self._trained(self.protocol.search_seed, settings)
+            sizes = trained.step_sizes()
         except (TrainingError, UpdateError, InputError) as error:
             return {"failure": in_short(error)}
         if sizes is None:
@@ -205,49 +236,57 @@ class Contender:
     def score(self, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Train with these settings and a seed, and score all evaluated agents."""
         try:
-            trained = Trained.of(setup_of(self.setup, self.name, settings), self.name, seed)
+            trained = self._trained(seed, settings)
         except (TrainingError, UpdateError, InputError) as error:
             return {"seed": seed, "failure": in_short(error)}
         return {"seed": seed, **trained.scores(), **trained.cost}
 
+    def _trained(
+        self, seed: int, settings: Mapping[str, Any] | None = None, rounds: int | None = None
+    ) -> Trained:
+        setup = self.setup if settings is None else setup_of(self.setup, self.name, settings)
+        return Trained.of(setup, self.name, seed, self.protocol, rounds)
+
     def untrained(self, seed: int) -> dict[str, Any]:
         """The scores of the initial model."""
-        return {"seed": seed, **Trained.of(self.setup, self.name, seed, rounds=0).scores()}
+        return {"seed": seed, **self._trained(seed, rounds=0).scores()}
 
     def majority(self, seed: int) -> dict[str, Any]:
         """The scores of always predicting the agent's most frequent class."""
         agents, federation = self.setup.evaluated[seed], self.setup.federations[seed]
-        scores = [majority_class(federation, agent, STEPS[-1]) for agent in agents]
+        scores = [majority_class(federation, agent, 0) for agent in agents]
         validation = federation.scoring("validation")
-        seen = [majority_class(validation, a, STEPS[-1]) for a in sorted(self.setup.validated(seed))]
-        return {"seed": seed, **packed_scores(scores), "validation": pack(_column(seen, 0))}
+        seen = [majority_class(validation, a, 0) for a in sorted(self.setup.validated(seed))]
+        return self._constant(seed, scores, 0, _column(seen, 0))
+
+    def _constant(
+        self, seed: int, scores: Sequence[AgentScores], step: int, validation: Any
+    ) -> dict[str, Any]:
+        """A record of scores that do not depend on the number of steps shown."""
+        packed = packed_scores(scores, [step] * len(self.protocol.steps))
+        return {"seed": seed, **packed, "validation": pack(validation)}
 
     def local(self, seed: int) -> dict[str, Any]:
         """The scores of training alone, from the initial model.
 
-        One of :data:`LOCAL_RATES` and the number of steps are chosen by the validation loss of
+        The step size and the number of steps are chosen by the validation loss of
         agents in training.
         """
-        trained = Trained.of(self.setup, self.name, seed, rounds=0)
-        scorer, steps = trained.evaluator.scorer, LOCAL_STEPS
+        trained = self._trained(seed, rounds=0)
+        scorer, steps = trained.evaluator.scorer, self.protocol.local_steps
+        low, high = self.ranges["adapt_lr"]
+        rates = np.geomspace(low / 3, high, self.protocol.trials).tolist()
         seen = sorted(self.setup.validated(seed))
         rate = float(trained.evaluator.algorithm.adaptation.lr or 1.0)
-        scales = [each / rate for each in LOCAL_RATES]
+        scales = [each / rate for each in rates]
         tried = scorer(trained.progress, "validation", seen, steps)(scales)
         losses = np.array([[s.loss for s in scores] for scores in tried]).mean(axis=1)
         losses[~np.isfinite(losses)] = np.inf
         best, stop = np.unravel_index(int(losses.argmin()), losses.shape)
         agents = self.setup.evaluated[seed]
-        (scores,) = scorer(trained.progress, "test", agents, max(int(stop), STEPS[-1]))(
-            [scales[best]]
-        )
-        at = [int(stop)] * len(STEPS)
-        return {
-            "seed": seed,
-            **packed_scores(scores, at),
-            "validation": pack(_column(tried[best], int(stop))),
-            "chosen": {"adapt_lr": LOCAL_RATES[best], "steps": int(stop)},
-        }
+        (scores,) = scorer(trained.progress, "test", agents, int(stop))([scales[best]])
+        record = self._constant(seed, scores, int(stop), _column(tried[best], int(stop)))
+        return {**record, "chosen": {"adapt_lr": _short(rates[best]), "steps": int(stop)}}
 
     def centroid(self, seed: int) -> dict[str, Any]:
         """The scores of the nearest class mean of an agent's raw training inputs."""
@@ -257,8 +296,10 @@ class Contender:
         unseen = set(test.split.unseen)
         result = {"seed": seed, "validation": pack(_nearest(test.scoring("validation"), seen))}
         for group in ("seen", "unseen"):
-            kept = [r for a, r in zip(agents, rows, strict=True) if (a in unseen) == (group == "unseen")]
-            result[group] = pack([value * len(STEPS) + [np.nan] for value in kept])
+            kept = [
+                r for a, r in zip(agents, rows, strict=True) if (a in unseen) == (group == "unseen")
+            ]
+            result[group] = pack([value * len(self.protocol.steps) + [np.nan] for value in kept])
         return result
 
 
@@ -269,12 +310,18 @@ class Trained:
     evaluator: Evaluator
     progress: Progress
     cost: dict[str, Any]
+    protocol: Protocol
 
     @classmethod
-    def of(cls, setup: Setup, name: str, seed: int, rounds: int | None = None) -> Trained:
+    def of(
+        cls, setup: Setup, name: str, seed: int, protocol: Protocol, rounds: int | None = None
+    ) -> Trained:
         """Train a method with a seed, for the rounds of the configuration by default."""
         began, last = time.process_time(), setup.config.rounds if rounds is None else rounds
-        engine, algorithm = setup.engines[seed].get(setup.engine_names[name]), setup.algorithms[name]
+        engine, algorithm = (
+            setup.engines[seed].get(setup.engine_names[name]),
+            setup.algorithms[name],
+        )
         rate, label = setup.config.participation, f"{name}, seed {seed}"
         training = Training(algorithm, engine, rate, setup.rules, setup.faults, label)
         cost = dict.fromkeys(("gradients", "hvps", "bytes"), 0)
@@ -286,35 +333,45 @@ class Trained:
                     for key in ("gradients", "hvps"):
                         cost[key] += line[key]
         seconds = {"seconds": _short(time.process_time() - began)}
-        evaluator = Evaluator(setup, engine, algorithm, STEPS[-1])
-        return cls(evaluator, progress, {"rounds": last, **cost, **seconds})
+        evaluator = Evaluator(setup, engine, algorithm, protocol.last)
+        return cls(evaluator, progress, {"rounds": last, **cost, **seconds}, protocol)
+
+    def _validation(self) -> ByScale:
+        """Scores seen agents on their validation samples."""
+        setup, seed = self.evaluator.setup, self.evaluator.engine.seed
+        seen = sorted(setup.validated(seed))
+        return self.evaluator.scorer(self.progress, "validation", seen, self.protocol.last)
+
+    def step_sizes(self) -> StepSizes | None:
+        """The step size of fine-tuning for the last number of steps, and its validation score."""
+        measure, prefer = self.evaluator.setup.measure, preferred(self.evaluator.algorithm)
+        return choose_step_sizes(self._validation(), [self.protocol.last], measure, prefer)
 
     def scores(self) -> dict[str, Any]:
-        """Scores of seen and unseen agents after each of STEPS, with α chosen for each of them, and
+        """Scores of seen and unseen agents after each number of steps, with α chosen for each, and
         the validation scores of seen ones after the last."""
-        began, evaluator = time.process_time(), self.evaluator
-        setup, seed, measure = evaluator.setup, evaluator.engine.seed, evaluator.setup.measure
-        seen, prefer = sorted(setup.validated(seed)), preferred(evaluator.algorithm)
-        validate = evaluator.scorer(self.progress, "validation", seen, STEPS[-1])
+        began, evaluator, last = time.process_time(), self.evaluator, self.protocol.last
+        setup, steps = evaluator.setup, self.protocol.steps
+        agents = setup.evaluated[evaluator.engine.seed]
         evaluation = evaluate_with_choice(
-            evaluator.scorer(self.progress, "test", setup.evaluated[seed], STEPS[-1]),
-            validate,
-            STEPS[-1],
-            measure,
-            prefer,
-            at=STEPS[1:],
+            evaluator.scorer(self.progress, "test", agents, last),
+            self._validation(),
+            last,
+            setup.measure,
+            preferred(evaluator.algorithm),
+            at=steps[1:],
         )
-        scale = evaluation.scale(STEPS[-1])
-        (validation,) = validate([scale or 1.0])
+        scale = evaluation.scale(last)
+        (validation,) = self._validation()([scale or 1.0])
         return {
-            **packed_scores(evaluation.chosen or evaluation.as_trained),
-            "validation": pack(_column(validation, STEPS[-1] if scale else 0)),
-            "scales": [_short(evaluation.scale(steps)) for steps in STEPS[1:]],
+            **packed_scores(evaluation.chosen or evaluation.as_trained, steps),
+            "validation": pack(_column(validation, last if scale else 0)),
+            "scales": [_short(evaluation.scale(k)) for k in steps[1:]],
             "evaluation_seconds": _short(time.process_time() - began),
         }
 
 
-def packed_scores(scores: Sequence[AgentScores], at: Sequence[int] = STEPS) -> dict[str, str]:
+def packed_scores(scores: Sequence[AgentScores], at: Sequence[int]) -> dict[str, str]:
     """Scores of agents seen and unseen in training: a row for each, with one column for each number
     of steps and one for the global model."""
     return {
@@ -351,7 +408,9 @@ def unpack(text: str) -> Array:
 
 def _rung(record: Mapping[str, Any], rounds: int) -> RungScore:
     """A trial's record as the search knows it."""
-    values = {k: record[k] for k in ("score", "loss", "gradients", "hvps", "failure") if k in record}
+    values = {
+        k: record[k] for k in ("score", "loss", "gradients", "hvps", "failure") if k in record
+    }
     return RungScore(rounds=rounds, **values)
 
 
