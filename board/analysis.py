@@ -1,0 +1,145 @@
+"""What the records of a problem say: scores, ranks with intervals, differences to the best method.
+
+Scores of a problem are one array per method with an agent in each column and a seed in each row;
+the agents of several folds stand side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from board.problems import Stage
+from board.records import Record
+from nufed.lab.board import Array, unpack
+from nufed.seeding import stream
+
+Group: TypeAlias = Literal["seen", "unseen"]
+DRAWS = 10_000  # of the bootstrap
+LEVEL = 0.05
+
+
+def scores_of(records: Sequence[Record], group: Group, column: int) -> dict[int, Array]:
+    """Scores by seed, of a method's records in all folds; only seeds that all of them have."""
+    by_fold = [
+        {
+            seed["seed"]: unpack(seed[group])[:, column]
+            for seed in record.get("seeds", [])
+            if "failure" not in seed
+        }
+        for record in records
+    ]
+    common = set.intersection(*(set(each) for each in by_fold)) if by_fold else set()
+    return {seed: np.concatenate([each[seed] for each in by_fold]) for seed in sorted(common)}
+
+
+def mean(by_seed: Mapping[int, Array], seeds: Sequence[int]) -> float:
+    """The mean over agents, then over seeds."""
+    return float(np.mean([by_seed[seed].mean() for seed in seeds]))
+
+
+def worst_tenth(by_seed: Mapping[int, Array], seeds: Sequence[int], higher: bool) -> float:
+    """The mean of the worst tenth of agents, averaged over seeds."""
+    sign = 1 if higher else -1
+    ranked = [np.sort(sign * by_seed[seed])[: -(-len(by_seed[seed]) // 10)] for seed in seeds]
+    return sign * float(np.mean([each.mean() for each in ranked]))
+
+
+def harmed(
+    personal: Mapping[int, Array],
+    shared: Mapping[int, Array],
+    seeds: Sequence[int],
+    higher: bool,
+) -> float:
+    """The share of agents whose personal model is worse than the global one; NaN without one."""
+    sign = 1 if higher else -1
+    if any(np.isnan(shared[seed]).all() for seed in seeds):
+        return float("nan")
+    return float(np.mean([(sign * personal[s] < sign * shared[s]).mean() for s in seeds]))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a method stands: its rank with a 95 % interval, and its difference to the best one.
+
+    ``p`` is corrected by Holm's method over all others; the best itself has no difference.
+    """
+
+    rank: int
+    ranks: tuple[int, int]
+    difference: float | None = None
+    interval: tuple[float, float] | None = None
+    p: float | None = None
+
+    @property
+    def tied(self) -> bool:
+        """Whether it can't be told apart from the best."""
+        return self.p is None or self.p >= LEVEL
+
+
+def places(scores: Mapping[str, Mapping[int, Array]], higher: bool) -> dict[str, Place]:
+    """The places of methods with these scores, on the seeds that all have, the best first."""
+    if not scores:
+        return {}
+    seeds = sorted(set.intersection(*(set(each) for each in scores.values())))
+    names, sign = list(scores), 1 if higher else -1
+    means = np.array([mean(scores[name], seeds) for name in names])
+    order = np.argsort(-sign * means, kind="stable")
+    names = [names[i] for i in order]
+    means = means[order]
+    drawn = bootstrap([[scores[name][seed] for seed in seeds] for name in names])
+    ranks = 1 + (sign * drawn[:, None, :] > sign * drawn[:, :, None]).sum(axis=2)
+    low, high = np.quantile(ranks, [0.025, 0.975], axis=0, method="nearest").astype(int)
+    gaps = drawn - drawn[:, :1]
+    raw = [_two_sided(gaps[:, k]) for k in range(1, len(names))]
+    corrected = holm(raw)
+    found = {names[0]: Place(1, (int(low[0]), int(high[0])))}
+    for k, name in enumerate(names[1:], 1):
+        interval = tuple(np.quantile(gaps[:, k], [0.025, 0.975]).tolist())
+        found[name] = Place(
+            k + 1,
+            (int(low[k]), int(high[k])),
+            float(means[k] - means[0]),
+            (interval[0], interval[1]),
+            corrected[k - 1],
+        )
+    return found
+
+
+def bootstrap(scores: Sequence[Sequence[Array]], draws: int = DRAWS) -> Array:
+    """Means of all methods over agents drawn with replacement within each seed, then over seeds.
+
+    Args:
+        scores: by method and seed; the agents of a seed are the same for all methods.
+        draws: the number of rows of the result.
+    """
+    total = np.zeros((draws, len(scores)))
+    for place in range(len(scores[0])):
+        of_seed = np.stack([by_seed[place] for by_seed in scores])
+        agents = of_seed.shape[1]
+        rng = stream(0, "board", step=place)
+        weights = rng.multinomial(agents, np.full(agents, 1 / agents), size=draws) / agents
+        total += weights @ of_seed.T
+    return total / len(scores[0])
+
+
+def _two_sided(gaps: Array) -> float:
+    """The bootstrap's p-value of a difference of 0."""
+    tail = min((gaps <= 0).sum(), (gaps >= 0).sum())
+    return float(min(1.0, 2 * (tail + 1) / (len(gaps) + 1)))
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p-values corrected by Holm's method.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    corrected, largest = [0.0] * len(values), 0.0
+    for done, place in enumerate(np.argsort(values, kind="stable").tolist()):
+        largest = max(largest, (len(values) - done) * values[place])
+        corrected[place] = min(1.0, largest)
+    return corrected
