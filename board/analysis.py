@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from board.problems import Stage
 from board.records import Record
 from nufed.lab.board import Array, unpack
 from nufed.seeding import stream
