@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from board import campaign, plan
+from board import campaign, page, plan
 from board.problems import ORDER, WHERE, Stage, stages
 from nufed.errors import NufedError
 
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     if "--page" not in flags:
         campaign.run(wanted, part, say)
+    print(page.write())
 
 
 def chosen(every: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
@@ -71,7 +72,9 @@ def quick(folder: Path, names: Sequence[str] = (), part: tuple[int, int] = (1, 1
     before = dict(vars(WHERE))
     vars(WHERE).update(runs=folder / "runs", results=folder / "results", page=folder / "board.md")
     try:
-        campaign.run(chosen(stages(quick=True), names), part, say)
+        tiny = stages(quick=True)
+        campaign.run(chosen(tiny, names), part, say)
+        say(page.write(tiny))
     finally:
         vars(WHERE).update(before)
 

@@ -97,12 +97,11 @@ def places(scores: Mapping[str, Mapping[int, Array]], higher: bool) -> dict[str,
     corrected = holm(raw)
     found = {names[0]: Place(1, (int(low[0]), int(high[0])))}
     for k, name in enumerate(names[1:], 1):
-        interval = tuple(np.quantile(gaps[:, k], [0.025, 0.975]).tolist())
         found[name] = Place(
             k + 1,
             (int(low[k]), int(high[k])),
             float(means[k] - means[0]),
-            (interval[0], interval[1]),
+            _interval(gaps[:, k]),
             corrected[k - 1],
         )
     return found
@@ -142,3 +141,25 @@ def holm(values: Sequence[float]) -> list[float]:
         largest = max(largest, (len(values) - done) * values[place])
         corrected[place] = min(1.0, largest)
     return corrected
+
+
+def differences(scores: Mapping[str, Mapping[int, Array]], against: str) -> dict[str, Place]:
+    """The others minus one method, each on the seeds that both have; ranks are not given."""
+    raw: dict[str, tuple[float, Array]] = {}
+    for name, own in scores.items():
+        if name != against:
+            seeds = sorted(set(own) & set(scores[against]))
+            both = [[each[seed] for seed in seeds] for each in (own, scores[against])]
+            drawn = bootstrap(both)
+            gap = mean(own, seeds) - mean(scores[against], seeds)
+            raw[name] = gap, drawn[:, 0] - drawn[:, 1]
+    corrected = holm([_two_sided(gaps) for _, gaps in raw.values()])
+    return {
+        name: Place(0, (0, 0), gap, _interval(gaps), p)
+        for (name, (gap, gaps)), p in zip(raw.items(), corrected, strict=True)
+    }
+
+
+def _interval(gaps: Array) -> tuple[float, float]:
+    low, high = np.quantile(gaps, [0.025, 0.975]).tolist()
+    return low, high
