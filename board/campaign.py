@@ -7,6 +7,7 @@ recorded when its search and its seeds are done; what a kill interrupts is one t
 from __future__ import annotations
 
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,7 +18,7 @@ from board.problems import ONE, REFERENCE, Stage
 from board.records import Record, Underway
 from nufed import NumericalWarning
 from nufed.data import Samples
-from nufed.errors import InputError
+from nufed.errors import InputError, RunError, in_short
 from nufed.lab.board import Array, Contender, unpack
 from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.load import load_config
@@ -36,6 +37,7 @@ class Bench:
         data = load_config({k: v for k, v in stage.tables.items() if k == "data"}).data
         self.samples: Samples = build_samples(data)
         self._budget: float | None = None
+        self.broken: dict[str, str] = {}  # methods with an error that nobody foresaw
 
     def contender(self, method: str) -> Contender:
         """A method, ready to be trained; its rounds are scaled at equal gradients."""
@@ -72,9 +74,9 @@ def run(stages: Sequence[Stage], part: tuple[int, int], say: Say) -> None:
     """Do all that is not done, as one of several processes."""
     benches = [bench for stage in stages if (bench := _open(stage, say)) is not None]
     while True:
-        left = [bench for bench in benches if any(todo(bench.stage))]
+        left = [bench for bench in benches if set(todo(bench.stage)) - set(bench.broken)]
         if not left:
-            return
+            break
         with torch_threads(1), warnings.catch_warnings():
             warnings.simplefilter("ignore", NumericalWarning)  # large steps are tried on purpose
             worked = False
@@ -83,6 +85,11 @@ def run(stages: Sequence[Stage], part: tuple[int, int], say: Say) -> None:
                     worked = True
         if not worked:
             time.sleep(WAIT)
+    broken = [f"{b.stage.name}: {name}: {why}" for b in benches for name, why in b.broken.items()]
+    if broken:
+        raise RunError(
+            f"{len(broken)} methods failed with an unexpected error: {'; '.join(broken)}"
+        )
 
 
 def _open(stage: Stage, say: Say) -> Bench | None:
@@ -117,12 +124,17 @@ def is_scored(stage: Stage, name: str, known: dict[str, Record]) -> bool:
 def _advance(bench: Bench, part: tuple[int, int], say: Say) -> bool:
     """Work on all methods of a stage that no other process is at; whether there was any."""
     stage, worked = bench.stage, False
-    for name in in_turn(list(todo(stage)), part):
+    for name in in_turn([n for n in todo(stage) if n not in bench.broken], part):
         with records.claimed(stage, name) as mine:
             if not mine or name not in todo(stage):
                 continue
             began = time.process_time()
-            record = finished(bench, name, records.read(stage.name).get(name))
+            try:
+                record = finished(bench, name, records.read(stage.name).get(name))
+            except Exception as error:  # the other methods continue; it is reported at the end
+                bench.broken[name] = in_short(error)
+                say(f"{stage.name}: {name}: unexpected error: {traceback.format_exc()}")
+                continue
             records.write(stage.name, name, record)
             worked = True
             say(f"{stage.name}: {name}: {_summary(record)} ({time.process_time() - began:.0f} s)")

@@ -20,7 +20,7 @@ import torch
 
 from nufed.algorithms import ALGORITHMS
 from nufed.data import Federation
-from nufed.errors import InputError, TrainingError, UpdateError, in_short
+from nufed.errors import InputError, NufedError, in_short
 from nufed.evaluate import (
     AgentScores,
     ByScale,
@@ -224,7 +224,7 @@ class Contender:
         try:
             trained = self._trained(self.protocol.search_seed, settings)
             sizes = trained.step_sizes()
-        except (TrainingError, UpdateError, InputError) as error:
+        except NufedError as error:
             return {"failure": in_short(error)}
         if sizes is None:
             raise InputError("the board's methods are chosen on validation samples: there are none")
@@ -237,7 +237,7 @@ class Contender:
         """Train with these settings and a seed, and score all evaluated agents."""
         try:
             trained = self._trained(seed, settings)
-        except (TrainingError, UpdateError, InputError) as error:
+        except NufedError as error:
             return {"seed": seed, "failure": in_short(error)}
         return {"seed": seed, **trained.scores(), **trained.cost}
 
