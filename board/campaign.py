@@ -153,6 +153,8 @@ def finished(bench: Bench, name: str, before: Record | None) -> Record:
     baseline = name in stage.baselines
     scored = before is not None and (baseline or before.get("digest") == stage.digest(name))
     wanted = [*protocol.seeds, *(protocol.more_seeds if scored else ())]
+    if name in stage.methods and "needs" in stage.methods[name]:
+        return {"digest": stage.digest(name), "refused": stage.methods[name]["needs"]}
     try:
         with_it = bench.baseline(name) if baseline else bench.contender(name)
     except InputError as error:

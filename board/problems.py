@@ -84,7 +84,7 @@ class Stage:
     def settings_of(self, method: str) -> dict[str, Any]:
         """What is set of a method, beside what is shared and searched."""
         own = self.methods[method]
-        return {k: v for k, v in own.items() if k not in ("own_server", "search", "exact")}
+        return {k: v for k, v in own.items() if k not in ("own_server", "search", "exact", "needs")}
 
     def ranges_of(self, method: str) -> dict[str, list[Any]]:
         """The ranges that the problem and the method give."""
