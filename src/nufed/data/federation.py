@@ -256,7 +256,8 @@ class AgentBatches:
         self.federation.check_halves(self.agent)
         rng = stream(self.seed, f"{self.use}/halves", self.round, self.agent, step)
         half = self.samples // 2
-        return rng.permutation(self.samples)[: 2 * half].reshape(2, half)[HALVES.index(pool)]
+        first: Rows = rng.permutation(self.samples)[HALVES.index(pool) * half :]
+        return first[:half]
 
     def _placed(self, picks: list[Picked]) -> list[Picked]:
         """The same with their indices on the federation's device, in one copy."""

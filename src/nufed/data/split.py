@@ -154,14 +154,22 @@ def make_split(
     test: float,
     unseen_agents: int | Sequence[str] = 0,
     names: tuple[str, ...] | None = None,
+    classes: Rows | None = None,
 ) -> Split:
     """Cut every agent's rows into disjoint parts, and pick the agents held out from training.
 
-    ``unseen_agents`` is their number, or their names.
+    ``unseen_agents`` is their number, or their names. With ``classes``, the class of every sample,
+    each part gets its share of every class of an agent, up to rounding.
     """
     names = names or tuple(str(agent) for agent in range(len(rows)))
     parts = [
-        _cut(agent_rows, agent, seed, part_sizes(len(agent_rows), validation, test, names[agent]))
+        _cut(
+            agent_rows,
+            agent,
+            seed,
+            part_sizes(len(agent_rows), validation, test, names[agent]),
+            None if classes is None else classes[agent_rows],
+        )
         for agent, agent_rows in enumerate(rows)
     ]
     unseen = choose_unseen(len(rows), unseen_agents, seed, names)
@@ -190,10 +198,27 @@ def site_split(
     return Split(only(parts[0]), only(parts[1]), only(parts[2]), only(name))
 
 
-def _cut(rows: Rows, agent: int, seed: int, sizes: list[int]) -> list[Rows]:
-    """An agent's rows, shuffled, in parts of these sizes."""
-    shuffled = stream(seed, "parts", agent=agent).permutation(rows)
-    return np.split(shuffled, np.cumsum(sizes)[:-1])
+def _cut(
+    rows: Rows, agent: int, seed: int, sizes: list[int], classes: Rows | None = None
+) -> list[Rows]:
+    """An agent's rows, shuffled, in parts of these sizes; stratified if ``classes`` are given."""
+    order = stream(seed, "parts", agent=agent).permutation(len(rows))
+    if classes is not None:
+        order = order[np.argsort(_ranks(classes[order]), kind="stable")]
+    return np.split(rows[order], np.cumsum(sizes)[:-1])
+
+
+def _ranks(classes: Rows) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Where every sample stands among those of its class, between 0 and 1.
+
+    >>> _ranks(np.array([3, 3, 5, 3, 5])).round(2).tolist()
+    [0.17, 0.5, 0.25, 0.83, 0.75]
+    """
+    ranks = np.empty(len(classes))
+    for each in np.unique(classes):
+        places = np.flatnonzero(classes == each)
+        ranks[places] = (np.arange(len(places)) + 0.5) / len(places)
+    return ranks
 
 
 def lazy_split(recipe: DirichletReusing, unseen: tuple[int, ...]) -> Split:

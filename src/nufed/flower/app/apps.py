@@ -180,11 +180,17 @@ def _check(config: Config) -> None:
             raise InputError(
                 f"{key} is for simulation: remove it from a federation's configuration"
             )
+    for key in config.all_rounds.keys() - {"rounds"}:
+        raise InputError(
+            f"{key} is for simulation: remove it, all methods of a federation take the same rounds"
+        )
     if config.data.shift != "none":
         raise InputError(
             f'data.shift = "{config.data.shift}" is for simulation: remove it, sites hold their '
             "own data"
         )
+    if config.data.stratify:
+        raise InputError("data.stratify is for simulation: remove it, sites split their own data")
     if config.eval_agents is not None:
         raise InputError(
             "eval_agents is for simulation: remove it, a federation evaluates all sites"

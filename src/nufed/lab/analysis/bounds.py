@@ -253,7 +253,7 @@ def bounds_of_run(run: Run, *, given: Given | None = None, trust: bool = False) 
                 method=name,
                 steps=covered.adapt_steps,
                 # the theory does not cover losses with kinks
-                promised=_promised(run, covered, constants, estimator) if smooth else None,
+                promised=_promised(run, name, covered, constants, estimator) if smooth else None,
                 measured=_measured(estimator, models[name][-1][1], paper[name]),
             )
             for name, covered in methods.items()
@@ -288,13 +288,17 @@ def _paper_algorithm(settings: TheorySettings) -> GMeta:
 
 
 def _promised(
-    run: Run, settings: TheorySettings, constants: ProblemConstants, estimator: Estimator
+    run: Run,
+    method: str,
+    settings: TheorySettings,
+    constants: ProblemConstants,
+    estimator: Estimator,
 ) -> Promise:
     agents = estimator.federation.split.seen
     cohort = choose_cohort(agents, run.config.participation, seed=0, round=0)
     # F(w₀), an upper bound of F(w₀) − F* for non-negative losses
     gap = estimator.meta_value(estimator.objective.initial(), _paper_algorithm(settings))
-    return promise(constants, settings, run.config.rounds, len(cohort), len(agents), gap)
+    return promise(constants, settings, run.config.rounds_of(method), len(cohort), len(agents), gap)
 
 
 def _measured(estimator: Estimator, w: Tensor, algorithm: GMeta) -> MeasuredErrors:

@@ -200,7 +200,7 @@ def about_algorithm(method: str, algorithm: Algorithm) -> PersonalAbout:
     """What a file says about the algorithm that predicts."""
     return PersonalAbout(
         algorithm=name_of(type(algorithm), ALGORITHMS),
-        settings=table_of(method, algorithm, None).settings,
+        settings=table_of(method, algorithm, MethodConfig()).settings,
         training_data=algorithm.notes.personal_data,
     )
 

@@ -82,7 +82,8 @@ class RunDisplay(Display, Observer):
 
     def start(self, config: Config, path: Path) -> None:
         self._config = config
-        self._rounds = {method: len(config.seeds) * config.rounds for method in config.algorithms()}
+        seeds = len(config.seeds)
+        self._rounds = {name: seeds * config.rounds_of(name) for name in config.algorithms()}
         resume = f"nufed run --resume {shlex.quote(str(path))}"
         resume += " --trust" * bool(named_code(config))
         self.begin(resume, sum(self._rounds.values()), f"run directory: {path}")
@@ -94,7 +95,8 @@ class RunDisplay(Display, Observer):
 
     def round(self, event: Event) -> None:
         self._spent.setdefault(event.method, []).append(time.monotonic() - self._last)
-        self._done[event.method, event.seed] = self._config.rounds if event.last else event.round
+        rounds = self._config.rounds_of(event.method)
+        self._done[event.method, event.seed] = rounds if event.last else event.round
         self._update(event)
 
     def evaluation(self, event: Event) -> None:
@@ -102,7 +104,7 @@ class RunDisplay(Display, Observer):
             self._update(event)
 
     def _update(self, event: Event) -> None:
-        self._last, rounds = time.monotonic(), self._config.rounds
+        self._last, rounds = time.monotonic(), self._config.rounds_of(event.method)
         line = f"seed {event.seed}  {event.method}"
         if event.method in self._rounds:
             line += f"  round {event.round}/{rounds}"
@@ -137,7 +139,7 @@ class SweepDisplay(Display):
         self._parts = {
             (job.directory.path.name, job.part.method, job.part.seed): (
                 job.part.work,
-                job.setup.config.rounds,
+                job.setup.config.rounds_of(job.part.method),
             )
             for job in begun.jobs
             if job.part.method != BASELINE_PART

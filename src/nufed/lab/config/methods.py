@@ -1,8 +1,9 @@
 """``[method]`` and ``[methods.NAME]``: which algorithms are run, with which settings.
 
-Their keys are ``algorithm``, ``eval_steps`` and the settings of the algorithm, which only its class
-defines (:mod:`nufed.settings`). A setting that holds an object (an aggregation rule, a curvature)
-is written as the name of its class, and the settings of that class are further keys::
+Their keys are ``algorithm``, ``rounds``, ``eval_steps`` and the settings of the algorithm, which
+only its class defines (:mod:`nufed.settings`). A setting that holds an object (an aggregation
+rule, a curvature) is written as the name of its class, and the settings of that class are further
+keys::
 
     [method]                     # what all methods share
     meta_lr = 0.1
@@ -113,6 +114,11 @@ class MethodConfig(BaseModel):
         None,
         "an algorithm by name, or package.module:Class; without it a method runs the "
         f"one that it is named after, and {DEFAULT} where there are no methods",
+    )
+    rounds: Annotated[int, Field(ge=1)] | None = optional(
+        None,
+        "communication rounds of this method alone, so that methods can be compared at equal "
+        "gradients; those of the run. Not in [method]",
     )
     eval_steps: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = optional(
         None, "list of numbers of fine-tuning steps to show; the algorithm's or the run's"
@@ -260,12 +266,12 @@ def with_objects(
             recorded = table if table.algorithm == OWN else MethodConfig()
             both = _Tables(name, shared or MethodConfig(), recorded, problem)
             algorithm = both.completed(algorithm)
-        tables[name] = table_of(name, algorithm, table.eval_steps)
+        tables[name] = table_of(name, algorithm, table)
     return tables
 
 
-def table_of(name: str, algorithm: Algorithm, eval_steps: list[int] | None) -> MethodConfig:
-    """The table that records an algorithm given in Python under a name."""
+def table_of(name: str, algorithm: Algorithm, given: MethodConfig) -> MethodConfig:
+    """The table that records an algorithm given in Python, beside the ``given`` keys of the run."""
     if not isinstance(algorithm, Algorithm):
         raise InputError(
             f"methods[{name!r}] is {shown(algorithm)}: it must be an object of a subclass of "
@@ -278,8 +284,10 @@ def table_of(name: str, algorithm: Algorithm, eval_steps: list[int] | None) -> M
             f"methods[{shown(name)}]: a name must be made of letters, digits, '.', '-' and '_'"
         ) from None
     steps = algorithm.notes.shown_steps
-    shown_after = eval_steps or (None if steps is None else [steps])
-    return MethodConfig(algorithm=OWN, eval_steps=shown_after, **dict(_plain(algorithm)))
+    shown_after = given.eval_steps or (None if steps is None else [steps])
+    return MethodConfig(
+        algorithm=OWN, rounds=given.rounds, eval_steps=shown_after, **dict(_plain(algorithm))
+    )
 
 
 def _plain(thing: Any) -> Iterator[tuple[str, Any]]:
@@ -370,8 +378,9 @@ class _Tables:
     def _by_problem(self, setting: SettingField) -> float | None:
         """The default that depends on the run, where that is known."""
         limits, problem = setting.setting, self.problem
-        if limits.of_rounds is not None and problem.rounds is not None:
-            return round(limits.of_rounds * problem.rounds)
+        rounds = self.table.rounds or problem.rounds
+        if limits.of_rounds is not None and rounds is not None:
+            return round(limits.of_rounds * rounds)
         kind = self._given("optimizer")
         if limits.of_longest_step is None or problem.curvature is None:
             return None

@@ -87,6 +87,8 @@ def build_split(
     config: DataConfig, samples: Samples, seed: int, partition: Partition | None = None
 ) -> Split:
     """The split of ``samples`` among agents that ``[data]`` describes, or by ``partition``."""
+    if config.stratify and not samples.classes:
+        raise InputError("= True: this data has no classes; remove it", "data.stratify")
     if config.split_file is not None:
         if config.unseen is not None:
             raise InputError(
@@ -94,12 +96,14 @@ def build_split(
                 "own; remove one of the two keys",
                 "data.unseen",
             )
+        require_unstratified(config, "the split of data.split_file is used as it is")
         path = Path(config.split_file.replace("{seed}", str(seed)))
         return load_split(path, samples.targets.numpy())
     held_out: int | Sequence[str] = config.held_out
     if partition is None:
         name = resolved_partition(config, samples.owners is not None)
         if name == "dirichlet" and config.reuse == "across_agents" and samples.classes:
+            require_unstratified(config, 'data.reuse = "across_agents" draws every part by itself')
             return _split_sharing_samples(config, samples, seed)
         if name == "given" and config.unseen is None:
             held_out = config.unseen_agents or samples.unseen_owners
@@ -112,7 +116,14 @@ def build_split(
         test=config.test,
         unseen_agents=held_out,
         names=names,
+        classes=samples.targets.numpy() if config.stratify else None,
     )
+
+
+def require_unstratified(config: DataConfig, why: str) -> None:
+    """Refuse ``data.stratify`` where it can't be followed."""
+    if config.stratify:
+        raise InputError(f"= True: {why}; remove it", "data.stratify")
 
 
 def _split_sharing_samples(config: DataConfig, samples: Samples, seed: int) -> Split:

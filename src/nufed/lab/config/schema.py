@@ -21,6 +21,7 @@ from pydantic import (
     ConfigDict,
     Field,
     field_serializer,
+    field_validator,
 )
 
 from nufed.algorithms.compression import CODECS, Codec, TopK
@@ -249,6 +250,9 @@ class DataConfig(_Table):
         "names of the agents held out from training, in place of a number; default: "
         "those that the data source names, if any; []: none",
     )
+    stratify: bool = optional(
+        False, "every part of an agent gets its share of each class, so that few shots are exact"
+    )
     small_agents: SmallAgents = "refuse"
     prepare: PrepareConfig = optional(PrepareConfig())
     split_file: str | None = Field(
@@ -473,6 +477,14 @@ class Config(_Table):
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     methods: dict[Name, MethodConfig] = {}
+
+    @field_validator("method")
+    @classmethod
+    def _no_rounds(cls, table: MethodConfig) -> MethodConfig:
+        if table.rounds is None:
+            return table
+        raise ValueError("without rounds: write them at the top, or in [methods.NAME]")
+
     faults: FaultsConfig = FaultsConfig()
     federation: FederationConfig = optional(FederationConfig())
     compression: CompressionConfig = optional(CompressionConfig())
@@ -501,6 +513,27 @@ class Config(_Table):
         if self.eval_steps != "auto":
             return self.eval_steps
         return max(1, *(a.adaptation.steps for a in self.algorithms().values()))
+
+    def rounds_of(self, method: str) -> int:
+        """The communication rounds of a method, or of a null baseline."""
+        table = self.methods.get(method)
+        return (table and table.rounds) or self.rounds
+
+    @property
+    def all_rounds(self) -> dict[str, int]:
+        """``rounds``, and those of methods with rounds of their own, by key."""
+        own = {f"methods.{name}.rounds": table.rounds for name, table in self.methods.items()}
+        return {"rounds": self.rounds, **{key: n for key, n in own.items() if n is not None}}
+
+    def shortened(self, rounds: int) -> Config:
+        """The same with fewer rounds; methods' own become fewer in proportion."""
+        methods = {
+            name: table.model_copy(update={"rounds": -(-table.rounds * rounds // self.rounds)})
+            if table.rounds
+            else table
+            for name, table in self.methods.items()
+        }
+        return self.model_copy(update={"rounds": rounds, "methods": methods})
 
     def steps_of(self, method: str) -> list[int]:
         """The numbers of fine-tuning steps after which a method's results are shown."""
@@ -572,16 +605,17 @@ class Config(_Table):
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 of everything that determines bits, except ``rounds``."""
-        others = {
-            "name",
-            "note",
-            "rounds",
-            "workers",
-            "approval",
-            "tune",
-            "tuned",
-            "measured_curvature",
+        """The SHA-256 of everything that determines bits, except rounds."""
+        others: Any = {
+            "name": True,
+            "note": True,
+            "rounds": True,
+            "workers": True,
+            "approval": True,
+            "tune": True,
+            "tuned": True,
+            "measured_curvature": True,
+            "methods": {"__all__": {"rounds"}},
         }
         exact = self.model_dump(exclude=others)
         try:

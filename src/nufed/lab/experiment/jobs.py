@@ -64,7 +64,8 @@ class Job(ABC):
 
     def is_done(self) -> bool:
         """Whether nothing is left to do."""
-        return all(files.is_done(self.setup.config.rounds) for files in self.files().values())
+        config = self.setup.config
+        return all(files.is_done(config.rounds_of(name)) for name, files in self.files().items())
 
 
 JobT = TypeVar("JobT", bound=Job)

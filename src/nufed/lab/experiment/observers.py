@@ -209,8 +209,8 @@ class NotebookBar(Observer):
         self._display = display
 
     def start(self, config: Config, path: Path) -> None:
-        self._rounds, self._methods = config.rounds, set(config.algorithms())
-        self._total = config.rounds * len(self._methods) * len(config.seeds)
+        self._rounds = {method: config.rounds_of(method) for method in config.algorithms()}
+        self._total = sum(self._rounds.values()) * len(config.seeds)
         self._done: dict[tuple[str, int], int] = {}  # rounds by method and seed
         self._text, self._drawn = f"run directory: {path}", time.monotonic()
         self._handle = self._display(self, display_id=True)
@@ -220,9 +220,10 @@ class NotebookBar(Observer):
 
     def round(self, event: Event) -> None:
         self._text = f"seed {event.seed}, {event.method}"
-        if event.method in self._methods:
-            self._done[event.method, event.seed] = self._rounds if event.last else event.round
-            self._text += f", round {event.round} of {self._rounds}"
+        if event.method in self._rounds:
+            rounds = self._rounds[event.method]
+            self._done[event.method, event.seed] = rounds if event.last else event.round
+            self._text += f", round {event.round} of {rounds}"
         if event.score is not None:
             self._text += f", {event.score:.3f} in round {event.scored_round}"
         if time.monotonic() > self._drawn + REDRAW_SECONDS:

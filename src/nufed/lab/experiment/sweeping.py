@@ -108,9 +108,10 @@ def check_comparable(grid: Grid, setups: Sequence[Setup]) -> None:
         raise InputError(
             f"the runs have different scores ({words}), which can't be compared: sweep other keys"
         )
-    first: dict[tuple[str, int], GridPoint] = {}
+    first: dict[tuple[str, str], GridPoint] = {}
     for point, setup in zip(grid.points, setups, strict=True):
-        same = first.setdefault((setup.config.fingerprint, setup.config.rounds), point)
+        rounds = str(setup.config.all_rounds)
+        same = first.setdefault((setup.config.fingerprint, rounds), point)
         if same is not point:
             raise InputError(
                 f"the runs with {in_words(same.values)} and with {in_words(point.values)} have "
@@ -144,7 +145,7 @@ def prepare_again(
         reopen_run(directory, (), session.given, trust=session.trust, load_samples=loaded)
     )
     then, now = point.config, setup.config
-    if (then.fingerprint, then.rounds) != (now.fingerprint, now.rounds):
+    if (then.fingerprint, then.all_rounds) != (now.fingerprint, now.all_rounds):
         raise RunError(
             f"{directory.path} has other settings than {path / MANIFEST} records for it: restore "
             "it from a backup, or start a new sweep"

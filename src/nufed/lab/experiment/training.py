@@ -42,7 +42,7 @@ def parts_of(setup: Setup) -> list[RunPart]:
         works[BASELINE_PART] = float(evaluated * steps * times)
     for name, algorithm in setup.algorithms.items():
         batches = sum(draw.number for draw in algorithm.update_draws()) or 1
-        works[name] = config.rounds * config.participation * agents * batches
+        works[name] = config.rounds_of(name) * config.participation * agents * batches
     return [RunPart(seed, name, work) for seed in config.seeds for name, work in works.items()]
 
 
@@ -76,7 +76,7 @@ class MethodJob(Job):
         config, algorithm = setup.config, setup.algorithms[name]
         event, steps = Event(seed, name, 0), config.steps_of(name)[0]
         if self.is_done():
-            listener(replace(event, round=config.rounds, starts=True))
+            listener(replace(event, round=config.rounds_of(name), starts=True))
             return
         with self.recording() as recorder, open_engines(setup, seed, workers) as get_engine:
             engine, files = get_engine(setup.engine_names[name]), recorder.files
@@ -97,7 +97,8 @@ class MethodJob(Job):
                 on_doubt=partial(self._doubt, files) if self.checks_curvature else None,
             )
             rounds = training.rounds(
-                start or training.start(objective.initial(), files.states), config.rounds
+                start or training.start(objective.initial(), files.states),
+                config.rounds_of(name),
             )
             del start  # frees its vectors after the first round
             for progress in rounds:

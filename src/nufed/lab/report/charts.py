@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from math import nan
 from statistics import median
 from typing import Any
@@ -118,6 +118,10 @@ def _charts_of_scores(
     for group in groups:
         words = caption("rounds", score=score, steps=steps, group=group, sizes=sizes) + cut
         yield f"rounds-{group}", words, partial(rounds_chart, group=group, look=look)
+    if any(run.own_rounds for run in runs):  # made to be compared at equal gradients
+        for group in groups:
+            words = caption("gradients", score=score, steps=steps, group=group, sizes=sizes) + cut
+            yield f"gradients-{group}", words, partial(gradients_chart, group=group, look=look)
     yield "steps", caption("steps", score=score) + cut, partial(steps_chart, look=look)
     words = caption("agents", score=score, steps=steps)
     yield "agents", words, partial(agents_chart, look=look)
@@ -150,23 +154,47 @@ def _score(runs: Sequence[Run]) -> str:
 
 def rounds_chart(run: Run, group: str, look: Look | None = None) -> Any:
     """Score by round, of personal models and of the global one."""
+    return _over_training(run, group, look, ("round", "communication round"), lambda line: 1)
+
+
+def gradients_chart(run: Run, group: str, look: Look | None = None) -> Any:
+    """The same by the gradients that all agents together have computed."""
+    across = ("gradients", "gradients (a Hessian-vector product counts as two)")
+    return _over_training(run, group, look, across, lambda line: line.gradients + 2 * line.hvps)
+
+
+def _over_training(
+    run: Run,
+    group: str,
+    look: Look | None,
+    across: tuple[str, str],
+    counted: Callable[[MetricsLine], int],
+) -> Any:
+    """Score by what ``counted`` adds up to over rounds."""
     key, points = evaluation_by_round(run), []
+    x, _ = across
     shared: dict[str, list[dict[str, Any]]] = {}  # once for a method with several lines
     for line in _lines(run, "method"):
         seeds = [[m for m in t.metrics if group in getattr(m, key)] for t in line.seeds.values()]
+        done = [
+            list(accumulate(counted(m) if m.round else 0 for m in t.metrics))
+            for t in line.seeds.values()
+        ]
         dotted = []
         for same_round in _by_round(seeds):
-            curves, at = [getattr(m, key)[group] for m in same_round], same_round[0].round
+            curves = [getattr(m, key)[group] for m in same_round]
+            reached = same_round[0].round
+            at = round(np.mean([sums[reached] for sums in done if len(sums) > reached]))
             global_scores = [nan if c.global_score is None else c.global_score for c in curves]
-            points.append(_point(line.label, "round", at, [c.score[line.steps] for c in curves]))
-            dotted.append(_point(line.label, "round", at, global_scores))
+            points.append(_point(line.label, x, at, [c.score[line.steps] for c in curves]))
+            dotted.append(_point(line.label, x, at, global_scores))
         shared.setdefault(line.name, dotted)
-    last = max((point["round"] for point in points), default=0)
-    nulls = _null_lines(run, group, "round", last)
+    last = max((point[x] for point in points), default=0)
+    nulls = _null_lines(run, group, x, last)
     return _curves(
         look or Look.of([run]),
         points,
-        ("round", "communication round"),
+        across,
         nulls,
         [point for curve in shared.values() for point in curve],
     )

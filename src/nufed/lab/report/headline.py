@@ -129,7 +129,7 @@ def measured(run: Run) -> str:
     config = run.config
     if not run.rows():
         return (
-            f"Trained for {config.rounds} rounds. Sites sent no scores, so the model is not "
+            f"Trained for {run.rounds_text} rounds. Sites sent no scores, so the model is not "
             "evaluated here: each site can test it on its own data."
         )
     steps = steps_shown(run)

@@ -37,8 +37,8 @@ from nufed.lab.runs import Run
 PARTS = {
     "first": ("fits", "by-key-seen"),
     "scores": ("results-seen",),
-    "unseen": ("by-key-unseen", "results-unseen", "rounds-unseen"),
-    "training": ("rounds-seen", "training-", "steps"),
+    "unseen": ("by-key-unseen", "results-unseen", "rounds-unseen", "gradients-unseen"),
+    "training": ("rounds-seen", "gradients-seen", "training-", "steps"),
     "agents": ("agents",),
     "data": ("split",),
 }

@@ -137,7 +137,7 @@ def settings_table(run: Run) -> Table:
     rows = {
         "agents (N)": f"{run.agents}, of which {run.unseen} unseen in training{_names(run)}",
         "participation (r)": f"{config.participation:g}, a cohort of {cohort} agents a round",
-        "rounds (K)": str(config.rounds),
+        "rounds (K)": run.rounds_text,
         "data": f"{config.data.source}; {_partition(run)}",
         "samples per agent": samples_per_agent(run)
         + " of training and test" * _without_validation(run),

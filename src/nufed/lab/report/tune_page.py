@@ -21,7 +21,7 @@ from nufed.lab.analysis.tuning_findings import (
 )
 from nufed.lab.report.page import Block, Charts, Folded, Page, Section, Text, Warned, note
 from nufed.lab.report.tables import Table, listed, setting_text, settings_text
-from nufed.lab.runs.tuning_record import TuningRecord
+from nufed.lab.runs.tuning_record import SearchRecord, TuningRecord
 
 PAGE = "tune.html"
 
@@ -240,8 +240,8 @@ def search_table(record: TuningRecord) -> Table:
         "a full training by the cheapest method",
         "sampler": f"{search.sampler}, seed {search.seed}; the settings as configured are tried "
         "first",
-        "halving": f"batches of trials are compared after {listed(search.rungs)} rounds; the best "
-        "third is trained further"
+        "halving": f"batches of trials are compared after {listed(search.rungs)} rounds"
+        f"{_own_rounds(search)}; the best third is trained further"
         + (", scored before the last with the α of training" if search.format > 1 else ""),
         "scored on": f"validation samples of {search.agents} agents; test samples are never read",
     }
@@ -254,6 +254,16 @@ def search_table(record: TuningRecord) -> Table:
         rows[f"ranges of {method}"] = "; ".join([*words, *searched.notes]) or "nothing is searched"
     rows["software"] = ", ".join(f"{name} {version}" for name, version in search.software.items())
     return Table(["", ""], [[k, v] for k, v in rows.items()], prose=True)
+
+
+def _own_rounds(search: SearchRecord) -> str:
+    """What is counted for methods with rounds of their own."""
+    tables = search.config.get("methods", {}).items()
+    own = {name: table["rounds"] for name, table in tables if table.get("rounds")}
+    if not own:
+        return ""
+    words = ", ".join(f"{name} (of {rounds})" for name, rounds in own.items())
+    return f", and after the same shares of their own rounds {words}"
 
 
 def _tune_page(record: TuningRecord) -> Page:

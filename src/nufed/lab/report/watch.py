@@ -61,12 +61,12 @@ def watched_page(state: TrainingState) -> bytes:
 
 def progress_table(state: TrainingState) -> Table:
     """Every method and seed: its state, round, latest scores and signals."""
-    rounds, show = state.run.config.rounds, number_format(state.run)
+    config, show = state.run.config, number_format(state.run)
     last = [_last_signals(part) for part in state.parts]
     scalars = dict.fromkeys(name for latest in last for name in latest)
     rows = []
     for part, latest in zip(state.parts, last, strict=True):
-        at = f"{part.metrics[-1].round} of {rounds}" if part.metrics else "–"
+        at = f"{part.metrics[-1].round} of {config.rounds_of(part.method)}" if part.metrics else "–"
         scores = [show(score) if score == score else "–" for score in _last_scores(state, part)]
         more = [f"{latest[name]:.4g}" if name in latest else "–" for name in scalars]
         rows.append([part.method, str(part.seed), part.state, at, *scores, *more])

@@ -85,13 +85,25 @@ class Run:
     unfinished: tuple[str, ...] = ()  # methods and seeds that are left out, as text
 
     def __repr__(self) -> str:
-        names, rounds = ", ".join([*self.methods, *self.baselines]), self.config.rounds
+        names, rounds = ", ".join([*self.methods, *self.baselines]), self.rounds_text
         return visible(f"<Run {self.path}: {names}; {rounds} rounds, seeds {self.config.seeds}>")
 
     @property
     def groups(self) -> list[str]:
         """The groups of agents: seen, and unseen if any were held out."""
         return list(GROUPS) if self.unseen else ["seen"]
+
+    @property
+    def own_rounds(self) -> dict[str, int]:
+        """The rounds of methods that are trained for other rounds than the run."""
+        tables = self.config.methods.items()
+        return {name: table.rounds for name, table in tables if table.rounds is not None}
+
+    @property
+    def rounds_text(self) -> str:
+        """The rounds of the run, and those of methods with other ones."""
+        own = [f"{name} {rounds}" for name, rounds in self.own_rounds.items()]
+        return str(self.config.rounds) + (f" ({', '.join(own)})" if own else "")
 
     @property
     def agents(self) -> int:
@@ -250,10 +262,14 @@ class Run:
     @property
     def shown_round(self) -> str:
         """The round of the models that results show, as text."""
-        parts = self.methods.values()  # of a run that still trains, some have no rounds yet
-        trained = [each for part in parts for each in part.values() if each.metrics]
-        stopped = any(each.metrics[-1].round < self.config.rounds for each in trained)
-        shown = sorted({each.round for each in trained}) or [self.config.rounds]
+        trained = [  # of a run that still trains, some have no rounds yet
+            (self.config.rounds_of(name), each)
+            for name, part in self.methods.items()
+            for each in part.values()
+            if each.metrics
+        ]
+        stopped = any(each.metrics[-1].round < rounds for rounds, each in trained)
+        shown = sorted({each.round for _, each in trained}) or [self.config.rounds]
         rounds = f"{shown[0]}" if len(shown) == 1 else f"{shown[0]} to {shown[-1]}"
         which = "best round on validation samples" if self.config.keep == "best" else "last round"
         return f"{which} ({rounds}{', training stopped early' * stopped})"
@@ -262,10 +278,10 @@ class Run:
         """With early stopping or ``keep = "best"``: each method's rounds, and the round shown."""
         if self.config.stop_when is None and self.config.keep == "last":
             return []
-        of = f"of {self.config.rounds}"
         return [
-            f"{name}, seed {seed}: trained for {trained.metrics[-1].round} {of} rounds; results "
-            f"show the model of round {trained.round}, the "
+            f"{name}, seed {seed}: trained for {trained.metrics[-1].round} of "
+            f"{self.config.rounds_of(name)} rounds; results show the model of round "
+            f"{trained.round}, the "
             + ("best on validation samples" if self.config.keep == "best" else "last")
             for name, part in self.methods.items()
             for seed, trained in part.items()
@@ -310,7 +326,7 @@ class Run:
         ]
         algorithms = self.config.algorithms()
         for name, part in self.methods.items():
-            caveat = algorithms[name].notes.caveat(algorithms[name], self.config.rounds)
+            caveat = algorithms[name].notes.caveat(algorithms[name], self.config.rounds_of(name))
             for seed, trained in part.items():
                 if caveat:
                     warned.append(RunWarning(name, seed, "training", caveat, 1, None))
@@ -373,6 +389,7 @@ class Run:
             "measure": self.measure.name,
             "higher_is_better": self.measure.higher_is_better,
             "rounds": self.config.rounds,
+            **({"rounds_of": own} if (own := self.own_rounds) else {}),
             "scored_on": self.config.eval_on,
             "fine_tuning_steps": self.config.steps_shown,
             "eval_lr": "chosen" if self.step_sizes_chosen else "as_trained",

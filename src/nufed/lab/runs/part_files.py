@@ -542,6 +542,7 @@ class Recorder:
         self.notes: Mapping[str, Any] | None = None
         self._directory, self._config = directory, config
         self._method, self._algorithm, self._seed = method, algorithm, seed
+        self._rounds = config.rounds_of(method)
         self._resumed: int | None = None
 
     def __enter__(self) -> Self:
@@ -557,7 +558,7 @@ class Recorder:
             like: makes a server state, whose shapes and dtypes the checkpoint must match.
             eval_every: overrides the configuration's, for :meth:`PartFiles.begin`.
         """
-        saved = self.files.begin(self._config.rounds, eval_every or self._config.eval_every)
+        saved = self.files.begin(self._rounds, eval_every or self._config.eval_every)
         if saved is None:
             return None
         saved.check_fits(like(), self.files.folder)
@@ -577,7 +578,7 @@ class Recorder:
         """Whether training ends after this round; known once its validation score is added."""
         scores = self.files.validation
         stops = scores is not None and scores.stops_at(progress.round)
-        return progress.round == self._config.rounds or stops
+        return progress.round == self._rounds or stops
 
     def shown(self, last: Progress) -> Progress:
         """The training state whose model results show, when ``last`` is the last."""
@@ -594,9 +595,7 @@ class Recorder:
 
     def is_evaluated(self, progress: Progress) -> bool:
         """Whether the model after this round is evaluated."""
-        return progress.round % self._config.eval_every == 0 or (
-            progress.round == self._config.rounds
-        )
+        return progress.round % self._config.eval_every == 0 or progress.round == self._rounds
 
     def record(
         self,
@@ -631,7 +630,7 @@ class Recorder:
 
         ``shown`` is the training state whose model was evaluated, by default the ``last`` one.
         """
-        self.files.finish(self._config.rounds, evaluation, last, shown or last)
+        self.files.finish(self._rounds, evaluation, last, shown or last)
 
 
 def is_due(every: int, round: int) -> bool:

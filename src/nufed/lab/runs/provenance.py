@@ -111,7 +111,7 @@ class Provenance:
         """
         config, changed = self._read_both()
         if changed:
-            longer = changed.keys() == {"rounds"} and changed["rounds"][1] > changed["rounds"][0]
+            longer = _are_more_rounds(changed)
             raise self._was_changed(
                 changed, f"or train longer with `nufed run --resume {self.path}`" if longer else ""
             )
@@ -126,15 +126,14 @@ class Provenance:
         A kill in :meth:`write_resumed` can leave the larger ``rounds`` in config.toml alone.
         """
         config, changed = self._read_both()
-        then, now = changed.pop("rounds", (0, 0))
-        if changed or now < then:
-            raise self._was_changed(changed or {"rounds": (then, now)})
+        if not _are_more_rounds(changed):
+            raise self._was_changed(changed)
         longer = read_config(self.path / "config.toml", overrides)
-        different = flat_differences(plain_settings(config), plain_settings(longer))
-        if different.keys() - {"rounds"} or longer.rounds < config.rounds:
+        if not _are_more_rounds(flat_differences(plain_settings(config), plain_settings(longer))):
+            now = ", ".join(f"{key} = {rounds}" for key, rounds in config.all_rounds.items())
             raise InputError(
                 f"{' '.join(overrides)}: a resumed run keeps its settings; only rounds may be "
-                f"increased, from {config.rounds}"
+                f"increased, from {now.removeprefix('rounds = ')}"
             )
         return longer
 
@@ -194,7 +193,7 @@ class Provenance:
     def check_config(self, config: Config) -> None:
         """Refuse to resume with another configuration; only ``rounds`` may differ."""
         changed = self._changes(config)
-        changed.pop("rounds", None)
+        changed = {key: both for key, both in changed.items() if not _is_rounds(key)}
         if changed:
             raise self._was_changed(changed)
 
@@ -230,6 +229,19 @@ class Provenance:
 
     def _write_config(self, config: Config) -> None:
         write_durably(self.path / "config.toml", config.to_toml().encode())
+
+
+def _is_rounds(key: str) -> bool:
+    """Whether a key holds the rounds of the run or of a method."""
+    return key == "rounds" or (key.startswith("methods.") and key.endswith(".rounds"))
+
+
+def _are_more_rounds(changed: Mapping[str, tuple[Any, Any]]) -> bool:
+    """Whether settings differ in nothing but larger numbers of rounds."""
+    return all(
+        _is_rounds(key) and isinstance(a, int) and isinstance(b, int) and b > a
+        for key, (a, b) in changed.items()
+    )
 
 
 def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:

@@ -134,41 +134,38 @@ class _Reader:
         # taken from the part that is read first; all others must agree
         self._agents: dict[int, list[int]] = {}  # agents with scores, by seed
         self._groups: set[bool] | None = None  # values of ``seen`` among them
-        self._evaluated: list[list[Group]] | None = None  # evaluated groups by round
+        self._evaluated: list[list[list[Group]]] = []  # evaluated groups by round, of trainings
         self._resamples: set[int] = set()  # their number
 
     def parts(self, kind: str, name: str) -> dict[int, Trained]:
         """A method or baseline by seed, without seeds that failed."""
         folders = {s: self._path / kind / name / f"seed-{s}" for s in self._config.seeds}
+        rounds = self._config.rounds_of(name)
         if self._partial:
-            folders = {seed: folder for seed, folder in folders.items() if self._is_done(folder)}
+            folders = {s: folder for s, folder in folders.items() if _is_done(folder, rounds)}
         if kind == "baselines":
             return {
-                seed: self._part(folder, seed, BASELINE_FILES) for seed, folder in folders.items()
+                seed: self._part(folder, seed, BASELINE_FILES, rounds)
+                for seed, folder in folders.items()
             }
         return {
-            seed: self._part(folder, seed, FILES)
+            seed: self._part(folder, seed, FILES, rounds)
             for seed, folder in folders.items()
             if not (folder / "failure.json").exists()
         }
 
-    def _is_done(self, folder: Path) -> bool:
-        finished = (folder / DONE).exists()
-        return finished and check_done(folder).rounds == self._config.rounds
-
-    def _part(self, folder: Path, seed: int, files: Sequence[str]) -> Trained:
+    def _part(self, folder: Path, seed: int, files: Sequence[str], rounds: int) -> Trained:
         how = f"resume it with `nufed run --resume {self._path}`"
         if not (folder / DONE).exists():
             raise RunError(f"{folder} is not finished: {how}")
         done = check_done(folder)
         if done.files.keys() - set(OPTIONAL) != set(files):
             raise RunError(f"{folder / DONE} is invalid: it must list {', '.join(files)}")
-        if done.rounds < self._config.rounds:
+        if done.rounds < rounds:
             raise RunError(f"{folder} is not finished, {DONE} has {done.rounds} rounds: {how}")
-        if done.rounds > self._config.rounds:
+        if done.rounds > rounds:
             raise RunError(
-                f"{folder / DONE} is invalid: rounds = {done.rounds}, must be at most "
-                f"{self._config.rounds}"
+                f"{folder / DONE} is invalid: rounds = {done.rounds}, must be at most {rounds}"
             )
         scores = self._scores(folder / "agents.jsonl", seed)
         trained = done.rounds if done.trained is None else done.trained
@@ -263,11 +260,19 @@ class _Reader:
         if self._config.stop_when is not None or self._config.keep == "best":
             return lines  # methods may end, and have step sizes chosen, in other rounds
         evaluated = [[*sorted(line.evaluation), *sorted(line.evaluation_chosen)] for line in lines]
-        if self._evaluated is None:
-            self._evaluated = evaluated
-        if evaluated != self._evaluated:
+        for other in self._evaluated:
+            fewer = min(len(evaluated), len(other))  # of the shorter training all but its last
+            both = fewer if len(evaluated) == len(other) else fewer - 1
+            if evaluated[:both] == other[:both]:
+                continue
             raise RunError(f"{path} is invalid: evaluated rounds differ from those of other parts")
+        if evaluated not in self._evaluated:
+            self._evaluated.append(evaluated)
         return lines
+
+
+def _is_done(folder: Path, rounds: int) -> bool:
+    return (folder / DONE).exists() and check_done(folder).rounds == rounds
 
 
 # files of a run directory whose change is progress

@@ -211,23 +211,25 @@ class Predictor:
         self._known: dict[tuple[Any, ...], float] = {}
 
     def __call__(self, method: str, settings: Mapping[str, Any]) -> float:
-        """The predicted work of a round."""
+        """The predicted work of a round of the run; a method's own rounds count in proportion."""
         whole = sorted((k, v) for k, v in settings.items() if not isinstance(v, float))
         key = (method, *whole)
         if key not in self._known:
             try:
                 algorithm = setup_of(self._setup, method, settings).algorithms[method]
-                self._known[key] = self._measured(algorithm)
+                config = self._setup.config
+                rounds = config.rounds_of(method)
+                self._known[key] = self._measured(algorithm, rounds) * (rounds / config.rounds)
             except NufedError:  # the trial fails for the same reason, and costs nothing
                 return 0.0
         return self._known[key]
 
-    def _measured(self, algorithm: Algorithm) -> float:
+    def _measured(self, algorithm: Algorithm, rounds: int) -> float:
         config = self._setup.config
         seen = len(self._setup.federations[config.seeds[0]].split.seen)
-        rounds = sorted({1, (config.rounds + 1) // 2, config.rounds})
-        costs = [agent_update(self._setup, algorithm, k).cost for k in rounds]
-        work = sum(cost.gradients + HVP_WORK * cost.hvps for cost in costs) / len(rounds)
+        some = sorted({1, (rounds + 1) // 2, rounds})
+        costs = [agent_update(self._setup, algorithm, k).cost for k in some]
+        work = sum(cost.gradients + HVP_WORK * cost.hvps for cost in costs) / len(some)
         return cohort_size(seen, config.participation) * work
 
 
@@ -257,7 +259,8 @@ def matters(setup: Setup, method: str, key: str, value: Any) -> bool:
     after = setup_of(setup, method, {key: value}).algorithms[method]
     if after.adaptation.lr == before.adaptation.lr:
         return True
-    a, b = (agent_update(setup, algorithm, config.rounds) for algorithm in (before, after))
+    last = config.rounds_of(method)
+    a, b = (agent_update(setup, algorithm, last) for algorithm in (before, after))
     return not all(
         torch.equal(x[name], y[name])
         for x, y in ((a.vectors, b.vectors), (a.state, b.state))

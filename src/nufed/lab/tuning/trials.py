@@ -202,10 +202,11 @@ def _rung(
     job: TrialJob, score: float, loss: float, scale: float, gradients: int, hvps: int
 ) -> RungScore:
     rounds, failure = job.setup.config.rounds, None
+    trained = job.setup.config.rounds_of(job.trial.method)
     if not math.isfinite(score):
         name = job.setup.measure.name
         cause = f"{name} is NaN for some agent although the loss is finite"
-        failure = f"the validation score after {rounds} rounds is not finite: " + (
+        failure = f"the validation score after {trained} rounds is not finite: " + (
             cause if math.isfinite(loss) else "it diverged"
         )
     return RungScore(
@@ -343,9 +344,10 @@ class Trainer:
         except InputError as error:
             write_rung(folder, RungScore(rounds=rounds, failure=str(error)))
             return None
-        update = {"rounds": rounds, "eval_every": 1, "save_every": 0}
+        update = {"eval_every": 1, "save_every": 0}
+        config = setup.config.shortened(rounds).model_copy(update=update)
         return TrialJob(
-            dataclasses.replace(setup, config=setup.config.model_copy(update=update)),
+            dataclasses.replace(setup, config=config),
             RunDirectory(self._path),
             RunPart(asked.seed, asked.method, self._work(asked, rounds)),
             asked,
@@ -391,8 +393,9 @@ class Trainer:
                 self._best[asked.method] = new
 
     def _show(self, job: TrialJob, event: Event) -> None:
+        config, own = job.setup.config, job.setup.config.rounds_of(job.trial.method)
         if event.round and not event.starts:
-            work = self._predict(job.trial.method, job.trial.settings)
+            work = self._predict(job.trial.method, job.trial.settings) * config.rounds / own
             self._done, self._new = self._done + work, self._new + work
         spent = time.monotonic() - self._began
         left = (self._total - self._done) * spent / self._new if self._new else None
@@ -401,7 +404,7 @@ class Trainer:
                 self._stage,
                 job.trial,
                 event.round,
-                job.setup.config.rounds,
+                own,
                 self._over,
                 min(1.0, self._done / self._total) if self._total else 1.0,
                 dict(self._best),
