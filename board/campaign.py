@@ -19,7 +19,8 @@ from board.records import Record, Underway
 from nufed import NumericalWarning
 from nufed.data import Samples
 from nufed.errors import InputError, RunError, in_short
-from nufed.lab.board import Array, Contender, unpack
+from nufed.lab.analysis.places import Array, unpack
+from nufed.lab.board import Contender
 from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.load import load_config
 from nufed.lab.config.problem import build_samples

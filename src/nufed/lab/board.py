@@ -8,9 +8,7 @@ a training takes seconds.
 
 from __future__ import annotations
 
-import base64
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -30,6 +28,7 @@ from nufed.evaluate import (
     majority_class,
     preferred,
 )
+from nufed.lab.analysis.places import pack
 from nufed.lab.config import Config, load_config
 from nufed.lab.config.describe import every_setting
 from nufed.lab.config.problem import Given, Problem
@@ -44,7 +43,6 @@ from nufed.lab.tuning.tune import make_plan
 from nufed.server import Progress, cohort_size
 from nufed.simulation import Training
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Tables: TypeAlias = Mapping[str, Any]
 
 Note: TypeAlias = Callable[[dict[str, Any]], None]
@@ -384,26 +382,6 @@ def packed_scores(scores: Sequence[AgentScores], at: Sequence[int]) -> dict[str,
         )
         for group in ("seen", "unseen")
     }
-
-
-def pack(values: Any) -> str:
-    """An array as compact text: numbers in float16, compressed, in base 64.
-
-    >>> unpack(pack([[0.5, 0.25], [1.0, 0.0]])).tolist()
-    [[0.5, 0.25], [1.0, 0.0]]
-    """
-    array = np.asarray(values, np.float64)
-    array = array.reshape(len(array), -1) if array.size else array.reshape(0, 1)
-    with np.errstate(over="ignore"):  # of diverged models
-        content = array.T.astype("<f2").tobytes()
-    return f"{array.shape[1]}:{base64.b64encode(zlib.compress(content, 9)).decode()}"
-
-
-def unpack(text: str) -> Array:
-    """The inverse of :func:`pack`: a row per agent."""
-    columns, _, content = text.partition(":")
-    values = np.frombuffer(zlib.decompress(base64.b64decode(content)), "<f2").astype(np.float64)
-    return values.reshape(int(columns), -1).T
 
 
 def _rung(record: Mapping[str, Any], rounds: int) -> RungScore:
