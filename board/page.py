@@ -267,8 +267,8 @@ def nu_table(every: Sequence[Shown]) -> str:
     return table(["problem", *(f"{a} − {b}" for a, b in NU)], rows)
 
 
-def write(of: Sequence[Stage] | None = None) -> str:
-    """Write the page and its chart for all stages, or tiny ones; its path."""
+def write(of: Sequence[Stage] | None = None) -> list[Shown]:
+    """Write the page and its chart for all stages, or tiny ones; the measured problems."""
     every = problems(stages() if of is None else of)
     measured = [shown for shown in every if shown.complete]
     environment = Environment(
@@ -293,4 +293,4 @@ def write(of: Sequence[Stage] | None = None) -> str:
         number=number,
     )
     WHERE.page.write_text(text, "utf-8")
-    return str(WHERE.page)
+    return measured
