@@ -77,7 +77,7 @@ def test_an_interrupted_method_loses_no_training(tiny, where, monkeypatch):
     bench = campaign.Bench(stage)
     whole = campaign.finished(bench, "fedavg-5", None)
     lines = (where / "runs/heart-hungary/fedavg-5.jsonl").read_text("utf-8").splitlines()
-    kept = lines[:3] + ['{"trial": {"sett']  # the digest, both trials, and a line cut off
+    kept = [*lines[:3], '{"trial": {"sett']  # the digest, both trials, and a line cut off
     (where / "runs/heart-hungary/fedavg-5.jsonl").write_text("\n".join(kept), "utf-8")
     monkeypatch.setattr(Contender, "_trial", lambda *_: pytest.fail("trained again"))
     again = campaign.finished(bench, "fedavg-5", None)
@@ -108,7 +108,7 @@ def test_contenders_are_within_noise_of_the_best_by_validation(tiny):
     rng = np.random.default_rng(0)
     noise = rng.normal(0, 0.1, (2, 50))
     means = {"best": 0.8, "near": 0.8, "far": 0.6}
-    stage = replace(tiny[0], methods=dict.fromkeys(means, {}))
+    stage = replace(tiny[0], methods={name: {} for name in means})
     known = {
         name: {
             "seeds": [
