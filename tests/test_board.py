@@ -109,18 +109,11 @@ def test_contenders_are_within_noise_of_the_best_by_validation(tiny):
     noise = rng.normal(0, 0.1, (2, 50))
     means = {"best": 0.8, "near": 0.8, "far": 0.6}
     stage = replace(tiny[0], methods={name: {} for name in means})
-    known = {
-        name: {
-            "seeds": [
-                {
-                    "seed": s,
-                    "validation": pack((mean + noise[s] + rng.normal(0, 0.05, 50))[:, None]),
-                }
-                for s in range(2)
-            ]
-        }
-        for name, mean in means.items()
-    }
+    known = {}
+    for name, mean in means.items():
+        scores = [mean + noise[seed] + rng.normal(0, 0.05, 50) for seed in range(2)]
+        seeds = [{"seed": k, "validation": pack(each[:, None])} for k, each in enumerate(scores)]
+        known[name] = {"seeds": seeds}
     assert set(campaign.contenders(stage, known)) == {"best", "near"}
     known["near"]["seeds"][1] = {"seed": 1, "failure": "it diverged"}
     assert campaign.contenders(stage, known) == ["best"]
@@ -185,9 +178,8 @@ def test_all_problems_are_valid_and_their_search_seed_is_not_scored():
         name.removesuffix("-gradients") for name in ORDER
     }
     for stage in stages():
-        config = board.method_config(
-            stage.problem_of("fedavg-5"), "fedavg-5", {"algorithm": "fedavg"}
-        )
+        table = {"algorithm": "fedavg"}
+        config = board.method_config(stage.problem_of("fedavg-5"), "fedavg-5", table)
         assert config.data.validation and config.metric in ("auto", "bits_per_character")
         assert stage.protocol.search_seed not in stage.protocol.seeds + stage.protocol.more_seeds
 
@@ -206,10 +198,8 @@ def test_a_method_of_ones_own_on_the_board(tiny, monkeypatch, tmp_path):
     tables = {**stage.tables, "methods": {"gmeta-3": stage.methods["gmeta-3"] | {"meta_lr": 0.1}}}
     del tables["methods"]["gmeta-3"]["exact"]
     monkeypatch.setattr(board, "_tables_of", lambda problem: tables)
-    mine = {
-        "methods": {"mine": {"algorithm": "ditto"}},
-        "tune": {"methods": {"mine": {"weight": [1, 2]}}},
-    }
+    ranges = {"methods": {"mine": {"weight": [1, 2]}}}
+    mine = {"methods": {"mine": {"algorithm": "ditto"}}, "tune": ranges}
     rows = compare("heart", mine, protocol=QUICK)
     assert [row.name for row in rows] == ["mine", "gmeta-3 (board)"]
     assert rows[1].place is None and rows[0].place is not None
@@ -228,7 +218,7 @@ def test_some_methods_of_a_configuration():
     tables = only_methods("quickstart", ["fedavg"])
     assert list(load_config(tables).methods) == ["fedavg"]
     assert "adapt_steps" not in tables["method"]  # only the others have it
-    with pytest.raises(InputError, match="did you mean .*fedavg"):
+    with pytest.raises(InputError, match=r"did you mean .*fedavg"):
         only_methods("quickstart", ["fedvag"])
 
 
