@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -188,11 +188,6 @@ class Contender:
         costs = [agent_update(setup, algorithm, k).cost for k in rounds]
         work = sum(cost.gradients + hvp * cost.hvps for cost in costs) / len(rounds)
         return cohort_size(seen, config.participation) * work
-
-    def with_rounds(self, rounds: int) -> Contender:
-        """The same, trained for so many rounds."""
-        config = self.setup.config.model_copy(update={"rounds": rounds})
-        return replace(self, setup=replace(self.setup, config=config))
 
     def search(
         self, known: Sequence[Mapping[str, Any]] = (), note: Note = ignore
