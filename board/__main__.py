@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from board import campaign, page, plan
+from board import campaign, page, plan, presets
 from board.problems import ORDER, WHERE, Stage, stages
 from nufed.errors import NufedError
 
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     if "--page" not in flags:
         campaign.run(wanted, part, say)
-    print(page.write())
+    presets.write(page.write())
+    print(WHERE.page)
 
 
 def chosen(every: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
@@ -74,7 +75,7 @@ def quick(folder: Path, names: Sequence[str] = (), part: tuple[int, int] = (1, 1
     try:
         tiny = stages(quick=True)
         campaign.run(chosen(tiny, names), part, say)
-        say(page.write(tiny))
+        presets.write(page.write(tiny), folder / "presets")
     finally:
         vars(WHERE).update(before)
 

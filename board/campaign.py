@@ -19,7 +19,8 @@ from board.records import Record, Underway
 from nufed import NumericalWarning
 from nufed.data import Samples
 from nufed.errors import InputError, RunError, in_short
-from nufed.lab.board import Array, Contender, unpack
+from nufed.lab.analysis.places import Array, unpack
+from nufed.lab.board import Contender
 from nufed.lab.config.devices import torch_threads
 from nufed.lab.config.load import load_config
 from nufed.lab.config.problem import build_samples
@@ -42,32 +43,29 @@ class Bench:
     def contender(self, method: str) -> Contender:
         """A method, ready to be trained; its rounds are scaled at equal gradients."""
         stage = self.stage
-        made = Contender.of(
+        made = self._made(method)
+        if not stage.equal_gradients:
+            return made
+        if self._budget is None:
+            reference = made if method == REFERENCE else self._made(REFERENCE)
+            self._budget = reference.work() * stage.tables["rounds"]
+        work = made.work(1.0) if method.endswith(ONE) else made.work()
+        return self._made(method, rounds=max(1, round(self._budget / work)))
+
+    def _made(self, method: str, **run: int) -> Contender:
+        stage = self.stage
+        return Contender.of(
             stage.problem_of(method),
             method,
-            stage.settings_of(method),
+            stage.settings_of(method) | run,
             stage.ranges_of(method),
             self.samples,
             stage.protocol,
         )
-        if not stage.equal_gradients:
-            return made
-        if self._budget is None:
-            reference = made if method == REFERENCE else self._plain(REFERENCE)
-            self._budget = reference.work() * stage.tables["rounds"]
-        work = made.work(1.0) if method.endswith(ONE) else made.work()
-        return made.with_rounds(max(1, round(self._budget / work)))
-
-    def _plain(self, method: str) -> Contender:
-        stage = self.stage
-        table, ranges = stage.settings_of(method), stage.ranges_of(method)
-        return Contender.of(
-            stage.problem_of(method), method, table, ranges, self.samples, stage.protocol
-        )
 
     def baseline(self, name: str) -> Contender:
         """What scores a baseline: FedAvg, whose untrained model is fine-tuned."""
-        return self._plain("fedavg-5")
+        return self._made("fedavg-5")
 
 
 def run(stages: Sequence[Stage], part: tuple[int, int], say: Say) -> None:

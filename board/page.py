@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from board import analysis, chart, records
-from board.analysis import Group, Place
+from board import chart, records
 from board.problems import ONE, ORDER, VERSION, WHERE, Stage, stages
 from board.records import Record
-from nufed.lab.board import Array
+from nufed.lab.analysis import places
+from nufed.lab.analysis.places import Array, Group, Place
 
 TEMPLATE = Path(__file__).parent / "board.md.j2"
 NU = (  # differences that tell what ν > 1 gains
@@ -74,7 +74,7 @@ class Shown:
     def group(self) -> Group:
         """The agents that the rank is by: newcomers, where there are any."""
         first = next(r[0]["seeds"][0] for r in self.methods.values() if self._ran(r))
-        return "unseen" if len(analysis.unpack(first["unseen"])) else "seen"
+        return "unseen" if len(places.unpack(first["unseen"])) else "seen"
 
     @cached_property
     def column(self) -> int:
@@ -86,12 +86,12 @@ class Shown:
         return all("seeds" in record for record in found)
 
     def scores(self, name: str, group: Group, column: int) -> dict[int, Array]:
-        return analysis.scores_of(self.methods[name], group, column)
+        return places.scores_of(self.methods[name], group, column)
 
     @cached_property
     def ranked(self) -> dict[str, Place]:
         """The places of all methods with finite scores for all first seeds, the best first."""
-        return analysis.places(self._finite(self.stage.methods), self.higher)
+        return places.places(self._finite(self.stage.methods), self.higher)
 
     @cached_property
     def against_best(self) -> dict[str, Place]:
@@ -100,7 +100,7 @@ class Shown:
             return {}
         best = next(iter(self.ranked))
         both = self._finite([best, *self.stage.baselines])
-        return analysis.differences(both, best)
+        return places.differences(both, best)
 
     def _finite(self, names: Iterable[str]) -> dict[str, dict[int, Array]]:
         found = {}
@@ -139,7 +139,7 @@ class Shown:
     @property
     def best_score(self) -> float:
         scores = self.scores(next(iter(self.ranked)), self.group, self.column)
-        return analysis.mean(scores, list(scores))
+        return places.mean(scores, list(scores))
 
     def tied(self) -> list[str]:
         """Methods that can't be told apart from the best one, without it."""
@@ -194,12 +194,12 @@ def scores_table(shown: Shown) -> str:
         by_step = [shown.scores(name, group, k) for k in range(len(steps))]
         seeds = list(by_step[-1])
         shared = shown.scores(name, group, len(steps))
-        means = [number(analysis.mean(each, seeds), percent) for each in by_step]
+        means = [number(places.mean(each, seeds), percent) for each in by_step]
         over_seeds = np.std([each.mean() for each in by_step[-1].values()], ddof=1)
         seen = "–"
         if group == "unseen":
-            seen = number(analysis.mean(shown.scores(name, "seen", shown.column), seeds), percent)
-        hurt = analysis.harmed(by_step[-1], shared, seeds, shown.higher)
+            seen = number(places.mean(shown.scores(name, "seen", shown.column), seeds), percent)
+        hurt = places.harmed(by_step[-1], shared, seeds, shown.higher)
         rows.append(
             [
                 f"*{name}*" if baseline else name,
@@ -209,7 +209,7 @@ def scores_table(shown: Shown) -> str:
                 interval(place, percent),
                 "–" if place.p is None else f"{place.p:.2g}",
                 *means[:-1],
-                number(analysis.worst_tenth(by_step[-1], seeds, shown.higher), percent),
+                number(places.worst_tenth(by_step[-1], seeds, shown.higher), percent),
                 "–" if math.isnan(hurt) else f"{100 * hurt:.0f} %",
                 seen,
                 str(len(seeds)),
@@ -258,7 +258,7 @@ def nu_table(every: Sequence[Shown]) -> str:
             if a not in finite or b not in finite:
                 cells.append("–")
                 continue
-            place = analysis.differences({b: finite[b], a: finite[a]}, b)[a]
+            place = places.differences({b: finite[b], a: finite[a]}, b)[a]
             better = place.difference is not None and (place.difference > 0) == shown.higher
             text = interval(place, shown.percent)
             sure = place.interval is not None and place.interval[0] * place.interval[1] > 0
@@ -267,8 +267,8 @@ def nu_table(every: Sequence[Shown]) -> str:
     return table(["problem", *(f"{a} − {b}" for a, b in NU)], rows)
 
 
-def write(of: Sequence[Stage] | None = None) -> str:
-    """Write the page and its chart for all stages, or tiny ones; its path."""
+def write(of: Sequence[Stage] | None = None) -> list[Shown]:
+    """Write the page and its chart for all stages, or tiny ones; the measured problems."""
     every = problems(stages() if of is None else of)
     measured = [shown for shown in every if shown.complete]
     environment = Environment(
@@ -293,4 +293,4 @@ def write(of: Sequence[Stage] | None = None) -> str:
         number=number,
     )
     WHERE.page.write_text(text, "utf-8")
-    return str(WHERE.page)
+    return measured

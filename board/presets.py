@@ -31,7 +31,7 @@ def _write(shown: Shown, folder: Path) -> Path:
         config = method_config(stage.problem_of(name), name, settings)
         methods[name] = config.methods[name].model_dump(exclude_none=True)
     tables = {
-        **{key: value for key, value in stage.tables.items() if key != "method"},
+        **stage.tables,
         "seeds": [0],
         "eval_steps": PROTOCOL.last,
         "methods": methods,

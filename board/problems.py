@@ -168,7 +168,7 @@ def _shrunk(tables: dict[str, Any], about: dict[str, Any]) -> tuple[dict[str, An
     args = dict(data.get("args", {}))
     for key, least in (("agents", 12), ("tasks", 1)):
         if key in args:
-            args[key] = least if data["source"] != "mnist-tasks" else 12
+            args[key] = least if data["source"] != "digit-tasks" else 12
     if args:
         data["args"] = args
     if "unseen_agents" in data:

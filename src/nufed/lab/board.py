@@ -8,11 +8,10 @@ a training takes seconds.
 
 from __future__ import annotations
 
-import base64
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 
 from nufed.algorithms import ALGORITHMS
 from nufed.data import Federation
-from nufed.errors import InputError, NufedError, in_short
+from nufed.errors import InputError, NufedError, in_short, shown
 from nufed.evaluate import (
     AgentScores,
     ByScale,
@@ -30,8 +29,19 @@ from nufed.evaluate import (
     majority_class,
     preferred,
 )
-from nufed.lab.config import Config, load_config
+from nufed.lab.analysis.places import (
+    Group,
+    Place,
+    differences,
+    mean,
+    pack,
+    scores_of,
+    unpack,
+    worst_tenth,
+)
+from nufed.lab.config import Config, load_config, presets
 from nufed.lab.config.describe import every_setting
+from nufed.lab.config.load import read_tables
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.experiment.evaluation import Evaluator
 from nufed.lab.experiment.setup import Setup
@@ -41,13 +51,15 @@ from nufed.lab.tuning.ranges import Predictor, active_settings, agent_update, ma
 from nufed.lab.tuning.search import search
 from nufed.lab.tuning.trials import quiet, setup_of
 from nufed.lab.tuning.tune import make_plan
+from nufed.registry import suggest
 from nufed.server import Progress, cohort_size
 from nufed.simulation import Training
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Tables: TypeAlias = Mapping[str, Any]
 
 Note: TypeAlias = Callable[[dict[str, Any]], None]
+
+PRESETS = "board/"  # before the names of presets that the board tuned
 
 
 @dataclass(frozen=True)
@@ -176,11 +188,6 @@ class Contender:
         costs = [agent_update(setup, algorithm, k).cost for k in rounds]
         work = sum(cost.gradients + hvp * cost.hvps for cost in costs) / len(rounds)
         return cohort_size(seen, config.participation) * work
-
-    def with_rounds(self, rounds: int) -> Contender:
-        """The same, trained for so many rounds."""
-        config = self.setup.config.model_copy(update={"rounds": rounds})
-        return replace(self, setup=replace(self.setup, config=config))
 
     def search(
         self, known: Sequence[Mapping[str, Any]] = (), note: Note = ignore
@@ -386,26 +393,6 @@ def packed_scores(scores: Sequence[AgentScores], at: Sequence[int]) -> dict[str,
     }
 
 
-def pack(values: Any) -> str:
-    """An array as compact text: numbers in float16, compressed, in base 64.
-
-    >>> unpack(pack([[0.5, 0.25], [1.0, 0.0]])).tolist()
-    [[0.5, 0.25], [1.0, 0.0]]
-    """
-    array = np.asarray(values, np.float64)
-    array = array.reshape(len(array), -1) if array.size else array.reshape(0, 1)
-    with np.errstate(over="ignore"):  # of diverged models
-        content = array.T.astype("<f2").tobytes()
-    return f"{array.shape[1]}:{base64.b64encode(zlib.compress(content, 9)).decode()}"
-
-
-def unpack(text: str) -> Array:
-    """The inverse of :func:`pack`: a row per agent."""
-    columns, _, content = text.partition(":")
-    values = np.frombuffer(zlib.decompress(base64.b64decode(content)), "<f2").astype(np.float64)
-    return values.reshape(int(columns), -1).T
-
-
 def _rung(record: Mapping[str, Any], rounds: int) -> RungScore:
     """A trial's record as the search knows it."""
     values = {
@@ -435,3 +422,106 @@ def _column(scores: Sequence[AgentScores], step: int) -> list[list[float]]:
 
 def _short(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method on a problem of the board, as ``nufed board compare`` prints it.
+
+    Args:
+        name: of the method.
+        steps: the numbers of fine-tuning steps; ``scores`` are after each of them.
+        group: of agents that ``scores`` and ``worst_tenth`` are of; ``seen`` is that of agents in
+            training after the last steps.
+        place: the difference to the board's best method; None for that method itself.
+        record: trials and scores, as in ``board/results``.
+    """
+
+    name: str
+    steps: Sequence[int]
+    group: Group
+    scores: Sequence[float]
+    worst_tenth: float
+    seen: float
+    place: Place | None
+    record: Mapping[str, Any]
+
+
+def compare(
+    problem: str,
+    source: str | Path | Mapping[str, Any],
+    say: Callable[[str], None] = lambda text: None,
+    protocol: Protocol = PROTOCOL,
+) -> list[Row]:
+    """Put methods of one's own on a problem of the board: the same search, seeds and scores.
+
+    The board's best method is trained with its tuned settings and the same seeds, for paired
+    differences.
+
+    Args:
+        problem: of the board, such as ``heart``; its preset has the tuned methods, best first.
+        source: a configuration whose ``[methods]`` are put there; ``[tune.methods.NAME]`` has the
+            ranges of settings that declare none, or other ones.
+        say: called with what is being done.
+        protocol: its numbers.
+    """
+    tables, own = _tables_of(problem), read_tables(source)
+    if not own.get("methods"):
+        raise InputError(f"{source} has no [methods.NAME]: name at least one to compare")
+    best = next(iter(tables["methods"]))
+    records: dict[str, dict[str, Any]] = {}
+    higher = True
+    for name, table in {**own["methods"], f"{best} (board)": None}.items():
+        settings = tables["methods"][best] if table is None else table
+        given = {} if table is None else own.get("tune", {}).get("methods", {}).get(name, {})
+        key, ranges = best if table is None else name, {**tables["tune"]["ranges"], **given}
+        contender = Contender.of(tables, key, settings, ranges, protocol=protocol)
+        higher = contender.setup.measure.higher_is_better
+        chosen: Mapping[str, Any] | None = {}
+        if table is not None:
+            say(f"{name}: {protocol.trials} trials on {problem}")
+            trials = contender.search()
+            chosen = contender.best(trials)
+            records[name] = {"trials": trials, "chosen": chosen}
+            if chosen is None:
+                raise InputError(f"methods.{name}: no trial succeeded: {trials[0]['failure']}")
+        say(f"{name}: {len(protocol.seeds)} seeds")
+        seeds = [contender.score(chosen or {}, seed) for seed in protocol.seeds]
+        records[name] = {**records.get(name, {}), "seeds": seeds}
+    return _rows(records, protocol, higher)
+
+
+def _tables_of(problem: str) -> dict[str, Any]:
+    known = [name.removeprefix(PRESETS) for name in presets() if name.startswith(PRESETS)]
+    if problem not in known:
+        raise InputError(
+            f"{shown(problem)} is not a measured problem of the board: use one of "
+            f"{', '.join(known) or 'none yet (run make board)'}{suggest(problem, known)}"
+        )
+    return read_tables(f"{PRESETS}{problem}")
+
+
+def _rows(records: Mapping[str, Mapping[str, Any]], protocol: Protocol, higher: bool) -> list[Row]:
+    for name, record in records.items():
+        for seed in record["seeds"]:
+            if "failure" in seed:
+                raise InputError(f"{name}, seed {seed['seed']}: {seed['failure']}")
+    first = next(iter(records.values()))["seeds"][0]
+    group: Group = "unseen" if len(unpack(first["unseen"])) else "seen"
+    last = len(protocol.steps) - 1
+    scores = {name: scores_of([record], group, last) for name, record in records.items()}
+    best = list(records)[-1]
+    places = differences(scores, best)
+    return [
+        Row(
+            name,
+            protocol.steps,
+            group,
+            [mean(scores_of([record], group, k), protocol.seeds) for k in range(last + 1)],
+            worst_tenth(scores[name], protocol.seeds, higher),
+            mean(scores_of([record], "seen", last), protocol.seeds),
+            places.get(name),
+            record,
+        )
+        for name, record in records.items()
+    ]

@@ -120,6 +120,7 @@ ORIGINS = {
         "Repository, doi:10.24432/C52P4X",
         "CC BY 4.0",
     ),
+    "digit-tasks": Origin("LeCun et al. 1998", "none stated"),
     "omniglot14": Origin("Lake, Salakhutdinov and Tenenbaum 2015", "MIT"),
     "shakespeare": Origin("Shakespeare; file: Karpathy 2015 (char-rnn)", "public domain"),
     "intents": Origin(
@@ -144,6 +145,7 @@ def data_directory() -> Path:
 _TABLES = tomllib.loads((files("nufed.lab.readers") / "stored.toml").read_text("utf-8"))
 STORED = {name: Stored(name, **table) for name, table in _TABLES.items()}
 CIFAR10, CIFAR100, FASHION_MNIST, MNIST_WRITERS, OMNIGLOT, SHAKESPEARE, INTENTS = STORED.values()
+STORED["digit-tasks"] = MNIST_WRITERS  # its images
 OMNIGLOT_PART = "omniglot_8_alphabets.npz"  # of earlier versions, whose runs still resume
 
 Pixels: TypeAlias = Literal["unit", "symmetric", "standardised"]
@@ -226,7 +228,7 @@ def mnist_writers(
     )
 
 
-def mnist_tasks(
+def digit_tasks(
     ways: int = 3, samples: int = 20, tasks: int = 100, part: str = "train", seed: int = 0
 ) -> Samples:
     """MNIST as tasks: every agent has a few digits, labelled 0 … ways − 1 in an order of its own.
@@ -243,7 +245,7 @@ def mnist_tasks(
     check_whole(samples=samples, tasks=tasks, ways=ways)
     require(ways <= 10, "ways", ways, "must be at most 10, the number of digits")
     images = mnist_writers(part)  # type: ignore[arg-type]
-    digits, rng = images.targets.numpy(), stream(seed, "mnist-tasks")
+    digits, rng = images.targets.numpy(), stream(seed, "digit-tasks")
     left = {digit: rng.permutation(np.flatnonzero(digits == digit)) for digit in range(10)}
     rows: list[np.ndarray[Any, Any]] = []
     for _ in range(tasks):
@@ -452,7 +454,7 @@ SOURCES: dict[str, Callable[..., Samples]] = {
     "cifar100": cifar100,
     "fashion-mnist": fashion_mnist,
     "mnist-writers": mnist_writers,
-    "mnist-tasks": mnist_tasks,
+    "digit-tasks": digit_tasks,
     "omniglot14": omniglot14,
     "omniglot": omniglot,
     "sinusoid": sinusoid,

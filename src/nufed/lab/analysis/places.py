@@ -1,24 +1,46 @@
-"""What the records of a problem say: scores, ranks with intervals, differences to the best method.
+"""Where methods stand on the board: ranks and differences, by a bootstrap over agents within seeds.
 
-Scores of a problem are one array per method with an agent in each column and a seed in each row;
-the agents of several folds stand side by side.
+A method's record has a dictionary for each seed, with the packed scores of agents: a row for each,
+with a column for each number of fine-tuning steps, and one for the global model.
 """
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from board.records import Record
-from nufed.lab.board import Array, unpack
 from nufed.seeding import stream
 
+Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Record: TypeAlias = Mapping[str, Any]
 Group: TypeAlias = Literal["seen", "unseen"]
 DRAWS = 10_000  # of the bootstrap
 LEVEL = 0.05
+
+
+def pack(values: Any) -> str:
+    """An array as compact text: numbers in float16, compressed, in base 64.
+
+    >>> unpack(pack([[0.5, 0.25], [1.0, 0.0]])).tolist()
+    [[0.5, 0.25], [1.0, 0.0]]
+    """
+    array = np.asarray(values, np.float64)
+    array = array.reshape(len(array), -1) if array.size else array.reshape(0, 1)
+    with np.errstate(over="ignore"):  # of diverged models
+        content = array.T.astype("<f2").tobytes()
+    return f"{array.shape[1]}:{base64.b64encode(zlib.compress(content, 9)).decode()}"
+
+
+def unpack(text: str) -> Array:
+    """The inverse of :func:`pack`: a row per agent."""
+    columns, _, content = text.partition(":")
+    values = np.frombuffer(zlib.decompress(base64.b64decode(content)), "<f2").astype(np.float64)
+    return values.reshape(int(columns), -1).T
 
 
 def scores_of(records: Sequence[Record], group: Group, column: int) -> dict[int, Array]:
@@ -118,7 +140,7 @@ def bootstrap(scores: Sequence[Sequence[Array]], draws: int = DRAWS) -> Array:
     for place in range(len(scores[0])):
         of_seed = np.stack([by_seed[place] for by_seed in scores])
         agents = of_seed.shape[1]
-        rng = stream(0, "board", step=place)
+        rng = stream(0, "bootstrap", step=place)
         weights = rng.multinomial(agents, np.full(agents, 1 / agents), size=draws) / agents
         total += weights @ of_seed.T
     return total / len(scores[0])
