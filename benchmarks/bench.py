@@ -251,7 +251,14 @@ def verdict(what, found, target, at_most=False):
     print(f"    {what}: {found['median']:.2f} ({span}), target {sign} {target}: {word}")
 
 
+def only(sizes, kind, what, cores):
+    """One measurement that needs a process of its own."""
+    return scale_of(sizes, int(what)) if kind == "scale" else memory_of(sizes, kind, what, cores)
+
+
 def in_own_process(sizes, *arguments):
+    if sizes == QUICK and arguments[0] != "scale":  # starting one takes longer than measuring
+        return only(sizes, *arguments, usable_cores())
     quick = ["--quick"] if sizes == QUICK else []
     command = [sys.executable, __file__, *quick, "--only", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -268,13 +275,7 @@ def main():
     torch.set_num_threads(1)
     sizes, cores = QUICK if options.quick else Sizes(), usable_cores()
     if options.only:
-        kind, *rest = options.only
-        found = (
-            scale_of(sizes, int(rest[0]))
-            if kind == "scale"
-            else memory_of(sizes, kind, rest[0], cores)
-        )
-        print(json.dumps(found))
+        print(json.dumps(only(sizes, *options.only, cores)))
         return
     with tempfile.TemporaryDirectory() as discarded:
         out = options.out or (Path(discarded) if options.quick else HERE / "results")

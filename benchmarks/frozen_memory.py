@@ -81,15 +81,18 @@ def run(layers, method):
 
 
 def proportional(process):
-    """The proportional set size of a process and its children, in bytes."""
-    total = 0
-    for child in [process, *children(process)]:
+    """The proportional set size of a process and its children, in bytes.
+
+    0 if a process began or ended meanwhile: pages that it shares would count twice.
+    """
+    total, processes = 0, [process, *children(process)]
+    for each in processes:
         try:
-            lines = Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()
+            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
         except OSError:  # it has ended
-            continue
+            return 0
         total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total
+    return total if processes == [process, *children(process)] else 0
 
 
 def children(process):

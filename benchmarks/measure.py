@@ -40,9 +40,10 @@ def memory_bytes():
 def interleaved(contenders, repeats, warm_up=True):
     """Seconds and CPU-seconds of every contender in every repeat.
 
-    Each repeat runs all of them, so that load on the machine affects all alike.
+    Each repeat runs all of them, so that load on the machine affects all alike. A single repeat is
+    a smoke test, without warm-up.
     """
-    if warm_up:
+    if warm_up and repeats > 1:
         for work in contenders.values():
             work()
     times = {name: {"seconds": [], "cpu": []} for name in contenders}

@@ -1,6 +1,7 @@
 """Benchmarks outside of `make bench`, with tiny sizes, to their end."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ def test_a_federation_is_measured_in_seconds_and_memory():
 
     seconds, peaks = large_federation.measure(rounds=2, sites=1, width=8, codec="int8")
     assert seconds > 0 and {"ServerApp", "SuperLink", "site"} <= peaks.keys()
+
+
+def test_the_memory_of_a_mostly_frozen_run_is_summed_over_its_processes(monkeypatch):
+    import frozen_memory as benchmark
+
+    monkeypatch.setattr(benchmark, "AGENTS", 4)
+    row = benchmark.run(2, {"algorithm": "fedavg"})
+    up, block = (width * benchmark.WIDTH + benchmark.WIDTH for width in (64, 480))
+    assert row["peak"] > row["frozen"] == 4 * (up + 2 * block)
+    assert row["trained"] == 480 * 410 + 410 + 410 * 10 + 10
+    seen = iter([[], [1]])
+    monkeypatch.setattr(benchmark, "children", lambda process: next(seen))
+    assert benchmark.proportional(os.getpid()) == 0  # a process began meanwhile
 
 
 def test_the_rules_for_the_step_size_at_use_are_compared(monkeypatch, tmp_path, capsys):

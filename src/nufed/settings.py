@@ -17,7 +17,18 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from inspect import get_annotations
 from types import UnionType
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypedDict,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from torch import Tensor
 
@@ -102,24 +113,23 @@ class Setting:
         )
 
 
-def setting(
-    default: Any,
-    about: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    choices: Mapping[str, type] | None = None,
-    search: Search | None = None,
-    follows: str | None = None,
-    of_rounds: float | None = None,
-    of_longest_step: float | None = None,
-) -> Any:
-    """A dataclass field that is a setting; arguments are those of :class:`Setting`."""
-    defaults = (follows, of_rounds, of_longest_step)
-    limits = Setting(about, least, above, most, below, choices, search, *defaults)
-    return dataclasses.field(default=default, metadata={KEY: limits})
+class Limits(TypedDict, total=False):
+    """What a setting may have beside its default and description: see :class:`Setting`."""
+
+    least: float
+    above: float
+    most: float
+    below: float
+    choices: Mapping[str, type]
+    search: Search
+    follows: str
+    of_rounds: float
+    of_longest_step: float
+
+
+def setting(default: Any, about: str, **limits: Unpack[Limits]) -> Any:
+    """A dataclass field that is a setting; further arguments are those of :class:`Setting`."""
+    return dataclasses.field(default=default, metadata={KEY: Setting(about, **limits)})
 
 
 @dataclass(frozen=True)

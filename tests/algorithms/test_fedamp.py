@@ -227,21 +227,21 @@ class ModelsOfTheFirstRound(FedAMP):
         return with_rows(after, old)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "rejects"),
-    [
-        (PenaltyForItsDerivative, BY_HAND),
-        (PenaltyForItsDerivative, ATTRACTION),
-        (DistancesNotSquared, BY_HAND),
-        (OwnModelCountsOnce, SUM),
-        (NegativeWeights, SUM),
-        (ProductForQuotient, POINT),
-        (TermAroundItself, POINT),
-        (TermAroundItsLast, POINT),
-        (LastCohortOnly, LOOP),
-        (ModelsOfTheFirstRound, LOOP),
-    ],
-)
+MUTANTS = [
+    (PenaltyForItsDerivative, BY_HAND),
+    (PenaltyForItsDerivative, ATTRACTION),
+    (DistancesNotSquared, BY_HAND),
+    (OwnModelCountsOnce, SUM),
+    (NegativeWeights, SUM),
+    (ProductForQuotient, POINT),
+    (TermAroundItself, POINT),
+    (TermAroundItsLast, POINT),
+    (LastCohortOnly, LOOP),
+    (ModelsOfTheFirstRound, LOOP),
+]
+
+
+@pytest.mark.parametrize(("wrong", "rejects"), MUTANTS)
 def test_a_wrong_copy_is_rejected(wrong, rejects):
     with pytest.raises(AssertionError):
         rejects(wrong)

@@ -341,21 +341,21 @@ class ForgetsHeads(FedPAC):
         return super().downlink(context, server, None)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "rejects"),
-    [
-        (MeansForMoments, ROUND),
-        (VarianceOfOneSample, STATISTICS),
-        (UniformHeads, HEADS),
-        (AlignsUnknownClasses, ALIGNMENT),
-        (AlignsTwice, ALIGNMENT),
-        (PrototypesBeforeTraining, ROUND),
-        (StartsFromItsOwnHead, ROUND),
-        (UnweightedPrototypes, PROTOTYPES),
-        (HeadOfAnother, HEADS),
-        (ForgetsHeads, OWN_HEAD),
-    ],
-)
+MUTANTS = [
+    (MeansForMoments, ROUND),
+    (VarianceOfOneSample, STATISTICS),
+    (UniformHeads, HEADS),
+    (AlignsUnknownClasses, ALIGNMENT),
+    (AlignsTwice, ALIGNMENT),
+    (PrototypesBeforeTraining, ROUND),
+    (StartsFromItsOwnHead, ROUND),
+    (UnweightedPrototypes, PROTOTYPES),
+    (HeadOfAnother, HEADS),
+    (ForgetsHeads, OWN_HEAD),
+]
+
+
+@pytest.mark.parametrize(("wrong", "rejects"), MUTANTS)
 def test_a_wrong_copy_is_rejected(wrong, rejects):
     with pytest.raises(AssertionError):
         rejects(wrong)

@@ -14,7 +14,7 @@ import torch
 from nufed import InputError
 from nufed.lab import downloads
 from nufed.lab.readers import sources
-from nufed.lab.readers.sources import FASHION_MNIST, STORED
+from nufed.lab.readers.sources import FASHION_MNIST, SHAKESPEARE, STORED
 
 
 def idx(array):
@@ -116,13 +116,25 @@ def test_files_of_a_directory_are_checked_and_copied(directory, tmp_path):
         (mine / file.rpartition("/")[2]).write_bytes(content)
     (mine / "t10k-images-idx3-ubyte.gz").write_bytes(b"spoilt")
     with pytest.raises(
-        InputError, match=r"t10k-images.* can't be used.*--from must be a directory"
+        InputError, match=r"t10k-images.* can't be used.*--from must name unchanged"
     ):
         downloads.fetch(SMALL, archive=mine)
     assert not left(directory)
     (mine / "t10k-images-idx3-ubyte.gz").write_bytes(CONTENT[[*CONTENT][2]])
     assert downloads.fetch(SMALL, archive=mine)
     assert left(directory) == sorted(CONTENT)
+
+
+def test_a_file_is_given_itself_if_it_is_the_only_one(directory, tmp_path):
+    (file,), name = SHAKESPEARE.files, tmp_path / "plays.txt"
+    one = dataclasses.replace(SHAKESPEARE, files={file: hashlib.sha256(b"ALL:\nHo").hexdigest()})
+    with pytest.raises(InputError, match=r"plays.txt: must be the file, or a directory that holds"):
+        downloads.fetch(one, archive=name)
+    name.write_bytes(b"ALL:\nHo")
+    assert downloads.fetch(one, archive=name)
+    assert (directory / file).read_bytes() == b"ALL:\nHo"
+    with pytest.raises(InputError, match=r"plays.txt: must be a directory that holds train-images"):
+        downloads.fetch(SMALL, archive=name)
 
 
 def test_the_command(directory, server, nufed, tmp_path):

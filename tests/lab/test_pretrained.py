@@ -328,6 +328,7 @@ def test_methods_train_adapters_and_files_hold_the_trained_part_alone(bert, tmp_
 @pytest.mark.parametrize(
     ("model", "said"),
     [
+        ({"name": "hf:"}, "model.name = 'hf:': must name a folder or a cached model"),
         ({"name": "hf:nowhere/at-all"}, "neither a folder nor in the local cache"),
         ({"train": "lora", "lora": {"targets": ["nope"]}}, "linear layers called .*query"),
         ({"train": "nope*"}, "no parameter of the model is in it"),

@@ -153,18 +153,42 @@ def test_a_run_records_it_and_reports_say_where_it_would_help(tmp_path, monkeypa
             runs[layout] = nufed.run(config, out=tmp_path / layout, figures=None)
     text = (tmp_path / "channels_last" / "config.toml").read_text("utf-8")
     assert 'memory_format = "channels_last"' in text
-    (tried,) = [line.channels_last for line in runs["contiguous"].timing]
-    assert tried > 0
+    (tried,) = runs["contiguous"].timing
+    assert tried.channels_last > 0 and tried.bfloat16 > 0 and tried.channels_last_bfloat16 > 0
     assert [line.channels_last for line in runs["channels_last"].timing] == [None]
-    faster = [TimingLine(method="m", seed=0, seconds=1, channels_last=WORTH_SETTING)]
-    slower = [TimingLine(method="m", seed=0, seconds=1, channels_last=WORTH_SETTING - 0.01)]
-    (note,) = replace(runs["contiguous"], timing=faster).speed_notes()
+
+    def notes(**gains):
+        line = TimingLine(method="m", seed=0, seconds=1, **gains)
+        return replace(runs["contiguous"], timing=[line]).speed_notes()
+
+    (note,) = notes(channels_last=WORTH_SETTING)
     assert 'memory_format = "channels_last" would make a gradient 1.10 × as fast' in note
-    assert replace(runs["contiguous"], timing=slower).speed_notes() == []
+    assert notes(channels_last=WORTH_SETTING - 0.01, bfloat16=1.0) == []
+    (note,) = notes(channels_last=0.9, bfloat16=1.5, channels_last_bfloat16=1.0)
+    assert 'precision = "bfloat16" would make a gradient 1.50 × as fast' in note
+    exact, mixed = notes(channels_last=1.2, bfloat16=1.2, channels_last_bfloat16=1.7)
+    both = 'precision = "bfloat16" with memory_format = "channels_last" would make a gradient 1.70'
+    assert "the same results" in exact and both in mixed
+    (note,) = notes(channels_last=1.2, channels_last_bfloat16=1.3)  # little more than the layout
+    assert "bfloat16" not in note
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "bfloat16"},
+        {"methods": {"hf": {"algorithm": "gmeta", "curvature": "hessian_free", "batch_size": 8}}},
+    ],
+)
+def test_mixed_precision_is_tried_where_it_can_be_set(settings, tmp_path):
+    with without_report():
+        run = nufed.run(CONFIG | settings, out=tmp_path / "run", figures=None)
+    (line,) = run.timing
+    assert line.channels_last > 0 and line.bfloat16 is None is line.channels_last_bfloat16
 
 
 def test_models_without_convolutions_are_not_tried(tmp_path):
     with without_report():
         run = nufed.run(CONFIG | {"model": {"name": "fcnn"}}, out=tmp_path / "run", figures=None)
     assert [line.channels_last for line in run.timing] == [None]
-    assert training.LAYOUT_TURNS > 1
+    assert training.TRIAL_TURNS > 1

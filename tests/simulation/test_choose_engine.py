@@ -59,6 +59,16 @@ def test_wide_first_layers_use_gram_space_if_agents_train_often_enough():
     assert large.choose(METHOD, "auto") == "direct_onednn"
 
 
+def test_one_agent_is_a_stack_where_derivatives_are_in_closed_form():
+    data = wide(inputs=2000)
+    scaffold = Scaffold(meta_lr=0.01, local_steps=4, batch_size=40)
+    module = net(data)
+    assert engines(module, data).choose(scaffold, "auto") == "batched"
+    assert engines(module, data).get("batched").most == 1
+    softplus = nn.Sequential(*module, nn.Softplus())  # has no closed form
+    assert engines(softplus, data).choose(scaffold, "auto") == "direct"
+
+
 def test_no_gram_matrix_for_agents_with_many_samples_and_few_batches():
     data = wide(agents=2, samples=1200)
     once = GMeta(

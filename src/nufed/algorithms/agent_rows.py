@@ -1,7 +1,7 @@
-"""What a server keeps of single agents: tables with a row for each agent that it has heard of.
+"""What a server keeps of single agents: tables with a row for each that has sent updates.
 
 The rows are sorted by agent; ``"agents"`` holds the agents' numbers. A table takes memory, and
-space in every checkpoint, in proportion to the number of agents heard of so far.
+space in every checkpoint, in proportion to the number of these agents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def no_rows(**like: Tensor) -> State:
 
 
 def row_of(server: State, agent: int | None) -> int | None:
-    """The row of an agent; None if the server has not heard of it."""
+    """The row of an agent; None if the server has none."""
     known = [] if agent is None else server[AGENTS].tolist()
     return known.index(agent) if agent in known else None
 

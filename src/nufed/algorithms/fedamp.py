@@ -12,8 +12,9 @@ a step on the second sum, then a proximal step on the first, alternate:
 
 The factor 2 of the gradient of ‖w_i − w_j‖² is in α, as in the paper's equation (5). With a large α
 ξ_ii would be negative: where the ξ_ij exceed 1 together, they are divided by their sum, so that u_i
-is always a mean of models. α is the same in all rounds. HeurFedAMP, which compares models by their
-cosine, is not offered.
+is always a mean of models. Then ξ_ii = 0, and what is the agent's own is lost in every round: with
+α = σ = 1, as elsewhere by default, two close neighbours do that. α is the same in all rounds.
+HeurFedAMP, which compares models by their cosine, is not offered.
 
 Agents send w_i and receive u_i alone; the server also keeps the aggregate of the last cohort's
 models. An agent that it has not heard of receives that, and a newcomer takes one round's steps from
@@ -72,9 +73,9 @@ class FedAMP(LocalTraining):
         others: as for :class:`LocalTraining`.
     """
 
-    weight: float = setting(0.1, "λ, weight of attraction", least=0, search=Search(0.01, 10.0))
+    weight: float = setting(0.01, "λ, weight of attraction", least=0, search=Search(0.001, 1.0))
     mixing: float = setting(
-        1.0, "α, step size of the server's mixtures", above=0, search=Search(0.01, 10.0)
+        0.1, "α, step size of the server's mixtures", above=0, search=Search(0.01, 10.0)
     )
     width: float = setting(
         1.0, "σ, squared distance at which attraction fades", above=0, search=Search(0.1, 100.0)

@@ -14,8 +14,9 @@ the same in all rounds; no step uses them, and neither validation nor test sampl
 The server keeps each agent's last θ_i, and how much each has valued the others: the sums P_in of
 the w_n that i has sent. For each of the M places it takes the model with the largest P_in that is
 left, equal ones in random order; with probability ε_k = max(0, ε − decay·k), in round k, any.
-Missing ones, in the first rounds, are copies of the agent's own, whose weight is 0. The agent sends
-θ_i and its weights w_n, the last of which is its own share. The personal model is θ_i. A newcomer
+Places for which there is no other model are zeros, marked as unknown, and are not tried; so is no
+model equal to θ, whose gain would be rounding over 0. The agent sends θ_i and its weights w_n, the
+last of which is its own share. The personal model is θ_i. A newcomer
 mixes M models, with the initial one as θ, and takes one round's steps. There is no global model,
 and none to bundle.
 
@@ -35,7 +36,8 @@ Known mistakes elsewhere: P sorted in ascending order, so that the least valued 
 the last cohort, under wrong indices ([PFLlib #52](https://github.com/TsingZ0/PFLlib/issues/52),
 corrected there); L(θ) replaced by the mean loss of the training batches while θ moved, and these
 batches used in place of held-out samples (an earlier PFLlib). The tests also reject: weights that
-are not divided by the distance, not normalised or negative; the agent's own model left out.
+are not divided by the distance, not normalised or negative; the agent's own model left out, or
+counted once more for every missing one.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nufed.algorithms.agent_rows import AGENTS, no_rows, row_of, with_rows
@@ -104,10 +107,10 @@ class FedFomo(LocalTraining):
         return {"start": w, "local": w}
 
     def downlink(self, context: Context, server: State, agent: int | None) -> State:
-        row, others = row_of(server, agent), self.picked(context, server, agent)
-        latest = server["model"] if row is None else server["models"][row]
-        missing = latest.expand(self.models - len(others), -1)
-        return {"models": torch.cat([server["models"][others], missing])}
+        others = server["models"][self.picked(context, server, agent)]
+        missing = self.models - len(others)
+        known = F.pad(others.new_ones(len(others)), (0, missing))
+        return {"models": F.pad(others, (0, 0, 0, missing)), "known": known}
 
     def picked(self, context: Context, server: State, agent: int | None) -> list[int]:
         """The rows of the models that this agent is sent."""
@@ -135,14 +138,12 @@ class FedFomo(LocalTraining):
         objective, before = context.objective.base, state["start"]
         held = context.batches.take(self.parts(context)[1])
         models = torch.cat([received["models"], state["local"].unsqueeze(0)])
+        known = torch.cat([received["known"], received["known"].new_ones(1)])
         loss = objective.value(before, held)
-        gains = [loss - objective.value(w, held) for w in models]
-        weights = torch.stack(
-            [
-                gain / objective.norm(w - before) if gain > 0 else torch.zeros_like(gain)
-                for gain, w in zip(gains, models, strict=True)
-            ]
-        ).to(before)
+        gains = torch.stack([loss - objective.value(w, held) for w in models]).to(before)
+        distances = torch.stack([objective.norm(w - before) for w in models]).to(before)
+        better = (gains > 0) & (distances > 0) & (known > 0)
+        weights = torch.where(better, gains / distances, 0.0)
         if weights.any():
             weights = weights / weights.sum()
         others = weights[:-1]

@@ -12,8 +12,9 @@ class k, and of the agent's n training samples p_k the share of class k and μ_k
                                   over a_j ≥ 0 with sum 1 and the agents j of the cohort.
 
 a_i trades the variance of few samples against the bias of other classes. Equal agents give 1/r. The
-quadratic program is solved exactly, by an active set. A class that no agent of a cohort has keeps
-its prototype; where there is none yet, the term is left out. λ = 0 without combination is FedRep
+quadratic program is solved by an active set; 1e-9 of its mean diagonal is added to it, so that ties
+give equal weights. A class that no agent of a cohort has keeps its prototype; where there is none
+yet, the term is left out. λ = 0 without combination is FedRep
 to the bit: then heads stay with their agents.
 
 The server holds φ, all c_k, the mean of the last heads and a combined head for each agent heard of.

@@ -24,9 +24,10 @@ whatever its order of magnitude. Each local update changes both, on the same bat
 
     w ← w − β·d₀,   θ ← θ − rates_lr·Eᵀ(a⊙∂f(w_ν)/∂a),   ∂f(w_ν)/∂a_l = −∇f(w_l)⊙d_{l+1},
 
-summed over l where steps share a. The papers train a itself, with the step size of w: a may become
-negative in Meta-SGD. MAML++ also has losses of all steps and an annealed first order, which are not
-implemented.
+summed over l where steps share a. An agent keeps nothing. It sends w and θ, which tells the server
+also how steep its loss is, by tensor or coordinate; secure aggregation sums both. The papers train
+a itself, with the step size of w: a may become negative in Meta-SGD. MAML++ also has losses of all
+steps and an annealed first order, which are not implemented.
 
 Known mistakes elsewhere: a meta-gradient that is silently first-order because the graph is detached
 between the fine-tuning steps and the outer gradient; fine-tuning on the test samples that are then

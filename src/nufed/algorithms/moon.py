@@ -13,7 +13,8 @@ log 2 for every y, and the round is FedAvg's. So it is for μ = 0; both skip the
 training mode, with the dropout of the batch; w and v are in evaluation mode and have no gradient.
 The personal model is the global one, fine-tuned by plain steps without the term; a newcomer does
 the same. The optimiser drives the steps of y. A local step costs two predictions beside its
-gradient; only gradients are counted. What travels is what travels in FedAvg.
+gradient; only gradients are counted. What travels, and so what the server sees of an agent, is what
+travels in FedAvg; v never leaves the agent.
 
 z are the features of the model that the user gives. The paper inserts a projection head (two
 layers) before the last layer: put it into the model. The authors' code has no v in round 1 either;

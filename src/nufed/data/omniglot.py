@@ -20,7 +20,12 @@ SIDE = 14  # pixels of a shipped drawing
 
 
 def omniglot14(
-    ways: int = 5, samples: int | None = None, tasks: int | None = None, seed: int = 0
+    ways: int = 5,
+    samples: int | None = None,
+    tasks: int | None = None,
+    seed: int = 0,
+    scale: float = 1.0,
+    shift: float = 0.0,
 ) -> Samples:
     """Omniglot at 14×14 bits, shipped with nufed (Lake et al. 2015): few-shot tasks per agent.
 
@@ -35,6 +40,7 @@ def omniglot14(
         tasks: agents of every alphabet, each with characters drawn at random: agents of one
             alphabet may share some. By default characters are dealt out, without overlap.
         seed: of these draws, independent of the run's seeds.
+        scale, shift: inputs are ``scale`` + ``shift`` where there is ink, else ``shift``.
 
     >>> data = omniglot14()
     >>> len(data), data.input_shape, len(set(data.owners)), len(data.unseen_owners)
@@ -47,7 +53,7 @@ def omniglot14(
         )
     dealt = characters.deal(ways, samples, tasks, seed)
     bits = np.unpackbits(ink[dealt.rows], axis=1, count=SIDE * SIDE)
-    return dealt.of(torch.from_numpy(bits.reshape(-1, SIDE, SIDE)))
+    return dealt.of(torch.from_numpy(bits.reshape(-1, SIDE, SIDE)), scale, shift)
 
 
 class Tasks(NamedTuple):
@@ -59,7 +65,7 @@ class Tasks(NamedTuple):
     unseen: tuple[str, ...]
     ways: int
 
-    def of(self, inputs: Inputs, scale: float = 1.0) -> Samples:
+    def of(self, inputs: Inputs, scale: float = 1.0, shift: float = 0.0) -> Samples:
         """The samples, from the inputs of these rows."""
         return Samples(
             inputs=inputs,
@@ -67,6 +73,7 @@ class Tasks(NamedTuple):
             classes=tuple(map(str, range(self.ways))),
             owners=np.array(self.owners),
             scale=scale,
+            shift=shift,
             unseen_owners=self.unseen,
         )
 

@@ -234,13 +234,36 @@ def evaluation_context(
 def majority_class(
     federation: Federation, agent: int, steps: int, resamples: int = 0
 ) -> AgentScores:
-    """The null baseline that always predicts the agent's most frequent training class.
+    """The null baseline that always predicts the agent's most frequent training class."""
+    most = torch.tensor(_most_frequent(federation, agent))
+    guess = most.expand(len(federation.scored_rows(agent)))
+    return _untrained_guess(federation, agent, guess, steps, resamples)
 
-    It has no loss, no global model and nothing to fine-tune: every step has the same score.
+
+def nearest_centroid(
+    federation: Federation, agent: int, steps: int, resamples: int = 0
+) -> AgentScores:
+    """The null baseline that predicts the class whose mean training input is nearest.
+
+    Distances are Euclidean, of inputs as they are; what needs no training at all, and is strong
+    with few samples per class.
     """
+    rows = federation.split.train[agent]
+    (known, labels), (asked, _) = federation.take(rows), federation.scored(agent)
+    assert isinstance(known, Tensor) and isinstance(asked, Tensor)
+    classes = labels.unique()
+    centres = torch.stack([known[labels == each].flatten(1).double().mean(0) for each in classes])
+    guess = classes[torch.cdist(asked.flatten(1).double(), centres).argmin(dim=1)].cpu()
+    return _untrained_guess(federation, agent, guess, steps, resamples)
+
+
+def _untrained_guess(
+    federation: Federation, agent: int, guess: Tensor, steps: int, resamples: int
+) -> AgentScores:
+    """The scores of predictions that no model made: without a loss, a global model and anything to
+    fine-tune, so that every step has the same score."""
     targets = federation.samples.targets[federation.scored_rows(agent)]
     most = _most_frequent(federation, agent)
-    guess = torch.tensor(most).expand(len(targets))
     correct = float((targets == guess).double().mean())
     (by_class,) = _by_class(guess[None], targets, most)
     scored = [(float("nan"), correct, *by_class)]

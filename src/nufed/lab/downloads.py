@@ -209,7 +209,7 @@ def fetch(
 
     They come from ``archive`` if it is given, which is not changed, else from ``url``, else from
     the official address. Where the official source has single files, ``archive`` is a directory
-    that holds them and ``url`` the address of one.
+    that holds them (or the only one itself) and ``url`` the address of one.
     """
     if url is not None and archive is not None:
         raise InputError("both --url and --from were given: give one of them")
@@ -271,17 +271,22 @@ def _take(stored: Stored, given: Path | None) -> None:
 
 
 def _copy_files(stored: Stored, given: Path) -> None:
-    """Copy the files of a data set from a directory, after verifying them."""
+    """Copy the files of a data set from a directory, or its only file, after verifying them."""
+    alone = len(stored.files) == 1
+    names = ", ".join(file.rpartition("/")[2] for file in stored.files)
+    if not given.is_dir() and not (alone and given.is_file()):
+        wanted = f"{'the file, or ' * alone}a directory that holds {names}"
+        raise InputError(f"--from {given}: must be {wanted}")
     with _staged(stored) as staged:
         for file, sha256 in stored.files.items():
-            source = given / file.rpartition("/")[2]
+            source = given / file.rpartition("/")[2] if given.is_dir() else given
             try:
                 with _opened(source) as content:
                     _write_checked(source.name, content, staged[file], sha256)
             except _UnusableError as error:
                 raise InputError(
-                    f"{source} can't be used for {stored.name} ({error}): --from must be a "
-                    f"directory with unchanged copies of the files at {stored.url}"
+                    f"{source} can't be used for {stored.name} ({error}): --from must name "
+                    f"unchanged copies of the files at {stored.url}"
                 ) from error
 
 

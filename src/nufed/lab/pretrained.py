@@ -45,6 +45,7 @@ def pretrained(
         settings: of the model's configuration, such as ``hidden_dropout_prob``.
     """
     require(task in TASKS, "model.args.task", task, f"must be one of {', '.join(TASKS)}")
+    require(bool(name), "model.name", PREFIX, "must name a folder or a cached model, as hf:NAME")
     transformers = _transformers()
     place: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if revision is not None:

@@ -82,12 +82,12 @@ def base_digest(module: nn.Module) -> str:
 
 def share_base(module: nn.Module, other: nn.Module) -> None:
     """Let ``other`` hold the frozen parameters of ``module`` that are equal to its own."""
-    shared, found = base_parameters(module), False
+    shared, freed = base_parameters(module), False
     for name, parameter in base_parameters(other).items():
         mine = shared.get(name)
         if mine is not None and mine.shape == parameter.shape and torch.equal(mine, parameter):
-            parameter.data, found = mine.data, True
-    if found and sys.platform == "linux":
+            parameter.data, freed = mine.data, True
+    if freed and sys.platform == "linux":
         # else glibc keeps what was freed, and each forked worker that reuses it gets pages of it
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         _ = trim and trim(0)

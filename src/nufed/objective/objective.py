@@ -56,6 +56,25 @@ PLAIN_LOSSES: tuple[object, ...] = (
 FEW = 2**20  # numbers of which a second copy does not matter
 
 
+def _check_options(
+    running_stats: RunningStats, precision: Precision, memory_format: MemoryFormat, micro_batch: int
+) -> None:
+    """Raise an :class:`~nufed.errors.InputError` for the first option that is not allowed."""
+    for name, value, choices in (
+        ("running_stats", running_stats, get_args(RunningStats)),
+        ("precision", precision, get_args(Precision)),
+        ("memory_format", memory_format, get_args(MemoryFormat)),
+    ):
+        require(value in choices, name, value, f"must be one of {', '.join(choices)}")
+    require(micro_batch >= 0, "micro_batch", micro_batch, "must be 0 or more samples")
+    require(
+        not micro_batch or running_stats != "tracked",
+        "micro_batch",
+        micro_batch,
+        'can\'t be combined with running_stats = "tracked", which normalises by whole batches',
+    )
+
+
 class Objective:
     """The loss of a module on a batch, as a function f(w, batch) of its flat parameters w.
 
@@ -104,25 +123,7 @@ class Objective:
         memory_format: MemoryFormat = "contiguous",
         micro_batch: int = 0,
     ) -> None:
-        require(
-            running_stats in get_args(RunningStats),
-            "running_stats",
-            running_stats,
-            f"must be one of {', '.join(get_args(RunningStats))}",
-        )
-        allowed = f"must be one of {', '.join(get_args(Precision))}"
-        require(precision in get_args(Precision), "precision", precision, allowed)
-        self._precision = precision
-        allowed = f"must be one of {', '.join(get_args(MemoryFormat))}"
-        require(memory_format in get_args(MemoryFormat), "memory_format", memory_format, allowed)
-        self._memory_format = memory_format
-        require(micro_batch >= 0, "micro_batch", micro_batch, "must be 0 or more samples")
-        require(
-            not micro_batch or running_stats != "tracked",
-            "micro_batch",
-            micro_batch,
-            'can\'t be combined with running_stats = "tracked", which normalises by whole batches',
-        )
+        _check_options(running_stats, precision, memory_format, micro_batch)
         self._micro = MicroBatches(micro_batch)
         check_tensors(module)
         self._keepers = layers_with_running_stats(module)
@@ -135,6 +136,7 @@ class Objective:
             )
         self._module = copied(module)
         self._running_stats = running_stats
+        self._precision, self._memory_format = precision, memory_format
         parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         check_parameters(module, list(parameters.values()))
         # every name of every parameter (tied weights have several) and its index
@@ -328,7 +330,7 @@ class Objective:
     def grad(self, w: Tensor, batch: AnyBatch, part: Part | None = None) -> Tensor:
         """∇f(w, batch), or the numbers of it in a part, which saves the work for the others."""
         if w.ndim > 1:
-            gradient, _ = self.joint.grad(w, batch)
+            gradient, _ = self.joint.grad(w, batch, wanted=self._touched(part))
             return gradient if part is None else part.take(gradient)
         self._check_vector(w)
         wanted = self._touched(part)
@@ -442,16 +444,18 @@ class Objective:
         module: nn.Module | None = None,
         loss: Loss | None = None,
         memory_format: MemoryFormat | None = None,
+        precision: Precision | None = None,
     ) -> Objective:
-        """The objective of another module, with another loss, or in another memory format."""
+        """The objective of another module, with another loss, memory format or precision."""
         loss = self._loss_function if loss is None else loss
         memory_format = memory_format or self._memory_format
+        precision = precision or self._precision
         if module is not None:
             return Objective(
                 module,
                 loss,
                 running_stats=self._running_stats,
-                precision=self._precision,
+                precision=precision,
                 memory_format=memory_format,
                 micro_batch=self._micro.size,
             )
@@ -459,7 +463,8 @@ class Objective:
         other.__dict__.pop("double", None)
         other._micro = MicroBatches(self._micro.size)
         other._loss_function, other._memory_format = loss, memory_format
-        other._fast = None if self._precision == "bfloat16" else faster(self._module, loss)
+        other._precision = precision
+        other._fast = None if precision == "bfloat16" else faster(self._module, loss)
         return other
 
     @property
@@ -675,18 +680,31 @@ class JointDerivatives:
     def __init__(self, objective: Objective) -> None:
         self._objective, self._fast = objective, objective._fast
 
+    @property
+    def closed_form(self) -> bool:
+        """Whether they are written out for this module, which pays for a stack of one, too."""
+        return self._fast is not None
+
     def grad(
-        self, w: Tensor, batch: AnyBatch, by_inputs: bool = False
+        self,
+        w: Tensor,
+        batch: AnyBatch,
+        by_inputs: bool = False,
+        wanted: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradients."""
+        """The gradients; those by other tensors than the ``wanted`` ones may be left undefined."""
         batch, unflatten = Batch(*batch), self._objective._unflatten
         if self._fast is not None:
             gradient = torch.empty_like(w)
+            into = unflatten(gradient)
+            if wanted is not None:
+                names = self._objective._names
+                into = {n: tensor for n, tensor in into.items() if names[n] in wanted}
             inputs = self._fast.gradient(
                 unflatten(w),
                 self._flat(batch.inputs),
                 cast_like(batch.targets, self._objective._like),
-                into=unflatten(gradient),
+                into=into,
                 by_inputs=by_inputs,
             )
             return gradient, inputs

@@ -88,8 +88,9 @@ class BatchedEngine(Engine):
         scoring: Scoring,
     ) -> list[dict[int, AgentScores]]:
         """The scores by scale, of agents that all have a state or all have none."""
-        sources = [federation.batches(agent, self.seed, "evaluate") for agent in states]
-        batches = StackedBatches(sources)
+        draws = algorithm.personal_draws(scoring.steps)  # once for all scales
+        by_agent = (federation.batches(agent, self.seed, "evaluate") for agent in states)
+        batches = StackedBatches([each.ahead(draws) for each in by_agent])
         given = [state for state in states.values() if state is not None]
         outputs = outputs_of(
             algorithm,

@@ -163,6 +163,7 @@ class Engines:
                 ("gram_onednn", self._gram_pays(algorithm)),
                 ("batched", self._stackable(2)),
                 ("direct_onednn", self._products_are_large(algorithm)),
+                ("batched", self._stackable(1) and self.objective.joint.closed_form),
             ]
             for name, pays in choices:
                 if pays and self.obstacle(name, algorithm, tried) is None:

@@ -58,7 +58,8 @@ class DirectEngine(Engine):
         scoring: Scoring,
     ) -> list[dict[int, AgentScores]]:
         ((agent, state),) = states.items()
-        batches = federation.batches(agent, self.seed, "evaluate")
+        draws = algorithm.personal_draws(scoring.steps)  # once for all scales
+        batches = federation.batches(agent, self.seed, "evaluate").ahead(draws)
         context = evaluation_context(federation, self.objective, batches, batches.samples)
         received = Downlink.of(received).to(agent)
         scores = evaluate_agent(algorithm, context, received, state, federation, scoring)

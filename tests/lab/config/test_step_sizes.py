@@ -1,6 +1,5 @@
 """Default step sizes from a look at the problem: by hand, recorded, only where none is given."""
 
-import math
 import tomllib
 
 import numpy as np
@@ -142,8 +141,6 @@ DATA = {
 }
 NEED_CLASSES = {"fedrod", "knn_per", "fedpac", "fedproto"}
 """Methods that refuse the numbers of the sinusoid."""
-NO_START = {"sinusoid": {"fedfomo"}}
-"""Its start is a newcomer's model after a round's steps, which are too long for one agent."""
 
 
 def check_defaults(source, rounds, out):
@@ -187,5 +184,4 @@ def test_every_method_with_its_defaults_is_no_worse_than_the_untrained_start(tmp
 @pytest.mark.parametrize("source", DATA)
 def test_every_method_with_its_defaults_learns(source, tmp_path):
     gains = check_defaults(source, 20, tmp_path / "run")
-    assert np.nanmedian(list(gains.values())) > 0.2, gains
-    assert {name for name, gain in gains.items() if math.isnan(gain)} <= NO_START.get(source, set())
+    assert np.median(list(gains.values())) > 0.2, gains

@@ -144,7 +144,7 @@ def test_columns_that_are_refused(arguments, sentence):
 def test_what_else_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"data.source = 'hf:no/such': can't be read as split"):
         hf("no/such")
-    with pytest.raises(InputError, match="must be text"):
+    with pytest.raises(InputError, match="must name a folder or a cached data set"):
         hf()
     with pytest.raises(InputError, match=r"list can't be used: give a datasets.Dataset"):
         from_datasets([1])

@@ -61,7 +61,8 @@ def test_texts(tmp_path):
     assert [samples.classes[number] for number in samples.targets] == ["e", " ", "o"]
     write(tmp_path, {"ann": (["to b"], ["o be"])})
     samples = leaf(str(tmp_path))
-    assert (samples.classes == () and samples.targets.tolist() == [[2, 0, 1, 1 + 0]][:0]) or True
+    assert samples.classes == () and samples.inputs.tolist() == [[4, 3, 0, 1]]
+    assert samples.targets.tolist() == [[3, 0, 1, 2]]
 
 
 def test_a_run_on_a_folder(tmp_path):
@@ -80,6 +81,8 @@ def test_a_run_on_a_folder(tmp_path):
     with without_report(), pytest.raises(InputError, match=r"holds no .json file of users"):
         (tmp_path / "empty").mkdir()
         nufed.run(config, [f"data.source=leaf:{tmp_path / 'empty'}"], out=tmp_path / "other")
+    with without_report(), pytest.raises(InputError, match=r"data.args.path = '': must name a"):
+        nufed.run(config, ["data.source=leaf:"], out=tmp_path / "other")
 
 
 GOOD = {"ann": numbers(0)}

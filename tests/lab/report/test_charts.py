@@ -175,6 +175,9 @@ def test_training_by_round(run, drawn, name, key):
     spec = drawn[name]
     close(points(spec, "line", "color", "x", "y"), [point[:3] for point in wanted])
     close(points(spec, "area", "color", "x", "y", "y2"), [(*p[:2], *p[3:]) for p in wanted])
+    axes = [layer["encoding"]["x"]["axis"] for layer in spec["layer"]]
+    rounds = sorted({point[1] for point in wanted})
+    assert {tuple(axis["values"]) for axis in axes} == {tuple(rounds)}  # and none in between
 
 
 def test_jumps_of_training_are_flagged(run):

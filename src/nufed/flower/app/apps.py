@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from nufed.flower.app.privacy import Privacy
 from nufed.flower.app.registry import SiteKeys
 from nufed.flower.app.site import Load
 from nufed.flower.app.site_app import client_app
-from nufed.flower.app.training import train_federation
+from nufed.flower.app.training import Measured, train_federation
 from nufed.lab.config import Config, load_config
 from nufed.lab.config.problem import (
     build_augmentation,
@@ -55,6 +55,8 @@ class App:
             ``nufed.run(data=...)`` takes.
         model: a factory of a custom module, instead of ``[model]``.
         loss, metric: custom functions, as for :func:`nufed.run`.
+        curvature: that step sizes come from that the configuration leaves open, if it is known; the
+            server asks the sites of the first round for it.
     """
 
     config: str | Path
@@ -62,6 +64,7 @@ class App:
     model: Callable[[], nn.Module] | None = None
     loss: Loss | None = None
     metric: Metric | None = None
+    curvature: float | None = None
 
     @cached_property
     def server(self) -> ServerApp:
@@ -76,10 +79,22 @@ class App:
             configured = str(context.run_config.get("out", ""))
             place = out or (Path(configured) if configured else None)
             form = str(context.run_config.get("log-format", "text"))
-            train_federation(self.plans(), self.checked, grid, place, form)
+            train_federation(self.plans(), self.checked, grid, place, form, self.measured)
 
         app.main()(main)
         return app
+
+    @cached_property
+    def measured(self) -> Measured | None:
+        """Makes plans and configuration by a curvature; None: no setting is open."""
+        if not load_config(self.config).looks:
+            return None
+
+        def by(curvature: float | None) -> tuple[dict[str, Plan], Config]:
+            app = replace(self, curvature=curvature)
+            return app.plans(), app.checked
+
+        return by
 
     @cached_property
     def site(self) -> ClientApp:
@@ -89,8 +104,8 @@ class App:
     @cached_property
     def checked(self) -> Config:
         """The configuration, validated for a federation."""
-        # sites keep their data: step sizes that are not given are the classes' own defaults
-        config = load_config(self.config).written_out()
+        config = load_config(self.config)
+        config = config.with_curvature(self.curvature) if config.looks else config
         _check(config)
         functions = {"loss": self.loss, "metric": self.metric}
         data = config.data.model_copy(update={"source": AT_SITES, "args": {}, "partition": "given"})
@@ -109,8 +124,13 @@ class App:
         """The plans of all methods, in the order in which they are trained."""
         return {method: self.plan(method) for method in self.checked.algorithms()}
 
-    def plan(self, method: str | None = None) -> Plan:
-        """The plan of a method, by default of the first, that server and sites share."""
+    def plan(self, method: str | None = None, curvature: float | None = None) -> Plan:
+        """The plan of a method, by default of the first, that server and sites share.
+
+        ``curvature``: if it is known from elsewhere.
+        """
+        if curvature != self.curvature and curvature is not None:
+            return replace(self, curvature=curvature).plan(method)
         config = self.checked
         like, seed, algorithms = _like(config), config.seeds[0], config.algorithms()
         first = next(iter(algorithms))
@@ -149,6 +169,7 @@ class App:
             site_keys=_site_keys(config.federation),
             method=method if len(algorithms) > 1 else "",
             augment=partial(build_augmentation, config.data),
+            curvature=config.measured_curvature,
         )
 
 
@@ -276,7 +297,8 @@ def _baselines(config: Config) -> list[str]:
     """The null baselines that sites can score."""
     if config.privacy.clip is not None and not config.privacy.scores:
         return []
-    return [name for name in config.baselines if name != "majority" or config.federation.classes]
+    known = [name for name in config.baselines if name != "centroid"]  # sites don't score it
+    return [name for name in known if name != "majority" or config.federation.classes]
 
 
 def _site_keys(config: FederationConfig) -> SiteKeys | None:

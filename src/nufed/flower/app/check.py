@@ -57,8 +57,8 @@ def load_app(folder: Path) -> App:
 MIB = 2**20
 
 
-class Found(NamedTuple):
-    """One result of the check; ``note``: worth a look, but a run would start."""
+class CheckResult(NamedTuple):
+    """One result of the check; ``note``: a warning, a run would start."""
 
     name: str
     text: str
@@ -68,23 +68,28 @@ class Found(NamedTuple):
         return f"{'note: ' if self.note else ''}{self.name}: {self.text}"
 
 
-def check_configuration(app: App) -> Iterator[Found]:
+def check_configuration(app: App) -> Iterator[CheckResult]:
     """What an app trains, and the epsilon that it will spend; raises what is wrong."""
     plans, config = app.plans(), app.checked
     plan = next(iter(plans.values()))
-    yield Found(
+    yield CheckResult(
         "configuration",
         f"{config.name}: {', '.join(plans)}, {plan.rounds} rounds{' each' if plan.method else ''}, "
         f"{plan.agents} sites, {plan.cohort} per round; model of {plan.objective.size:,} "
         "parameters",
     )
+    if app.measured:
+        why = "sites send sums only: give both, the defaults of the classes are used"
+        how = "a number comes from first gradients at the sites of the first round"
+        text = f"meta_lr or adapt_lr is not given; {why if plan.hides_single_numbers else how}"
+        yield Found("step sizes", text, note=True)
     if plan.privacy:
         rounds = len(plans) * plan.rounds
         spent = check_plan(plan.privacy, len(plan.seen), plan.cohort, rounds)
-        yield Found("privacy", in_words(spent, plan.privacy))
+        yield CheckResult("privacy", in_words(spent, plan.privacy))
 
 
-def check_site(folder: Path, data: Path | None, number: int = 0) -> Iterator[Found]:
+def check_site(folder: Path, data: Path | None, number: int = 0) -> Iterator[CheckResult]:
     """Load the app and the data as a site does, and train one step; raises what is wrong.
 
     Args:
@@ -104,7 +109,7 @@ def check_site(folder: Path, data: Path | None, number: int = 0) -> Iterator[Fou
             yield from _training(replace(site, plan=other))
 
 
-def _data(site: Site, folder: Path) -> Iterator[Found]:
+def _data(site: Site, folder: Path) -> Iterator[CheckResult]:
     """Shapes, classes and the number of samples."""
     plan, agent = site.plan, site.agent
     try:
@@ -115,26 +120,28 @@ def _data(site: Site, folder: Path) -> Iterator[Found]:
             f"function load of {folder}"
         ) from error
     plan.check_data(samples)
-    yield Found("input", f"{len(samples):,} samples of shape {list(samples.input_shape)}")
+    yield CheckResult("input", f"{len(samples):,} samples of shape {list(samples.input_shape)}")
     for sentence in scale_warnings(samples, input_ranges(samples)):
-        yield Found("input", sentence, note=True)
+        yield CheckResult("input", sentence, note=True)
     split = site.federation.split
     parts = {"training": split.train, "validation": split.validation, "test": split.test}
     sizes = {name: len(rows[agent]) for name, rows in parts.items()}
-    yield Found("parts", ", ".join(f"{size:,} {name}" for name, size in sizes.items()))
+    yield CheckResult("parts", ", ".join(f"{size:,} {name}" for name, size in sizes.items()))
     classes = plan.like.classes if plan.like else samples.classes
     if not classes:
-        yield Found("targets", f"{samples.outputs} numbers each (regression)")
+        yield CheckResult("targets", f"{samples.outputs} numbers each (regression)")
         return
     trained = samples.targets[split.train[agent]]
     of = dict(zip(classes, torch.bincount(trained, minlength=len(classes)).tolist(), strict=True))
-    yield Found("classes", "training samples: " + ", ".join(f"{c} {n:,}" for c, n in of.items()))
+    yield CheckResult(
+        "classes", "training samples: " + ", ".join(f"{c} {n:,}" for c, n in of.items())
+    )
     missing = [name for name, count in of.items() if not count]
     if missing:
-        yield Found("classes", f"no training sample of {', '.join(missing)}", note=True)
+        yield CheckResult("classes", f"no training sample of {', '.join(missing)}", note=True)
 
 
-def _training(site: Site) -> Iterator[Found]:
+def _training(site: Site) -> Iterator[CheckResult]:
     """One local step of the first round, the size of its messages, and memory."""
     plan, agent = site.plan, site.agent
     server = plan.start()
@@ -153,7 +160,7 @@ def _training(site: Site) -> Iterator[Found]:
             f"{rejected[0].reason}: lower meta_lr or adapt_lr, or scale the inputs"
         )
     of = f"{plan.method}, " if plan.method else ""
-    yield Found(
+    yield CheckResult(
         f"{of}one step",
         f"training loss {first:.4g} before, {then:.4g} after one local step of {seconds:.2g} s",
     )
@@ -166,11 +173,11 @@ def _training(site: Site) -> Iterator[Found]:
         reply, beside = content(None, **about), ", beside the keys and shares of secure aggregation"
         reply[ARRAYS] = words_record(encode(result.vectors, replaced, plan.cohort))
     up = size_of(reply)
-    yield Found(
+    yield CheckResult(
         f"{of}messages",
         f"{down:,} bytes to the site and {up:,} back, per round of training{beside}",
     )
-    yield Found("memory", _memory(site, plan, up))
+    yield CheckResult("memory", _memory(site, plan, up))
 
 
 def _one_step(site: Site, received: State) -> AgentResult:

@@ -28,6 +28,7 @@ from nufed.lab.runs.federation_records import (
     TRAFFIC,
     LastLeftOut,
     SiteStatus,
+    State,
     StatusRecord,
     TrafficLine,
     read_status,
@@ -190,8 +191,8 @@ class EventLog:
             self._update_site(old.number, **{key: getattr(old, key) for key in kept})
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Keeps the status up to date while the server trains; an exception is its failure."""
+    def running(self, then: State = "finished") -> Iterator[None]:
+        """Keeps the status up to date while the server works; an exception is its failure."""
         stop = Signal()
 
         def beat() -> None:
@@ -207,7 +208,7 @@ class EventLog:
             self._update(state="failed", failure=str(error) or type(error).__name__)
             raise
         else:
-            self._update(state="finished")
+            self._update(state=then)
         finally:
             stop.set()
             heart.join()

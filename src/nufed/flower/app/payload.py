@@ -57,6 +57,8 @@ OWN = "own"  # the arrays of a request that are for this site alone
 METHOD = "method"  # the record of a request that names its method, if the app has several
 BASELINE = "baseline"  # the action of a message that asks for the scores of a null baseline
 UNTRAINED, LOCAL = "untrained", "local"  # the null baselines that sites compute
+CURVATURE = "curvature"  # the record of a request with the curvature that step sizes come from
+LOOK = "look"  # the action of a message that asks for the curvature of first gradients
 KEEP = "keep"  # the action of a message on which a site writes its personal model
 STORED_AS = "numpy.ndarray"
 DTYPES = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
@@ -193,6 +195,33 @@ def read_run(run: object) -> str:
 def method_record(method: str) -> dict[str, ConfigRecord]:
     """Names the method of a request; empty if the app has only one."""
     return {METHOD: ConfigRecord({"name": method})} if method else {}
+
+
+def curvature_record(curvature: float | None) -> dict[str, ConfigRecord]:
+    """States the curvature from which step sizes come that are not given; empty if none do."""
+    return {} if curvature is None else {CURVATURE: ConfigRecord({"largest": curvature})}
+
+
+def read_curvature(request: Mapping[str, object]) -> float | None:
+    """The curvature that a request states; None if it states none."""
+    if CURVATURE not in request:
+        return None
+    return _positive(get_record(request, CURVATURE, ConfigRecord).get("largest"))
+
+
+def read_look(reply: Mapping[str, object], agent: int) -> float:
+    """The curvature that a site measured."""
+    check_keys(reply, ABOUT)
+    claimed, measured = read_about(reply, "agent", "curvature")
+    if claimed != agent:
+        raise PayloadError(f"it is of agent {shown(claimed)} instead of {agent}")
+    return _positive(measured[0] if isinstance(measured, list) and len(measured) == 1 else measured)
+
+
+def _positive(curvature: object) -> float:
+    if isinstance(curvature, float) and 0 < curvature < math.inf:
+        return curvature
+    raise PayloadError(f"its curvature is {shown(curvature)}: must be a finite number above 0")
 
 
 def read_method(request: Mapping[str, object]) -> str | None:

@@ -65,6 +65,7 @@ class Plan:
         site_keys: public keys of the sites, for secure aggregation; None: without it.
         method: name of the method, if the app has several; requests name it.
         augment: makes what changes the inputs of a site's training batches, for its samples.
+        curvature: that step sizes come from, if it was measured; requests state it.
     """
 
     algorithm: Algorithm
@@ -94,6 +95,7 @@ class Plan:
     site_keys: SiteKeys | None = None
     method: str = ""
     augment: Callable[[Samples], Augmentation | None] | None = None
+    curvature: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("agents", 1), ("rounds", 0), ("eval_steps", 0), ("threads", 1)):
@@ -193,6 +195,11 @@ class Plan:
         codec, sent = self.rules.codec, self.algorithm.sent_in(round)
         before = {name: server[name] for name in sent}
         return update_bytes(codec, before, self.counted) if codec else None
+
+    @property
+    def hides_single_numbers(self) -> bool:
+        """Whether the server must not learn a number from one site's data."""
+        return self.privacy is not None or self.site_keys is not None
 
     @property
     def sends_scores(self) -> bool:

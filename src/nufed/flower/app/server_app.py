@@ -20,7 +20,14 @@ from nufed.flower.app.events import (
     RoundTrained,
     TrainingStarted,
 )
-from nufed.flower.app.payload import NoReply, PayloadError, read_update
+from nufed.flower.app.payload import (
+    LOOK,
+    NoReply,
+    PayloadError,
+    read_look,
+    read_update,
+    usable,
+)
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Account, implausible
 from nufed.flower.app.registry import Authentication
@@ -37,6 +44,7 @@ from nufed.server import (
     Incoming,
     Progress,
     QuorumError,
+    choose_cohort,
     close_round,
     open_round,
     replaced,
@@ -124,6 +132,23 @@ class Server:
         """Rounds and why their numbers may be wrong: those since the last call."""
         warnings, self._warnings = self._warnings, []
         return warnings
+
+    def look(self) -> float | None:
+        """The largest curvature of first gradients at the sites of the first round's cohort.
+
+        None if no site measures any.
+        """
+        plan, measured = self._plan, list[float]()
+        self._roster.gather()
+        cohort = choose_cohort(plan.seen, plan.participation, plan.seed, 1)
+        kind, sent = f"{MessageType.EVALUATE}.{LOOK}", to_send(plan.algorithm, plan.start())
+        replies, _ = self._transport.ask(kind, 0, cohort, sent)
+        for agent, reply in replies.items():
+            try:
+                measured.append(read_look(usable(reply), agent))
+            except PayloadError as error:
+                LOG.warning("%s measured no curvature: %s", self._roster.label(agent), error)
+        return max(measured, default=None)
 
     def train(self, start: Progress | None = None) -> Iterator[Progress]:
         """The training state at the start and after every round."""

@@ -32,12 +32,14 @@ from nufed.flower.app.payload import (
     BASELINE,
     KEEP,
     LOCAL,
+    LOOK,
     RELEASE,
     SAME,
     UNTRAINED,
     VERSION,
     PayloadError,
     content,
+    read_curvature,
     read_method,
     read_part,
     read_scales,
@@ -61,6 +63,7 @@ from nufed.flower.secure_sum.site import (
     unmask_sum,
 )
 from nufed.lab.config.devices import torch_threads
+from nufed.lab.config.problem import first_curvature
 from nufed.lab.runs.agent_states import personal_after, write_personal
 from nufed.lab.runs.federation_records import add_activity
 from nufed.server import replaced
@@ -221,7 +224,7 @@ def client_app(plan: Callable[..., Plan], load: Load) -> ClientApp:
 
     Args:
         plan: makes the plan, the same as at the server; called with the method that a request
-            names, if it names one.
+            names, if it names one, and with the ``curvature`` that it states, if it does.
         load: reads this site's data, given its node's config; returns anything that
             :func:`nufed.data.as_samples` takes.
     """
@@ -231,7 +234,9 @@ def client_app(plan: Callable[..., Plan], load: Load) -> ClientApp:
         def handle(message: Message, context: Context) -> Message:
             try:
                 method = read_method(message.content)
-                made = plan() if method is None else plan(method)
+                curvature = read_curvature(message.content)
+                stated = {} if curvature is None else {"curvature": curvature}
+                made = plan(**stated) if method is None else plan(method, **stated)
                 with torch_threads(made.threads):
                     site, began = Site(made, context.node_config, load), time.perf_counter()
                     try:
@@ -264,6 +269,7 @@ def client_app(plan: Callable[..., Plan], load: Load) -> ClientApp:
     app.train(CONFIRM)(handler(confirm_sum))
     app.train(UNMASK)(handler(unmask_sum))
     app.evaluate()(handler(_evaluate))
+    app.evaluate(LOOK)(handler(_look))
     app.evaluate(KEEP)(handler(_keep_personal_model))
     app.evaluate(BASELINE)(handler(_baseline))
     return app
@@ -274,6 +280,16 @@ def _identify(site: Site, request: RecordDict) -> RecordDict:
     if not works_with(VERSION, theirs):  # the server excludes this site
         LOG.error("this site has nufed %s and the server %s: %s", VERSION, visible(theirs), SAME)
     return content(agent=site.agent, name=site.name, version=VERSION)
+
+
+def _look(site: Site, request: RecordDict) -> RecordDict:
+    """The curvature of this site's first gradients, which step sizes that are not given need."""
+    plan, _ = site.plan, read_task(site, request)
+    if plan.hides_single_numbers:
+        raise InputError("this site measures no curvature: its numbers are sent in sums only")
+    how = plan.seed, plan.algorithm.batch_size
+    most = first_curvature(plan.objective, site.federation, site.agent, how)
+    return content(agent=site.agent, curvature=[most])
 
 
 def _evaluate(site: Site, request: RecordDict) -> RecordDict:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import secrets
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from flwr.serverapp import Grid
 
@@ -43,6 +43,9 @@ from nufed.lab.runs.records import evaluation_line
 from nufed.server import Progress
 from nufed.server.rounds import warn_of_memory
 
+Measured: TypeAlias = Callable[[float | None], tuple[Mapping[str, Plan], Config]]
+"""Makes the plans and the configuration from a curvature; None: it is not known."""
+
 FEDERATION = "federation.json"  # the run's id, its configuration's digest, a secret seed
 
 
@@ -52,6 +55,7 @@ def train_federation(
     grid: Grid,
     out: Path | None,
     log_format: str = "text",
+    measured: Measured | None = None,
 ) -> Path:
     """Train and evaluate over the sites that a grid reaches; returns the run directory.
 
@@ -66,8 +70,14 @@ def train_federation(
         out: the run directory; a run that exists there is resumed. By default the next free
             ``runs/NAME-001``.
         log_format: of the log in it: "text" or "json".
+        measured: makes plans and configuration anew from a curvature, which sites are asked for
+            before the first round; None: nothing depends on it.
     """
-    with _opened(plans, config, grid, out, log_format) as run:
+    resuming = out is not None and (out / "run.json").exists()
+    if measured and resuming and out:
+        plans, config = measured(Provenance(RunDirectory(out)).curvature())
+        measured = None
+    with _opened(plans, config, grid, out, log_format, measured) as run:
         left, failures = run.left(), list[TrainingError]()
         try:
             with run.events.running() if left else nullcontext():
@@ -92,19 +102,32 @@ def train_federation(
 
 @contextmanager
 def _opened(
-    plans: Mapping[str, Plan], config: Config, grid: Grid, out: Path | None, log_format: str
+    plans: Mapping[str, Plan],
+    config: Config,
+    grid: Grid,
+    out: Path | None,
+    log_format: str,
+    measured: Measured | None,
 ) -> Iterator[_Run]:
     """A new run, or one that is resumed; logs and audits how it ends."""
     plan = next(iter(plans.values()))  # all have the same sites, rounds and privacy
     if plan.privacy:
         check_plan(plan.privacy, len(plan.seen), plan.cohort, len(plans) * plan.rounds)
     resuming = out is not None and (out / "run.json").exists()
-    directory = RunDirectory(out) if resuming and out else RunDirectory.create(config.name, out)
+    asking = out is not None and (out / AUDIT).exists()  # it was killed while it asked sites
+    known = out if resuming or asking else None
+    directory = RunDirectory(known) if known else RunDirectory.create(config.name, out)
     if resuming:
         directory.existing()
     with torch_threads(plan.threads), locked(directory.path), log_to(directory.path, log_format):
         audit = _open_audit_log(directory, config, plan, resuming)
         try:
+            events = EventLog(plan, config.name, directory.path, audit.write)
+            if measured:
+                plans, config = measured(_look(plan, grid, directory, events))
+                plan = next(iter(plans.values()))
+                about = {"measured_curvature": config.measured_curvature}
+                audit.write("step sizes", configuration=config.fingerprint, **about)
             identity = (_resume if resuming else _begin)(directory, config, plan)
             # as recorded: the same configuration may have other keys in another version of nufed
             belongs_to = {"configuration": identity.configuration or config.fingerprint}
@@ -116,7 +139,6 @@ def _opened(
                 files.check_rounds(plan.rounds)
             if resuming:
                 _record_resumed(directory, config)
-            events = EventLog(plan, config.name, directory.path, audit.write)
             yield _Run(plans, config, grid, directory, identity, parts, events)
         except NufedError as error:
             LOG.error("%s", error)
@@ -126,6 +148,29 @@ def _opened(
         audit.write("finished", released_sha256=_released(directory.path))
         _log_head(audit)
         LOG.info("done: %s", directory.path / "report.html")
+
+
+def _look(plan: Plan, grid: Grid, directory: RunDirectory, events: EventLog) -> float | None:
+    """The curvature of first gradients at the first round's sites, unless they may not tell it."""
+    most, why = None, "no site of the first round could measure the curvature"
+    if plan.hides_single_numbers:
+        why = "sites send no numbers but in sums (secure aggregation, [privacy])"
+    else:
+        run, exclusions = secrets.token_hex(16), Exclusions(directory.path)
+        server = Server(
+            plan, grid, run, sites=registry_file(), exclusions=exclusions, events=events
+        )
+        with events.running(then="waiting for sites"):
+            most = server.look()
+    if most is None:
+        LOG.warning(
+            "meta_lr or adapt_lr is not given, and %s: the default of the class is used, which may "
+            "be far too small or too large; give both",
+            why,
+        )
+    else:
+        LOG.info("step sizes that are not given come from the curvature %.3g at the sites", most)
+    return most
 
 
 def _open_audit_log(

@@ -18,6 +18,7 @@ from nufed.flower.app.payload import (
     NoReply,
     Reply,
     content,
+    curvature_record,
     method_record,
     size_of,
     to_arrays,
@@ -157,6 +158,7 @@ class Transport:
                 **about,
             )
             contents[agent].update({**arrays, **records(agent), **method_record(self._plan.method)})
+            contents[agent].update(curvature_record(self._plan.curvature))
             individual = {} if down is None else down.own(agent)
             if individual:
                 contents[agent][OWN] = to_arrays(individual)

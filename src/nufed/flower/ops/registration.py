@@ -36,7 +36,7 @@ class Admission:
         link: the SuperLink.
         home: the folder that its server app reads; which key has which node id is written there.
         file: the registry of sites; a server may start without one.
-        say: is told every change.
+        say: called with a line for every change.
     """
 
     def __init__(self, link: Link, home: Path, file: Path, say: Callable[[str], None]) -> None:

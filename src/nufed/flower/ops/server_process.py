@@ -98,7 +98,7 @@ async def _start_server_apps(state: Any) -> None:
             submitted = await next_server_app(state)
             if submitted is not None:
                 started.append(_start_server_app(*submitted))
-        except Exception:  # a run fails; the server goes on
+        except Exception:  # a run fails; the server continues
             LOG.exception("a ServerApp could not be started")
         started = [process for process in started if process.poll() is None]
         await asyncio.sleep(TASK_POLL_INTERVAL)

@@ -5,10 +5,10 @@ API on loopback to the processes of its apps, which every user of the machine ca
 such a process for every message; this one listens nowhere, and forks for every message a process
 that has imported torch and nufed. The fork gets the message over a socket that only it and its site
 hold: it has no network connection to the server, and nothing of it listens. If it dies, the site
-goes on.
+continues.
 
 Run by :mod:`nufed.flower.ops.site_runner` as ``python -m nufed.flower.ops.site_process JSON``, with
-the fields of :class:`Connection`. It exits with 0 once the server has forgotten it or on SIGTERM,
+the fields of :class:`Connection`. It exits with 0 once the server no longer knows it or on SIGTERM,
 and with 1 if it can't connect; why is logged only if it differs from the last try.
 """
 

@@ -26,7 +26,6 @@ from nufed.lab.files import canonical
 Sign: TypeAlias = Callable[[bytes], bytes]
 Verify: TypeAlias = Callable[[int, bytes, bytes], bool]  # site, message, signature
 NONCE_BYTES = 12
-PUBLIC_BYTES = 32
 
 
 @as_json

@@ -62,7 +62,7 @@ class SumTerms:
         return hashlib.sha256(canonical("nufed secure sum", PROTOCOL, asdict(self))).digest()
 
     def check_enough(self, sites: int, what: str) -> None:
-        """Refuse to go on with too few sites."""
+        """Refuse to continue with too few sites."""
         if sites < self.threshold:
             raise SecureSumError(
                 f"only {sites} of {len(self.sites)} sites {what}: a secure sum needs "
@@ -74,7 +74,7 @@ def threshold(sites: int) -> int:
     """⌈2n/3⌉, at least 3.
 
     A third of the n sites may drop out. Two groups of so many have n/3 sites in common: a server
-    that tells sites different stories about who dropped out never gets both secrets of one, unless
+    that names different dropouts to different sites never gets both secrets of one, unless
     a third of the sites collude with it.
 
     >>> [threshold(sites) for sites in (3, 4, 6, 9, 10)]

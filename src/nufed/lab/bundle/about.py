@@ -500,7 +500,7 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
         + (f"Split: SHA-256 {_plain(split)}." if split else "The split is at the sites.")
     )
     yield ""
-    nulls = [key for key in ("majority", "local", "untrained") if key in one]
+    nulls = [key for key in ("majority", "centroid", "local", "untrained") if key in one]
     titles = ["agents", "number", "global", "personal", "± 95 %", "worst tenth", "harmed", *nulls]
     yield "| " + " | ".join(titles) + " |"
     yield "|" + "---|" * len(titles)
@@ -516,8 +516,9 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "*Harmed* is the share of agents whose personal model is worse than the global one. Null "
         "baselines: "
-        "always the agent's most frequent class (majority), trained on its data alone (local), an "
-        "untrained model fine-tuned (untrained). A new agent is like those unseen in training."
+        "always the agent's most frequent class (majority), the nearest class mean (centroid), "
+        "trained on its data alone (local), an untrained model fine-tuned (untrained). A new agent "
+        "is like those unseen in training."
     )
     if "newcomer" in measured:
         yield ""

@@ -63,7 +63,10 @@ def data_get(
     ],
     url: Annotated[str | None, typer.Option(help="Download the archive from here.")] = None,
     archive: Annotated[
-        Path | None, typer.Option("--from", help="Use this local file instead of downloading.")
+        Path | None,
+        typer.Option(
+            "--from", help="Use this local file, or directory of files, instead of downloading."
+        ),
     ] = None,
 ) -> None:
     """Download a data set, verify it, and store it in the data directory.

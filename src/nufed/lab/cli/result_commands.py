@@ -164,11 +164,11 @@ def watch(
         except KeyboardInterrupt:
             say("stopped watching")
             return
-    training_state(RunDirectory(run).existing(), trust=trust)  # an error is said at once
+    training_state(RunDirectory(run).existing(), trust=trust)  # errors are shown before serving
     from nufed.lab.report.watch import WatchedPage, WatchServer  # altair is slow to import
 
     with WatchServer(WatchedPage(run, trust), port) as server:
-        say(f"watching {run} at {server.url} (Ctrl-C ends it; the run goes on)")
+        say(f"watching {run} at {server.url} (Ctrl-C stops watching; the run continues)")
         sys.stdout.flush()
         if open_browser:
             webbrowser.open(server.url)

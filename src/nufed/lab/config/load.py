@@ -54,19 +54,22 @@ def load_config(
 
 def _check_precision(config: Config, algorithms: Mapping[str, Algorithm]) -> None:
     """Refuse mixed precision where it can't work."""
-    if config.precision == "float32":
-        return
+    obstacle = no_mixed_precision(config, algorithms)
+    if config.precision == "bfloat16" and obstacle:
+        raise InputError(f'= "bfloat16": {obstacle}', "precision")
+
+
+def no_mixed_precision(config: Config, algorithms: Mapping[str, Algorithm]) -> str:
+    """Why mixed precision can't work; "" if it can."""
     if config.dtype != "float32":
-        raise InputError(
-            f'= "bfloat16": dtype = "{config.dtype}", and must be "float32"', "precision"
-        )
+        return f'dtype = "{config.dtype}", and must be "float32"'
     for name, algorithm in algorithms.items():
         if any(isinstance(value, HessianFree) for value in vars(algorithm).values()):
-            raise InputError(
-                f'= "bfloat16": the finite differences of method {name} drown in its rounding; use '
-                'curvature = "exact" or "first_order", or precision = "float32"',
-                "precision",
+            return (
+                f"the finite differences of method {name} drown in its rounding; use "
+                'curvature = "exact" or "first_order", or precision = "float32"'
             )
+    return ""
 
 
 def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:

@@ -84,7 +84,7 @@ class GivenInPython(Algorithm):
 
 
 DEFAULT = "gmeta"
-AUTO = "auto"  # a step size that comes from a look at the problem
+AUTO = "auto"  # a step size that is measured on the problem before training
 
 
 @dataclass(frozen=True)
@@ -488,7 +488,7 @@ def _belongs(key: str) -> str:
 
 
 def _may_be_open(setting: SettingField) -> bool:
-    """Whether a configuration may leave the value to a look at the problem."""
+    """Whether the value may be measured on the problem before training."""
     return setting.setting.of_longest_step is not None or setting.setting.follows is not None
 
 

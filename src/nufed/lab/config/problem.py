@@ -8,7 +8,6 @@ if the user trusts it, and data and splits must match the digests recorded there
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -569,19 +568,16 @@ class Problem:
         first seed. Where it can't be measured they are the classes' own defaults.
         """
         seed, config = self.config.seeds[0], self.config
-        if config.written_out() == config:
+        if not config.looks:
             return self
         objective, federation = self.objectives[seed].base, self.federations[seed]
         size, most = max(a.batch_size for a in self.algorithms.values()), 0.0
         try:
             for agent in federation.split.seen[:LOOKED_AT]:
-                drawn = federation.batches(agent, seed, "look").draw("outer", size, LOOKS)
-                batches = [batch._replace(seed=None) for batch in drawn]
-                most = curvature_along(objective, objective.initial(), batches, most)
+                most = first_curvature(objective, federation, agent, (seed, size), most)
         except Exception:  # the user's model or loss may raise anything; it is tried later
             most = 0.0
-        known = float(f"{most:.3g}") if 0 < most < math.inf else None
-        config = config.model_copy(update={"measured_curvature": known}).written_out()
+        config = config.with_curvature(most)
         return replace(self, config=config, algorithms=algorithms_of(config, self.given.methods))
 
     @classmethod
@@ -621,6 +617,23 @@ class Problem:
                     f"instead of {then[:12]}): start a new run"
                 )
         return problem
+
+
+def first_curvature(
+    objective: Objective,
+    federation: Federation,
+    agent: int,
+    how: tuple[int, int],
+    most: float = 0.0,
+) -> float:
+    """κ, the largest curvature along the first gradients of an agent; ``most`` is known before.
+
+    ``how``: the seed, and the number of samples in a batch.
+    """
+    seed, size = how
+    drawn = federation.batches(agent, seed, "look").draw("outer", size, LOOKS)
+    batches = [batch._replace(seed=None) for batch in drawn]
+    return curvature_along(objective, objective.initial(), batches, most)
 
 
 def rebuild_objective(

@@ -8,6 +8,7 @@ of its own (:mod:`nufed.lab.config.methods`). Files and overrides are read by
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -139,7 +140,7 @@ class TunedTable(_Table):
         return f"{self.budget:g} × {self.unit:,.0f} gradients"
 
 
-Baseline: TypeAlias = Literal["majority", "untrained", "local"]
+Baseline: TypeAlias = Literal["majority", "centroid", "untrained", "local"]
 FEDERATION_NORM = 100.0  # the default of max_update_norm in a federation
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -408,6 +409,12 @@ class Config(_Table):
         default=False,
         description="choose the step size of the baseline 'local' on validation samples",
     )
+    local_lr: float | None = optional(
+        None,
+        "step size of the baseline 'local'; default: meta_lr of the first method",
+        gt=0,
+        lt=float("inf"),
+    )
     eval_on: ScoredOn = Field(
         default="test", description="the part that agents are scored on; choices use validation"
     )
@@ -415,7 +422,9 @@ class Config(_Table):
         default=None, description="number of agents to evaluate, a fixed sample; all by default"
     )
     baselines: list[Baseline] = Field(
-        default=["majority", "untrained", "local"], description="null baselines to evaluate"
+        default=["majority", "untrained", "local"],
+        description="null baselines to evaluate: majority, centroid (nearest class mean), "
+        "untrained, local",
     )
     eval_every: Count = Field(default=10, description="rounds between evaluations")
     checkpoint_every: Annotated[int, Field(ge=0)] = Field(
@@ -598,10 +607,23 @@ class Config(_Table):
     def written_out(self, looks: bool = False) -> Config:
         """The same with the defaults of all settings of methods written out.
 
-        ``looks``: but for those that depend on a look at the problem, which follows.
+        ``looks``: all but those that are measured on the problem afterwards.
         """
         method, methods = write_out(self.method, self.methods, replace(self._known(), looks=looks))
         return self.model_copy(update={"method": method, "methods": methods})
+
+    @property
+    def looks(self) -> bool:
+        """Whether settings are open until a look at the problem."""
+        return self.written_out() != self
+
+    def with_curvature(self, most: float | None) -> Config:
+        """The same with numbers for open settings, by the largest curvature of first gradients.
+
+        Where it is not known, not finite or 0 they are the classes' own defaults.
+        """
+        known = float(f"{most:.3g}") if most is not None and 0 < most < math.inf else None
+        return self.model_copy(update={"measured_curvature": known}).written_out()
 
     @property
     def fingerprint(self) -> str:

@@ -1,6 +1,7 @@
 """Scores of a method with one seed between rounds and at the end; the null baselines.
 
-The null baselines are the majority class, the untrained model and local training.
+The null baselines are the majority class, the nearest centroid, the untrained model and local
+training.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from nufed.evaluate import (
     evaluation_context,
     fits,
     majority_class,
+    nearest_centroid,
     preferred,
     summarise,
     training_loss,
@@ -208,9 +210,10 @@ def baselines(
     named = config.engine
     scorer = engines.choose(own_model, "auto" if named in GRAM else named, own_model_short)
     engine = get_engine(scorer)
-    if "majority" in wanted:
-        scores = [majority_class(engine.federation, a, steps, measure.resamples) for a in agents]
-        yield "majority", Evaluation(scores)
+    for name, guess in (("majority", majority_class), ("centroid", nearest_centroid)):
+        if name in wanted:
+            scores = [guess(engine.federation, a, steps, measure.resamples) for a in agents]
+            yield name, Evaluation(scores)
     initial = {"model": engine.objective.initial()}
     if "untrained" in wanted:
         untrained = Evaluator(setup, engine, local, steps)
@@ -278,5 +281,6 @@ def _groups(
 
 def local_training(setup: Setup, rounds: int | None = None) -> GMeta:
     """Local training with the settings of the first method, of all rounds by default."""
-    first = next(iter(setup.algorithms.values()))
-    return training_alone(first, setup.config.rounds if rounds is None else rounds)
+    first, config = next(iter(setup.algorithms.values())), setup.config
+    alone = training_alone(first, config.rounds if rounds is None else rounds)
+    return alone if config.local_lr is None else replace(alone, meta_lr=config.local_lr)

@@ -53,7 +53,7 @@ class Job(ABC):
 
     @abstractmethod
     def __call__(self, listener: Listener, workers: int, stop: Stop) -> None:
-        """Do what is left of it with so many processes; after a stop, save a checkpoint and end."""
+        """Run the rest of it on so many processes; after a stop, save a checkpoint and end."""
 
     @abstractmethod
     def files(self) -> dict[str, PartFiles]:

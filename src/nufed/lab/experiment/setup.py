@@ -86,8 +86,10 @@ class Setup:
 
     def baselines(self) -> list[str]:
         """The configured null baselines that apply to this data and measure."""
-        classes = self.samples.classes and self.measure.name == "accuracy"
-        return [name for name in self.config.baselines if classes or name != "majority"]
+        classes = bool(self.samples.classes) and self.measure.name == "accuracy"
+        one_input = isinstance(self.samples.inputs, Tensor)
+        applies = {"majority": classes, "centroid": classes and one_input}
+        return [name for name in self.config.baselines if applies.get(name, True)]
 
     @classmethod
     def make(cls, problem: Problem, engines_then: Mapping[str, EngineName] | None = None) -> Setup:

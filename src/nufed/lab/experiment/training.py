@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 from nufed.errors import NumericalWarning, TrainingError
 from nufed.evaluate.step_size import INITIAL_REACH
+from nufed.lab.config.load import no_mixed_precision
 from nufed.lab.experiment.evaluation import (
     Evaluator,
     baselines,
@@ -57,7 +58,7 @@ def jobs_of(setup: Setup, directory: RunDirectory) -> list[Job]:
     return [job_of(setup, directory, part) for part in parts_of(setup)]
 
 
-LAYOUT_TURNS = 5  # gradients in each memory format that a trial times
+TRIAL_TURNS = 5  # gradients with each setting that a trial times
 Finish: TypeAlias = Callable[[], None]
 """Writes the results of a training after its last round."""
 
@@ -141,7 +142,7 @@ class MethodJob(Job):
             self.directory.write_failure(name, seed, str(error), files.warnings)
         else:
             seconds = time.perf_counter() - began
-            times = {"seconds": seconds} | self._layout_trial()
+            times = {"seconds": seconds} | self._speed_trial()
             self.directory.write_timing(method=name, seed=seed, **times)
 
     def evaluate(
@@ -160,28 +161,38 @@ class MethodJob(Job):
 
         return entries, finish
 
-    def _layout_trial(self) -> dict[str, float]:
-        """How many times as fast a gradient is in channels-last, where that could be set."""
+    def _speed_trial(self) -> dict[str, float]:
+        """How many times as fast a gradient of a convolutional net is in channels-last, in
+        bfloat16, and in both, where that could be set."""
         setup, name, seed = self.setup, self.part.method, self.part.seed
-        objective, federation = setup.objectives[seed], setup.federations[seed]
-        usual = setup.config.memory_format == "contiguous" and setup.config.device == "cpu"
-        if not (usual and setup.engine_names[name] == "direct"):
+        config, engine = setup.config, setup.engine_names[name]
+        usual = config.memory_format == "contiguous" and config.device == "cpu"
+        if not usual or engine not in ("direct", "direct_onednn"):
             return {}
-        w = objective.initial()
-        if not has_kernels(objective.module(w)):
+        federation = setup.federations[seed]
+        plain, used = setup.objectives[seed], setup.engines[seed].get(engine).objective
+        w = plain.initial()
+        if not has_kernels(plain.module(w)):
             return {}
         rows, size = federation.batch_rows(
             federation.split.seen[0], setup.algorithms[name].batch_size
         )
         batch = Batch(*federation.take(rows[:size]), seed=0)
-        objectives = (objective, objective.variant(memory_format="channels_last"))
-        times: list[list[float]] = [[], []]
-        for _ in range(LAYOUT_TURNS):
-            for each, taken in zip(objectives, times, strict=True):
+        tried = {"as trained": used, "channels_last": used.variant(memory_format="channels_last")}
+        if config.precision == "float32" and not no_mixed_precision(config, setup.algorithms):
+            mixed = plain.variant(precision="bfloat16")
+            with suppress(RuntimeError):  # of a module that can't be computed in it
+                mixed.grad(w, batch)
+                tried["bfloat16"] = mixed
+                tried["channels_last_bfloat16"] = mixed.variant(memory_format="channels_last")
+        times: dict[str, list[float]] = {setting: [] for setting in tried}
+        for _ in range(TRIAL_TURNS):
+            for setting, objective in tried.items():
                 began = time.process_time()
-                each.grad(w, batch)
-                taken.append(time.process_time() - began)
-        return {"channels_last": min(times[0]) / min(times[1])}
+                objective.grad(w, batch)
+                times[setting].append(time.process_time() - began)
+        usually = min(times.pop("as trained"))
+        return {setting: usually / min(taken) for setting, taken in times.items()}
 
     def _doubt(self, files: PartFiles, round: int, message: str) -> None:
         files.warn(round, message)

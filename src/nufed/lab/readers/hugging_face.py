@@ -35,7 +35,8 @@ def hugging_face(
         columns: ``inputs``, ``target``, ``owner``, ``tokenizer``, ``length`` and ``mask``, as for
             :func:`from_datasets`.
     """
-    require(isinstance(path, str) and bool(path), "data.args.path", path, "must be text")
+    named = isinstance(path, str) and bool(path)
+    require(named, "data.args.path", path, "must name a folder or a cached data set")
     try:
         import datasets
     except ImportError:

@@ -478,5 +478,5 @@ def source_of(name: str) -> tuple[str, dict[str, str]]:
     >>> source_of("leaf:data/femnist"), source_of("digits"), source_of("my.module:function")
     (('leaf', {'path': 'data/femnist'}), ('digits', {}), ('my.module:function', {}))
     """
-    source, _, place = name.partition(":")
-    return (source, {"path": place}) if source in WITH_PLACE and place else (name, {})
+    source, colon, place = name.partition(":")
+    return (source, {"path": place}) if colon and source in WITH_PLACE else (name, {})

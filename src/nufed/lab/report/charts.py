@@ -250,9 +250,7 @@ def _curves(
     points = [p for p in points if all(math.isfinite(p[k]) for k in ("mean", "low", "high"))]
     colour = method_colour(names, look.styles)
     last = max((point[x] for point in points), default=0)
-    # explicit ticks for few steps: Vega would place some in between
-    ticks = {"values": list(range(last + 1))} if last <= MAX_TICKS else {"tickMinStep": 1}
-    axis = alt.X(f"{x}:Q", title=x_title, axis=alt.Axis(format="d", **ticks))
+    axis = alt.X(f"{x}:Q", title=x_title, axis=_whole(0, last))
     base = plot(points).encode(x=axis, color=colour)
 
     def height(field: str) -> Any:
@@ -631,6 +629,14 @@ def signal_chart(run: Run, field: str, title: str, look: Look) -> Any | None:
     return _chart(points, flagged, title, look) if points else None
 
 
+def _whole(first: int, last: int) -> Any:
+    """An axis of whole numbers. A few have explicit ticks: Vega would place some in between."""
+    few = last - first <= MAX_TICKS
+    return alt.Axis(
+        format="d", **({"values": list(range(first, last + 1))} if few else {"tickMinStep": 1})
+    )
+
+
 def _series(trained: Trained, field: str) -> list[tuple[int, float]]:
     """A signal with its rounds, where it was recorded (a missing one is None or NaN)."""
     values = [(m.round, getattr(m, field)) for m in trained.metrics if field in m.model_fields_set]
@@ -650,7 +656,8 @@ def _chart(
         axis = alt.Axis(format="~g", tickCount=6)
         return alt.Y(f"{field}:Q", title=title, scale=scale, axis=axis)
 
-    x = alt.X("round:Q", title="communication round", axis=alt.Axis(format="d", tickMinStep=1))
+    rounds = [point["round"] for point in points]
+    x = alt.X("round:Q", title="communication round", axis=_whole(min(rounds), max(rounds)))
     colour = method_colour(names, look.styles)
     base = plot(points).encode(x=x, color=colour)
     few = len(points) <= 40 * len(names)

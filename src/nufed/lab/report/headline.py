@@ -19,6 +19,7 @@ MAX_NAMED = 3  # methods in a sentence
 NULLS = {
     "local": "local training",
     "majority": "always predicting the agent's most frequent class",
+    "centroid": "the nearest class mean",
     "untrained": "fine-tuning the untrained model",
 }
 
@@ -38,12 +39,8 @@ def finding(run: Run, group: str = "seen") -> str:
     if result is None:
         return f"{where}{'no' if where else 'No'} method has finite scores."
     if result.null is not None and result.none_beats_null:
-        text = _none_beats(run, result, result.null)
-        return where + (
-            text if text.startswith(f"{result.best.name} does") else _capital(text, where)
-        )
-    text = _top(run, result)
-    text = _capital(text, where) if text.startswith("the ") else text
+        return where + _none_beats(run, result, result.null, where)
+    text = _top(run, result, where)
     if result.null is not None:
         text += _over(run, result, result.null)
     elif result.behind is not None and not result.ties:
@@ -51,19 +48,21 @@ def finding(run: Run, group: str = "seen") -> str:
     return f"{where}{text}."
 
 
-def _none_beats(run: Run, result: Finding, null: Row) -> str:
+def _none_beats(run: Run, result: Finding, null: Row, where: str) -> str:
     show, name, best = number_format(run), NULLS[null.name], result.best
     pairs = list(result.over_null.values())
     first = pairs[0]
     scores = f"{best.name} {_score(run, best)}, {null.name} {show(null.personal.mean)}"
     if first.half_width is None:
         by = f", paired difference {_by(run, first)}" * (first.over_samples is not None)
-        return f"too few agents and seeds to tell whether a method beats {name}: {scores}{by}."
+        few = _capital("too few agents and seeds to tell", where)
+        return f"{few} whether a method beats {name}: {scores}{by}."
     many = len(pairs) > 1
     if all(pair.verdict == "worse" for pair in pairs):
-        text = f"{name} beats {'every method' if many else best.name}"
+        text = f"{_capital(name, where)} beats {'every method' if many else best.name}"
     else:
-        text = f"{'no method beats' if many else f'{best.name} does not beat'} {name} beyond noise"
+        none = _capital("no method beats", where) if many else f"{best.name} does not beat"
+        text = f"{none} {name} beyond noise"
     return f"{text}: {scores}, paired difference {_by(run, first)} ({_over_what(run, first)})."
 
 
@@ -74,7 +73,7 @@ def _score(run: Run, *rows: Row) -> str:
     return f"{span} {name}" if name == "accuracy" else f"{name} {span}"
 
 
-def _top(run: Run, result: Finding) -> str:
+def _top(run: Run, result: Finding, where: str) -> str:
     """The best method, or those that can't be told apart from it."""
     best, ties = result.best, result.ties
     if not ties:
@@ -84,7 +83,7 @@ def _top(run: Run, result: Finding) -> str:
     names = [row.name for row in (best, *ties)]
     span = _score(run, best, *ties)
     if len(names) == len(result.methods) and len(names) > 2:
-        return f"the {len(names)} methods {alike} ({span})"
+        return f"{_capital('the', where)} {len(names)} methods {alike} ({span})"
     if len(names) > MAX_NAMED:
         return f"{best.name} and {len(names) - 1} others {alike} ({span})"
     return f"{listed(names)} {alike} ({span})"
@@ -120,6 +119,7 @@ def _over_what(run: Run, pair: Paired) -> str:
 
 
 def _capital(text: str, before: str) -> str:
+    """Capitalised, unless something is before it; names of methods stay as they are."""
     return text if before else text[0].upper() + text[1:]
 
 

@@ -53,7 +53,7 @@ def _numbers(row: Row, differences: Sequence[Paired]) -> Iterator[float | None]:
         estimate: Estimate = getattr(row, field)
         yield from (estimate.mean, estimate.half_width)
     pairs = [p for p in differences if (p.group, p.name) == (row.group, row.name)]
-    nulls = ("local", "majority", "untrained")
+    nulls = ("local", "majority", "centroid", "untrained")
     for wanted in (
         [p for p in pairs if p.against == "local"],
         [p for p in pairs if p.against not in nulls],

@@ -432,7 +432,7 @@ def _pairs(run: Run, group: str) -> dict[tuple[str, str], str]:
     show, texts = difference_format(run), {}
     for pair in run.paired():
         if pair.group == group:
-            column = {"local": "− local", "majority": "", "untrained": ""}.get(
+            column = {"local": "− local", "majority": "", "centroid": "", "untrained": ""}.get(
                 pair.against, "− best"
             )
             texts[pair.name, column] = show(pair)

@@ -2,8 +2,8 @@
 
 Of a run that is still training it has the curves so far, and the results of what is done. It reads
 the run's files, takes no lock and writes nothing. One page is served, at a path with a secret that
-only its user is told, since other users of the machine can connect, too. Requests that name another
-host are refused: a foreign web site could have pointed its name here.
+is shown to its user only, since other users of the machine can connect, too. Requests that name
+another host are refused: a foreign web site could have pointed its name here.
 """
 
 from __future__ import annotations

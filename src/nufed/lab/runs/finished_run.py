@@ -30,10 +30,15 @@ if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
 
 GROUPS = ("seen", "unseen")
-WORTH_SETTING = 1.1  # times as fast, from which another memory format is recommended
+WORTH_SETTING = 1.1  # times as fast, from which another memory format or precision is recommended
+MIXED = {
+    "bfloat16": 'precision = "bfloat16"',
+    "channels_last_bfloat16": 'precision = "bfloat16" with memory_format = "channels_last"',
+}
 FEW_UNSEEN = 4  # agents held out that are listed by name
 BASELINES = {
     "majority": "always the agent's most frequent class",
+    "centroid": "the class whose mean input among the agent's training samples is nearest",
     "local": "trained on the agent's data alone, τ·K updates with the first method's settings, "
     "and not fine-tuned",
     "untrained": "the initial model after the first method's fine-tuning",
@@ -194,7 +199,10 @@ class Run:
     def _rows(self) -> list[Row]:
         algorithms = self.config.algorithms()
         return results_table(
-            self._lines, self.groups, self.measure, lambda line: _adapt_lr(line, algorithms)
+            self._lines,
+            self.groups,
+            self.measure,
+            lambda line: _adapt_lr(line, algorithms, self.config.local_lr),
         )
 
     def paired(self) -> list[Paired]:
@@ -289,14 +297,29 @@ class Run:
         ]
 
     def speed_notes(self) -> list[str]:
-        """Whether another memory format would be worth setting, by trials after training."""
-        tried = [line.channels_last for line in self.timing if line.channels_last is not None]
-        if not tried or median(tried) < WORTH_SETTING:
-            return []
-        return [
-            f'memory_format = "channels_last" would make a gradient {median(tried):.2f} × as fast '
-            "here (measured on one batch after training), with the same results to rounding."
-        ]
+        """Which memory format and precision would be worth setting, by trials after training."""
+
+        def gain(setting: str) -> float:
+            tried: list[float | None] = [getattr(line, setting) for line in self.timing]
+            return median([each for each in tried if each is not None] or [1.0])
+
+        def fast(setting: str, times: float) -> str:
+            return (
+                f"{setting} would make a gradient {times:.2f} × as fast here (measured on one "
+                "batch after training), with "
+            )
+
+        notes, exact = [], gain("channels_last")
+        mixed = max(MIXED, key=gain)
+        if exact >= WORTH_SETTING:
+            notes.append(
+                fast('memory_format = "channels_last"', exact) + "the same results to rounding."
+            )
+        if gain(mixed) >= WORTH_SETTING * max(1.0, exact):
+            notes.append(
+                fast(MIXED[mixed], gain(mixed)) + "products rounded to 8 bits: compare the scores."
+            )
+        return notes
 
     def rejected(self) -> list[str]:
         """Every update that was left out, as text; in a private run without agent and round."""
@@ -402,9 +425,13 @@ class Run:
         }
 
 
-def _adapt_lr(line: Line, algorithms: Mapping[str, Algorithm]) -> float | None:
+def _adapt_lr(
+    line: Line, algorithms: Mapping[str, Algorithm], local_lr: float | None
+) -> float | None:
     """The step size that a line's scales multiply; None if it is not a single number."""
     if line.kind == "method":
         return algorithms[line.name].adaptation.fixed_lr
     first = next(iter(algorithms.values()))
-    return local_sgd(first).meta_lr if line.name == "local" else first.adaptation.lr
+    if line.name == "local":
+        return local_lr or local_sgd(first).meta_lr
+    return first.adaptation.lr

@@ -137,6 +137,10 @@ class Provenance:
             )
         return longer
 
+    def curvature(self) -> float | None:
+        """The curvature that the run recorded, from which its step sizes come."""
+        return self._read_both()[0].measured_curvature
+
     def _read_both(self) -> tuple[Config, dict[str, tuple[Any, Any]]]:
         """The configuration in config.toml, and how it differs from the one in run.json."""
         self.about()  # first: a config.toml of another format may have other keys

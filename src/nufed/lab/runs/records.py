@@ -274,13 +274,16 @@ class MetricsLine(Record):
 class TimingLine(Record):
     """A line of ``timing.jsonl``.
 
-    ``channels_last`` is how many times as fast a gradient is in that memory format, if tried.
+    ``channels_last``, ``bfloat16`` and ``channels_last_bfloat16`` are how many times as fast a
+    gradient is in that memory format and precision, if tried.
     """
 
     method: str
     seed: Whole
     seconds: Annotated[float, Field(ge=0)]
     channels_last: Annotated[float, Field(gt=0)] | None = None
+    bfloat16: Annotated[float, Field(gt=0)] | None = None
+    channels_last_bfloat16: Annotated[float, Field(gt=0)] | None = None
 
 
 def _same_length(curves: Curves | AgentScores) -> None:

@@ -317,8 +317,8 @@ def _tpe(
 ) -> list[Settings]:
     """Draws of Optuna's multivariate TPE, all before any of their results is known.
 
-    A trial that was not trained to the end is told as pruned, with its score after its last rung:
-    TPE ranks it below those trained longer. A failed trial ranks last.
+    A trial that was not trained to the end is reported as pruned, with its score after its last
+    rung: TPE ranks it below those trained longer. A failed trial ranks last.
     """
     import optuna
 

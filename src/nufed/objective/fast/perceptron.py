@@ -72,17 +72,22 @@ class Perceptron:
     def gradient(
         self, p: Parameters, inputs: Tensor, targets: Tensor, into: Parameters, by_inputs: bool
     ) -> Tensor | None:
-        """Write the gradients of the parameters ``into`` tensors; return that of the inputs."""
+        """Write the gradients of the parameters that are in ``into``; return that of the inputs."""
         xs = self._forward(p, inputs)
         d, _ = _residual(xs[-1], targets)
+        written = {i for i, link in enumerate(self.links) if _among(link, into)}
+        first = -1 if by_inputs else min(written, default=len(self.links))
         for i, link in reversed(list(enumerate(self.links))):
+            if i < first:
+                break
             if isinstance(link, Activation):
                 d = link.backward(d, xs[i + 1])
                 continue
-            torch.bmm(d.mT, xs[i], out=into[link.weight])
-            if link.bias:
+            if link.weight in into:
+                torch.bmm(d.mT, xs[i], out=into[link.weight])
+            if link.bias and link.bias in into:
                 torch.sum(d, dim=1, out=into[link.bias])
-            if i or by_inputs:
+            if i > first:
                 d = torch.bmm(d, p[link.weight])
         return d if by_inputs else None
 
@@ -97,24 +102,31 @@ class Perceptron:
     ) -> Tensor | None:
         """The same for the derivative of the gradient along v and, if given, along ``change``."""
         xs = self._forward(p, inputs)
-        dots = [torch.zeros_like(inputs) if change is None else change]
+        dots = [change]  # None: zero, as before the first linear layer unless the inputs change
         for i, link in enumerate(self.links):
+            before = dots[i]
             if isinstance(link, Activation):
-                dots.append(link.backward(dots[i], xs[i + 1]))
+                dots.append(None if before is None else link.backward(before, xs[i + 1]))
                 continue
-            dot = torch.baddbmm(torch.bmm(xs[i], v[link.weight].mT), dots[i], p[link.weight].mT)
+            dot = torch.bmm(xs[i], v[link.weight].mT)
+            if before is not None:
+                dot = torch.baddbmm(dot, before, p[link.weight].mT)
             dots.append(dot + v[link.bias].unsqueeze(1) if link.bias else dot)
         d, outputs = _residual(xs[-1], targets)
-        mean = (outputs * dots[-1]).sum(dim=-1, keepdim=True)
-        d_dot = outputs * (dots[-1] - mean) / targets.shape[1]
+        last = torch.zeros_like(xs[-1]) if dots[-1] is None else dots[-1]
+        mean = (outputs * last).sum(dim=-1, keepdim=True)
+        d_dot = outputs * (last - mean) / targets.shape[1]
         for i, link in reversed(list(enumerate(self.links))):
+            before = dots[i]
             if isinstance(link, Activation):
                 d_dot = link.backward(d_dot, xs[i + 1])
-                if link.bend:
-                    d_dot = d_dot + d * link.bend(xs[i + 1]) * dots[i]
+                if link.bend and before is not None:
+                    d_dot = d_dot + d * link.bend(xs[i + 1]) * before
                 d = link.backward(d, xs[i + 1])
                 continue
-            torch.baddbmm(torch.bmm(d_dot.mT, xs[i]), d.mT, dots[i], out=into[link.weight])
+            torch.bmm(d_dot.mT, xs[i], out=into[link.weight])
+            if before is not None:
+                into[link.weight].baddbmm_(d.mT, before)
             if link.bias:
                 torch.sum(d_dot, dim=1, out=into[link.bias])
             if i or change is not None:
@@ -175,6 +187,11 @@ def _links(module: nn.Module, prefix: str) -> Iterator[Linear | Activation | Non
 def _flattens(module: nn.Module) -> bool:
     """Whether it only flattens samples, which is done before the chain."""
     return isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
+
+
+def _among(link: Linear | Activation, names: Parameters) -> bool:
+    """Whether a parameter of this link is among the names."""
+    return isinstance(link, Linear) and (link.weight in names or link.bias in names)
 
 
 def _residual(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
