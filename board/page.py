@@ -91,7 +91,15 @@ class Shown:
     @cached_property
     def ranked(self) -> dict[str, Place]:
         """The places of all methods with finite scores for all first seeds, the best first."""
-        return places.places(self._finite(self.stage.methods), self.higher)
+        return places.places(self._finite(self.stage.methods), self.higher, self.resampled)
+
+    @cached_property
+    def resampled(self) -> dict[str, dict[int, Array] | None]:
+        """Scores on resamples of test samples, where agents are few."""
+        return {
+            name: places.resamples_of(of_folds, self.group)
+            for name, of_folds in self.methods.items()
+        }
 
     @cached_property
     def against_best(self) -> dict[str, Place]:
@@ -100,7 +108,7 @@ class Shown:
             return {}
         best = next(iter(self.ranked))
         both = self._finite([best, *self.stage.baselines])
-        return places.differences(both, best)
+        return places.differences(both, best, self.resampled)
 
     def _finite(self, names: Iterable[str]) -> dict[str, dict[int, Array]]:
         found = {}
@@ -258,7 +266,8 @@ def nu_table(every: Sequence[Shown]) -> str:
             if a not in finite or b not in finite:
                 cells.append("–")
                 continue
-            place = places.differences({b: finite[b], a: finite[a]}, b)[a]
+            both = {b: finite[b], a: finite[a]}
+            place = places.differences(both, b, shown.resampled)[a]
             better = place.difference is not None and (place.difference > 0) == shown.higher
             text = interval(place, shown.percent)
             sure = place.interval is not None and place.interval[0] * place.interval[1] > 0

@@ -137,6 +137,19 @@ def test_the_bootstrap_has_the_standard_error_of_a_mean():
     assert drawn.std() == pytest.approx(error, rel=0.05)
 
 
+def test_few_agents_have_intervals_over_their_samples():
+    """With one agent there is nothing to draw among agents, but its samples can be others."""
+    scores = {name: {0: np.array([0.7]), 1: np.array([0.7])} for name in "ab"}
+    shared = np.random.default_rng(3).normal(0, 0.05, (1, 100))
+    own = np.random.default_rng(4).normal(0, 0.05, (1, 100))
+    same = places.differences(scores, "a", {n: {0: shared, 1: shared} for n in "ab"})["b"]
+    assert same.interval == pytest.approx((0, 0))  # paired: both have the same resamples
+    other = {"a": {0: shared, 1: shared}, "b": {0: own, 1: own}}
+    low, high = places.differences(scores, "a", other)["b"].interval
+    width = 1.96 * (own - shared).std()  # not divided by the root of the number of seeds
+    assert (low, high) == pytest.approx((-width, width), abs=0.3 * width)
+
+
 def test_differences_are_paired_and_ranks_have_intervals():
     rng = np.random.default_rng(2)
     hard = {seed: rng.normal(0, 1, 60) for seed in range(3)}  # of an agent, for every method

@@ -35,6 +35,7 @@ from nufed.lab.analysis.places import (
     differences,
     mean,
     pack,
+    resamples_of,
     scores_of,
     unpack,
     worst_tenth,
@@ -261,7 +262,8 @@ class Contender:
     def majority(self, seed: int) -> dict[str, Any]:
         """The scores of always predicting the agent's most frequent class."""
         agents, federation = self.setup.evaluated[seed], self.setup.federations[seed]
-        scores = [majority_class(federation, agent, 0) for agent in agents]
+        few = self.setup.measure.resampled(len(agents)).resamples
+        scores = [majority_class(federation, agent, 0, few) for agent in agents]
         validation = federation.scoring("validation")
         seen = [majority_class(validation, a, 0) for a in sorted(self.setup.validated(seed))]
         return self._constant(seed, scores, 0, _column(seen, 0))
@@ -291,7 +293,8 @@ class Contender:
         losses[~np.isfinite(losses)] = np.inf
         best, stop = np.unravel_index(int(losses.argmin()), losses.shape)
         agents = self.setup.evaluated[seed]
-        (scores,) = scorer(trained.progress, "test", agents, int(stop))([scales[best]])
+        measure = self.setup.measure.resampled(len(agents))
+        (scores,) = scorer(trained.progress, "test", agents, int(stop), measure)([scales[best]])
         record = self._constant(seed, scores, int(stop), _column(tried[best], int(stop)))
         return {**record, "chosen": {"adapt_lr": _short(rates[best]), "steps": int(stop)}}
 
@@ -360,8 +363,9 @@ class Trained:
         began, evaluator, last = time.process_time(), self.evaluator, self.protocol.last
         setup, steps = evaluator.setup, self.protocol.steps
         agents = setup.evaluated[evaluator.engine.seed]
+        resampled = setup.measure.resampled(len(agents))
         evaluation = evaluate_with_choice(
-            evaluator.scorer(self.progress, "test", agents, last),
+            evaluator.scorer(self.progress, "test", agents, last, resampled),
             self._validation(),
             last,
             setup.measure,
@@ -378,19 +382,26 @@ class Trained:
         }
 
 
-def packed_scores(scores: Sequence[AgentScores], at: Sequence[int]) -> dict[str, str]:
+def packed_scores(scores: Sequence[AgentScores], at: Sequence[int]) -> dict[str, Any]:
     """Scores of agents seen and unseen in training: a row for each, with one column for each number
-    of steps and one for the global model."""
-    return {
-        group: pack(
+    of steps and one for the global model. Of few agents also those on resamples, after the last."""
+    groups = {
+        name: [s for s in scores if s.seen == (name == "seen")] for name in ("seen", "unseen")
+    }
+    packed: dict[str, Any] = {
+        name: pack(
             [
                 [*(s.score[k] for k in at), np.nan if s.global_score is None else s.global_score]
-                for s in scores
-                if s.seen == (group == "seen")
+                for s in of_group
             ]
         )
-        for group in ("seen", "unseen")
+        for name, of_group in groups.items()
     }
+    if all(s.resampled for s in scores):
+        packed["resampled"] = {
+            name: pack([s.resampled[at[-1]] for s in of_group]) for name, of_group in groups.items()
+        }
+    return packed
 
 
 def _rung(record: Mapping[str, Any], rounds: int) -> RungScore:
@@ -511,7 +522,8 @@ def _rows(records: Mapping[str, Mapping[str, Any]], protocol: Protocol, higher: 
     last = len(protocol.steps) - 1
     scores = {name: scores_of([record], group, last) for name, record in records.items()}
     best = list(records)[-1]
-    places = differences(scores, best)
+    resampled = {name: resamples_of([record], group) for name, record in records.items()}
+    places = differences(scores, best, resampled)
     return [
         Row(
             name,

@@ -19,6 +19,8 @@ from nufed.seeding import stream
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Record: TypeAlias = Mapping[str, Any]
 Group: TypeAlias = Literal["seen", "unseen"]
+Resampled: TypeAlias = Mapping[str, Mapping[int, Array] | None]
+NOT_RESAMPLED: Resampled = {}
 DRAWS = 10_000  # of the bootstrap
 LEVEL = 0.05
 
@@ -54,6 +56,20 @@ def scores_of(records: Sequence[Record], group: Group, column: int) -> dict[int,
         for record in records
     ]
     common = set.intersection(*(set(each) for each in by_fold)) if by_fold else set()
+    return {seed: np.concatenate([each[seed] for each in by_fold]) for seed in sorted(common)}
+
+
+def resamples_of(records: Sequence[Record], group: Group) -> dict[int, Array] | None:
+    """By seed, how far agents' scores on resamples of their test samples are from those on all of
+    them: a row per agent. None if that was not recorded, because agents are many."""
+    known = [seed for record in records for seed in record.get("seeds", []) if group in seed]
+    if not known or not all("resampled" in seed for seed in known):
+        return None
+    by_fold = [
+        {s["seed"]: unpack(s["resampled"][group]) for s in record["seeds"] if group in s}
+        for record in records
+    ]
+    common = set.intersection(*(set(each) for each in by_fold))
     return {seed: np.concatenate([each[seed] for each in by_fold]) for seed in sorted(common)}
 
 
@@ -101,8 +117,13 @@ class Place:
         return self.p is None or self.p >= LEVEL
 
 
-def places(scores: Mapping[str, Mapping[int, Array]], higher: bool) -> dict[str, Place]:
-    """The places of methods with these scores, on the seeds that all have, the best first."""
+def places(
+    scores: Mapping[str, Mapping[int, Array]], higher: bool, resampled: Resampled = NOT_RESAMPLED
+) -> dict[str, Place]:
+    """The places of methods with these scores, on the seeds that all have, the best first.
+
+    ``resampled`` has those of methods that have any (:func:`resamples_of`).
+    """
     if not scores:
         return {}
     seeds = sorted(set.intersection(*(set(each) for each in scores.values())))
@@ -111,7 +132,7 @@ def places(scores: Mapping[str, Mapping[int, Array]], higher: bool) -> dict[str,
     order = np.argsort(-sign * means, kind="stable")
     names = [names[i] for i in order]
     means = means[order]
-    drawn = bootstrap([[scores[name][seed] for seed in seeds] for name in names])
+    drawn = _drawn(scores, resampled, names, seeds)
     ranks = 1 + (sign * drawn[:, None, :] > sign * drawn[:, :, None]).sum(axis=2)
     low, high = np.quantile(ranks, [0.025, 0.975], axis=0, method="nearest").astype(int)
     gaps = drawn - drawn[:, :1]
@@ -127,6 +148,46 @@ def places(scores: Mapping[str, Mapping[int, Array]], higher: bool) -> dict[str,
             corrected[k - 1],
         )
     return found
+
+
+def _drawn(
+    scores: Mapping[str, Mapping[int, Array]],
+    resampled: Resampled,
+    names: Sequence[str],
+    seeds: Sequence[int],
+) -> Array:
+    """Draws of the methods' means: over the samples of few agents, else over agents."""
+    values = [[scores[name][seed] for seed in seeds] for name in names]
+    deviations = [resampled.get(name) for name in names]
+    if any(each is None for each in deviations):
+        return bootstrap(values)
+    return over_samples(values, [[each[s] for s in seeds] for each in deviations if each])
+
+
+def over_samples(
+    scores: Sequence[Sequence[Array]],
+    deviations: Sequence[Sequence[Array]],
+    draws: int = DRAWS,
+) -> Array:
+    """Means of all methods with other test samples of these very agents.
+
+    A draw takes one seed, and a resample of each agent there: seeds share most of their samples, so
+    that their number does not make an interval narrower.
+
+    Args:
+        scores: by method and seed.
+        deviations: by method and seed, a row per agent, of the scores on its resamples; the
+            resamples are the same for all methods.
+        draws: the number of rows of the result.
+    """
+    rng = stream(0, "bootstrap")
+    stacked = np.array(deviations)  # methods, seeds, agents, resamples
+    _, seeds, agents, resamples = stacked.shape
+    seed = rng.integers(seeds, size=(draws, 1))
+    picked = rng.integers(resamples, size=(draws, agents))
+    moved = stacked[:, seed, np.arange(agents), picked].mean(axis=2)
+    means = np.array([np.mean([each.mean() for each in by_seed]) for by_seed in scores])
+    return means + moved.T
 
 
 def bootstrap(scores: Sequence[Sequence[Array]], draws: int = DRAWS) -> Array:
@@ -165,14 +226,15 @@ def holm(values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def differences(scores: Mapping[str, Mapping[int, Array]], against: str) -> dict[str, Place]:
+def differences(
+    scores: Mapping[str, Mapping[int, Array]], against: str, resampled: Resampled = NOT_RESAMPLED
+) -> dict[str, Place]:
     """The others minus one method, each on the seeds that both have; ranks are not given."""
     raw: dict[str, tuple[float, Array]] = {}
     for name, own in scores.items():
         if name != against:
             seeds = sorted(set(own) & set(scores[against]))
-            both = [[each[seed] for seed in seeds] for each in (own, scores[against])]
-            drawn = bootstrap(both)
+            drawn = _drawn(scores, resampled, [name, against], seeds)
             gap = mean(own, seeds) - mean(scores[against], seeds)
             raw[name] = gap, drawn[:, 0] - drawn[:, 1]
     corrected = holm([_two_sided(gaps) for _, gaps in raw.values()])
