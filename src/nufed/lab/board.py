@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nufed.algorithms import ALGORITHMS
 from nufed.data import Federation
@@ -52,6 +53,7 @@ from nufed.lab.tuning.ranges import Predictor, active_settings, agent_update, ma
 from nufed.lab.tuning.search import search
 from nufed.lab.tuning.trials import quiet, setup_of
 from nufed.lab.tuning.tune import make_plan
+from nufed.objective import Inputs
 from nufed.registry import suggest
 from nufed.server import Progress, cohort_size
 from nufed.simulation import Training
@@ -107,7 +109,7 @@ def method_config(
         table: its settings, and ``rounds`` and ``participation`` if they are not the problem's.
     """
     own = dict(table)
-    run = {key: own.pop(key) for key in ("rounds", "participation") if key in own}
+    run: dict[str, Any] = {key: own.pop(key) for key in ("rounds", "participation") if key in own}
     cls = ALGORITHMS.find(f"methods.{name}.algorithm", own.setdefault("algorithm", name))
     known = {setting.name for setting, _ in every_setting(cls)}
     shared = {key: value for key, value in problem.get("method", {}).items() if key in known}
@@ -404,6 +406,13 @@ def packed_scores(scores: Sequence[AgentScores], at: Sequence[int]) -> dict[str,
     return packed
 
 
+def as_rows(inputs: Inputs) -> Tensor:
+    """Inputs of one tensor, flattened."""
+    if not isinstance(inputs, Tensor):
+        raise InputError("the baseline centroid needs inputs of one tensor")
+    return inputs.flatten(1)
+
+
 def _rung(record: Mapping[str, Any], rounds: int) -> RungScore:
     """A trial's record as the search knows it."""
     values = {
@@ -419,8 +428,8 @@ def _nearest(federation: Federation, agents: Sequence[int]) -> list[list[float]]
         rows, scored = federation.split.train[agent], federation.scored_rows(agent)
         inputs, targets = federation.take(rows)
         asked, right = federation.take(scored)
-        points, queries = inputs.flatten(1).double(), asked.flatten(1).double()
-        classes = targets.unique()
+        points, queries = (as_rows(each).double() for each in (inputs, asked))
+        classes = torch.tensor(sorted(set(targets.tolist())))
         means = torch.stack([points[targets == each].mean(dim=0) for each in classes])
         guess = classes[torch.cdist(queries, means).argmin(dim=1)]
         found.append([float((guess == right).double().mean())])

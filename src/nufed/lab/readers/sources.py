@@ -245,6 +245,7 @@ def digit_tasks(
     check_whole(samples=samples, tasks=tasks, ways=ways)
     require(ways <= 10, "ways", ways, "must be at most 10, the number of digits")
     images = mnist_writers(part)  # type: ignore[arg-type]
+    assert isinstance(images.inputs, torch.Tensor)
     digits, rng = images.targets.numpy(), stream(seed, "digit-tasks")
     left = {digit: rng.permutation(np.flatnonzero(digits == digit)) for digit in range(10)}
     rows: list[np.ndarray[Any, Any]] = []
