@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run federation test test-slow test-cluster test-federation test-deployment test-offline soak bench peers attacks external paper format clean
+.PHONY: run federation test test-slow test-cluster test-federation test-deployment test-offline soak bench peers attacks external paper board format clean
 
 run: $(READY)            ## train four methods on sine waves and print the path of the report
 	$(BIN)/nufed run sinusoid
@@ -71,6 +71,12 @@ paper: $(READY)          ## the paper's experiments and extensions, in stages: a
 
 paper-%: $(READY)        ## one stage of it: make paper-fig1
 	$(BIN)/python -m paper $*
+
+board: $(READY)          ## every method, tuned, on every problem: up to 16 hours of a core, resumable
+	$(BIN)/python -m board
+
+board-%: $(READY)        ## one problem of it: make board-sensors
+	$(BIN)/python -m board $*
 
 format: $(READY)         ## format, and apply automatic fixes
 	$(BIN)/ruff format .

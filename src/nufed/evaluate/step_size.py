@@ -147,6 +147,7 @@ def evaluate_with_choice(
     steps: int,
     measure: Measure,
     prefer: Prefer,
+    at: Sequence[int] | None = None,
 ) -> Evaluation:
     """Score agents after 0, …, ``steps`` steps: as trained, and with step sizes chosen for each.
 
@@ -156,10 +157,12 @@ def evaluate_with_choice(
         steps: maximum number of fine-tuning steps.
         measure: what agents are scored by.
         prefer: which of equally good scales is chosen.
+        at: the numbers of steps that one is chosen for; all by default. Others are as trained.
     """
     sizes = None
     if validate is not None and steps:
-        sizes = choose_step_sizes(validate, range(1, steps + 1), measure, prefer)
+        at = range(1, steps + 1) if at is None else at
+        sizes = choose_step_sizes(validate, at, measure, prefer)
     if sizes is None:
         (only,) = score([1.0])
         return Evaluation(only, gradients=_gradients(only, steps, 1), hvps=_hvps(only))

@@ -80,7 +80,12 @@ RUN_FILE = "run.json"
 def complete_source(incomplete: str) -> list[str]:
     """Presets, and configuration files."""
     folder = files("nufed") / "lab" / "config" / "presets"  # its package imports torch
-    presets = sorted(preset.name.removesuffix(".toml") for preset in folder.iterdir())
+    shipped = [*folder.iterdir()]
+    inside = [
+        (f"{each.name}/", file) for each in shipped if each.is_dir() for file in each.iterdir()
+    ]
+    every = [*inside, *(("", each) for each in shipped if each.is_file())]
+    presets = sorted(group + preset.name.removesuffix(".toml") for group, preset in every)
     return [*_starting(presets, incomplete), *_paths(incomplete, "*.toml")]
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from nufed import __version__
 from nufed.errors import NufedError
 from nufed.lab.cli import bundle_commands, result_commands, training_commands
+from nufed.lab.cli.board_commands import board_app
 from nufed.lab.cli.catalogue import catalogue, complete_listed, listing_of
 from nufed.lab.cli.data_commands import data_app
 from nufed.lab.cli.federate import federate_app
@@ -27,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data")
+app.add_typer(board_app, name="board")
 app.add_typer(federate_app, name="federate")
 for command in (
     bundle_commands.bundle,
@@ -128,6 +130,10 @@ EXAMPLES = {  # at the end of help texts
         "nufed list presets",
         "nufed list ditto",
     ),
+    "board compare": (
+        "nufed board compare mine.toml",
+        "nufed board compare mine.toml --on sensors --json",
+    ),
     "data get": (
         "nufed data get cifar10",
         "nufed data get cifar10 --from cifar-10-binary.tar.gz",
@@ -146,6 +152,7 @@ def add_examples(app: typer.Typer, group: str = "") -> None:
 
 add_examples(app)
 add_examples(data_app, "data ")
+add_examples(board_app, "board ")
 
 
 def _version(requested: bool) -> None:

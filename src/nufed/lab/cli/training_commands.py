@@ -58,6 +58,10 @@ def run(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="The run directory to create.")] = None,
     seeds: Seeds = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Only these methods, such as ditto,fedrep."),
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -96,12 +100,18 @@ def run(
     if quick and resume:
         raise InputError("--quick is for a new run: a resumed one keeps its null baselines")
     share = _share_of(part, out, resume, tuned)
+    chosen: str | dict[str, Any] | None = source
+    if methods is not None:
+        if source is None or resume is not None:
+            raise InputError("--methods is for a new run of a preset or a TOML file")
+        chosen = _only(source, methods)
     if tuned:
-        if resume is not None or source is None:
+        if resume is not None or chosen is None:
             raise InputError(
                 "--tuned needs a preset or a TOML file: it can't be given with --resume"
             )
-        source, settings = _tune_first(source, settings, budget, per, not no_figures), []
+        chosen = _tune_first(chosen, settings, budget, per, not no_figures)
+        settings = []
     if quick:
         settings.append("baselines=[]")
     observers = [TensorBoard()] if tensorboard else []
@@ -116,8 +126,8 @@ def run(
         if resume is not None:
             finished = resume_experiment(resume, settings, trust=trust, **follow)
         else:
-            assert source is not None
-            finished = run_experiment(source, settings, out=out, part=share, **follow)
+            assert chosen is not None
+            finished = run_experiment(chosen, settings, out=out, part=share, **follow)
     if as_json:
         print(json.dumps({"directory": str(finished.path), **finished.to_json()}))
         return
@@ -128,6 +138,13 @@ def run(
         print_files(finished)
     if finished.failures:
         raise typer.Exit(1)
+
+
+def _only(source: str, methods: str) -> dict[str, Any]:
+    """The tables of a configuration with the methods of a list."""
+    from nufed.lab.config.load import only_methods
+
+    return only_methods(source, [name.strip() for name in methods.split(",") if name.strip()])
 
 
 def _settings(
@@ -321,7 +338,7 @@ def tune(
     _print_tuning(tuning)
 
 
-def _tune(source: str | None, settings: list[str], **how: Any) -> Tuning:
+def _tune(source: str | dict[str, Any] | None, settings: list[str], **how: Any) -> Tuning:
     """Search with a progress bar."""
     from nufed.lab.cli.progress import TuneDisplay
     from nufed.lab.tuning import tune
@@ -338,7 +355,11 @@ def _tune(source: str | None, settings: list[str], **how: Any) -> Tuning:
 
 
 def _tune_first(
-    source: str, settings: list[str], budget: float | None, per: str | None, figures: bool
+    source: str | dict[str, Any],
+    settings: list[str],
+    budget: float | None,
+    per: str | None,
+    figures: bool,
 ) -> str:
     """Search for ``nufed run --tuned``; the path of the tuned configuration."""
     tuning = _tune(source, settings, budget=budget, per=per, figures=figures)

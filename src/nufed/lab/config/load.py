@@ -9,15 +9,17 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from nufed.algorithms import ALGORITHMS
 from nufed.algorithms.protocol import Algorithm
 from nufed.errors import InputError, require, shown
-from nufed.lab.config.describe import input_error, known_settings
+from nufed.lab.config.describe import every_setting, input_error, known_settings
 from nufed.lab.config.methods import MethodConfig
 from nufed.lab.config.schema import Config
 from nufed.lab.config.trust import import_methods
@@ -96,10 +98,62 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def presets() -> dict[str, str]:
-    """The configurations shipped with nufed, with the first line of each as its description."""
+    """The configurations shipped with nufed, with the first line of each as its description.
+
+    Those in folders, such as ``board/heart``, come last.
+    """
+    texts = {name: file.read_text("utf-8") for name, file in _shipped().items()}
+    return {name: texts[name].splitlines()[0].lstrip("# ") for name in texts}
+
+
+def _shipped() -> dict[str, Traversable]:
+    """The files of presets by name."""
     folder = files("nufed.lab.config") / "presets"
-    texts = {f.name.removesuffix(".toml"): f.read_text("utf-8") for f in folder.iterdir()}
-    return {name: texts[name].splitlines()[0].lstrip("# ") for name in sorted(texts)}
+    found: dict[str, Traversable] = {}
+    for entry in sorted(folder.iterdir(), key=lambda entry: (entry.is_dir(), entry.name)):
+        inside = sorted(entry.iterdir(), key=lambda file: file.name) if entry.is_dir() else [entry]
+        group = f"{entry.name}/" if entry.is_dir() else ""
+        found |= {f"{group}{file.name.removesuffix('.toml')}": file for file in inside}
+    return found
+
+
+def only_methods(source: str | Path | Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The tables of a configuration with some of its methods, in its order.
+
+    Keys of ``[method]`` that only the others have are left out, and what ``[tune]`` and ``[tuned]``
+    say of these.
+    """
+    tables = read_tables(source)
+    methods = tables.get("methods", {})
+    for name in names:
+        if name not in methods:
+            raise InputError(
+                f"--methods {shown(name)}: must be some of {', '.join(methods) or 'none'}, the "
+                f"methods of this configuration{suggest(name, methods)}"
+            )
+
+    def keys(kept: bool) -> set[str]:
+        """The settings of the methods that are kept, or of the others."""
+        shared = tables.get("method", {}).get("algorithm")
+        of = [
+            table.get("algorithm") or shared or key.replace("-", "_")
+            for key, table in methods.items()
+            if (key in names) == kept
+        ]
+        known = [ALGORITHMS[name] for name in of if name in ALGORITHMS]
+        return {setting.name for cls in known for setting, _ in every_setting(cls)}
+
+    dropped = keys(False) - keys(True)
+    tables["methods"] = {name: table for name, table in methods.items() if name in names}
+    if "method" in tables:
+        tables["method"] = {k: v for k, v in tables["method"].items() if k not in dropped}
+    for table, parts in (("tune", ("methods",)), ("tuned", ("trials", "choices"))):
+        for part in parts:
+            if part in tables.get(table, {}):
+                of_methods = tables[table][part].items()
+                kept = {name: value for name, value in of_methods if name in names}
+                tables[table] = {**tables[table], part: kept}
+    return tables
 
 
 def known_keys() -> list[str]:
@@ -125,7 +179,7 @@ def read_tables(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return dict(source)
     path = Path(source)
     if str(source) in presets():
-        text = (files("nufed.lab.config") / "presets" / f"{source}.toml").read_text("utf-8")
+        text = _shipped()[str(source)].read_text("utf-8")
     elif _is_file(path):
         text = _text(path)
     else:

@@ -34,6 +34,7 @@ from nufed.lab.readers.intents import organisations, read_sentences
 from nufed.lab.readers.leaf import leaf
 from nufed.lab.readers.tables import own_table
 from nufed.lab.readers.text import of_texts, own_texts, roles
+from nufed.seeding import stream
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ ORIGINS = {
         "Repository, doi:10.24432/C52P4X",
         "CC BY 4.0",
     ),
+    "digit-tasks": Origin("LeCun et al. 1998", "none stated"),
     "omniglot14": Origin("Lake, Salakhutdinov and Tenenbaum 2015", "MIT"),
     "shakespeare": Origin("Shakespeare; file: Karpathy 2015 (char-rnn)", "public domain"),
     "intents": Origin(
@@ -143,6 +145,7 @@ def data_directory() -> Path:
 _TABLES = tomllib.loads((files("nufed.lab.readers") / "stored.toml").read_text("utf-8"))
 STORED = {name: Stored(name, **table) for name, table in _TABLES.items()}
 CIFAR10, CIFAR100, FASHION_MNIST, MNIST_WRITERS, OMNIGLOT, SHAKESPEARE, INTENTS = STORED.values()
+STORED["digit-tasks"] = MNIST_WRITERS  # its images
 OMNIGLOT_PART = "omniglot_8_alphabets.npz"  # of earlier versions, whose runs still resume
 
 Pixels: TypeAlias = Literal["unit", "symmetric", "standardised"]
@@ -194,17 +197,28 @@ def fashion_mnist(
     )
 
 
-def mnist_writers(part: Literal["train", "test", "all"] = "train") -> Samples:
+def mnist_writers(
+    part: Literal["train", "test", "all"] = "train", samples: int | None = None, seed: int = 0
+) -> Samples:
     """MNIST with the person who wrote each digit: 28×28 pixels, one agent per writer.
 
-    ``part``: the 539 writers of MNIST's training images, the 297 of its test images, or all.
+    Args:
+        part: the 539 writers of MNIST's training images, the 297 of its test images, or all.
+        samples: digits of every writer, drawn at random; all by default.
+        seed: of that draw, independent of the run's seeds.
     """
     require(part in ("train", "test", "all"), "part", part, "must be train, test or all")
+    check_whole(samples=samples)
     parts = ("train", "test") if part == "all" else (part,)
     (file,) = MNIST_WRITERS.files
     content, path = MNIST_WRITERS.read(file), data_directory() / file
     read = [_writers(content, name, path) for name in parts]
     images, labels, owners = (np.concatenate(column) for column in zip(*read, strict=True))
+    if samples is not None:
+        order = stream(seed, "mnist-writers").permutation(len(owners))
+        held = (order[owners[order] == writer][:samples] for writer in np.unique(owners))
+        kept = np.sort(np.concatenate(list(held)))
+        images, labels, owners = images[kept], labels[kept], owners[kept]
     return Samples(
         inputs=torch.from_numpy(images),
         targets=torch.from_numpy(labels).long(),
@@ -212,6 +226,50 @@ def mnist_writers(part: Literal["train", "test", "all"] = "train") -> Samples:
         owners=owners,
         scale=1 / 255,
     )
+
+
+def digit_tasks(
+    ways: int = 3, samples: int = 20, tasks: int = 100, part: str = "train", seed: int = 0
+) -> Samples:
+    """MNIST as tasks: every agent has a few digits, labelled 0 … ways − 1 in an order of its own.
+
+    No image is in two tasks. The same label is another digit at every agent.
+
+    Args:
+        ways: digits per agent.
+        samples: images of each of them.
+        tasks: the number of agents.
+        part: of the images, as for :func:`mnist_writers`.
+        seed: of these draws, independent of the run's seeds.
+    """
+    check_whole(samples=samples, tasks=tasks, ways=ways)
+    require(ways <= 10, "ways", ways, "must be at most 10, the number of digits")
+    images = mnist_writers(part)  # type: ignore[arg-type]
+    assert isinstance(images.inputs, torch.Tensor)
+    digits, rng = images.targets.numpy(), stream(seed, "digit-tasks")
+    left = {digit: rng.permutation(np.flatnonzero(digits == digit)) for digit in range(10)}
+    rows: list[np.ndarray[Any, Any]] = []
+    for _ in range(tasks):
+        for digit in rng.permutation(10)[:ways].tolist():
+            rows.append(left[digit][:samples])
+            left[digit] = left[digit][samples:]
+            enough = "must be fewer: MNIST has about 6000 images of a digit"
+            require(len(rows[-1]) == samples, "tasks", tasks, enough)
+    width = len(str(tasks - 1))
+    return dataclasses.replace(
+        images,
+        inputs=images.inputs[torch.from_numpy(np.concatenate(rows))],
+        targets=torch.arange(ways).repeat_interleave(samples).repeat(tasks),
+        classes=tuple(map(str, range(ways))),
+        owners=np.repeat([f"{task:0{width}}" for task in range(tasks)], ways * samples),
+    )
+
+
+def check_whole(**numbers: int | None) -> None:
+    """Refuse what is neither None nor a whole number of at least 1."""
+    for name, value in numbers.items():
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        require(value is None or whole, name, value, "must be a whole number, at least 1")
 
 
 def check_writers(content: bytes, path: Path) -> None:
@@ -397,6 +455,7 @@ SOURCES: dict[str, Callable[..., Samples]] = {
     "cifar100": cifar100,
     "fashion-mnist": fashion_mnist,
     "mnist-writers": mnist_writers,
+    "digit-tasks": digit_tasks,
     "omniglot14": omniglot14,
     "omniglot": omniglot,
     "sinusoid": sinusoid,

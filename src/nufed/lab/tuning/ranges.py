@@ -67,7 +67,7 @@ def ranges_of_methods(
                 f"tune.methods.{method}: must be one of {', '.join(algorithms)}, the methods of "
                 f"this configuration{suggest(method, list(algorithms))}"
             )
-    active = {name: dict(_active(each)) for name, each in algorithms.items()}
+    active = {name: dict(active_settings(each)) for name, each in algorithms.items()}
     for key in named:
         if not any(key in settings for settings in active.values()):
             every = sorted({key for settings in active.values() for key in settings})
@@ -90,16 +90,16 @@ def ranges_of_methods(
 
 def configured(algorithm: Algorithm) -> dict[str, Any]:
     """The values of all settings that can be searched, as a configuration writes them."""
-    return {key: value for key, (_, value) in _active(algorithm)}
+    return {key: value for key, (_, value) in active_settings(algorithm)}
 
 
-def _active(thing: Any) -> Iterator[tuple[str, tuple[Field, Any]]]:
+def active_settings(thing: Any) -> Iterator[tuple[str, tuple[Field, Any]]]:
     """The settings of an object and of those that it holds, with their values."""
     for field in settings_of(type(thing)):
         value, choices = getattr(thing, field.name), field.setting.choices
         if choices is not None:
             yield field.name, (field, name_of(type(value), choices))
-            yield from _active(value) if dataclasses.is_dataclass(value) else ()
+            yield from active_settings(value) if dataclasses.is_dataclass(value) else ()
         elif isinstance(value, bool | int | float | str):
             yield field.name, (field, value)
 

@@ -1,0 +1,1 @@
+"""The board: every method, tuned, on every problem (`make board`)."""
