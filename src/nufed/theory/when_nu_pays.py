@@ -17,11 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from nufed.theory.constants import need
-
-Update: TypeAlias = Literal["exact", "first_order"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Weighting:
 
     steps: int
     alpha: float = 0.0
-    update: Update = "exact"
+    update: Literal["exact", "first_order"] = "exact"
     local_steps: int = 1
     beta: float = 0.0
 
@@ -105,8 +103,7 @@ class Direction:
 
     def _weights(self, weighting: Weighting) -> list[float]:
         weights = [weighting.weight(curvature) for curvature in self.curvatures]
-        allowed = "must be above 0 in sum, or training does not converge; lower alpha"
-        need(math.fsum(weights) > 0, "weights", math.fsum(weights), allowed)
+        need(sum(weights) > 0, "weights", sum(weights), "must be above 0 in sum; lower alpha")
         return weights
 
     def gap(self, weighting: Weighting, steps: int, alpha: float) -> float:
@@ -145,7 +142,7 @@ def largest_gap(flattest: float, steepest: float, nu: int, steps: int, alpha: fl
     need(0 <= flattest <= steepest, "flattest", flattest, f"must be 0 … steepest = {steepest}")
     need(alpha * steepest < 1, "alpha", alpha, f"must be below 1/steepest = {1 / steepest:.3g}")
     apart = math.log((1 - alpha * flattest) / (1 - alpha * steepest))
-    return math.cosh(abs(steps - nu) * apart) ** 2
+    return math.cosh((steps - nu) * apart) ** 2
 
 
 def small_spread_gap(
