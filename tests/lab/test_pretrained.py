@@ -334,6 +334,8 @@ def test_methods_train_adapters_and_files_hold_the_trained_part_alone(bert, tmp_
         ({"train": "nope*"}, "no parameter of the model is in it"),
         ({"args": {"task": "poetry"}}, "must be one of sequence, token, causal"),
         ({"train": "none"}, "no trainable parameters"),
+        ({"args": {"hidden_dropout": 0.1}}, "model.args.hidden_dropout = 0.1: is no setting"),
+        ({"train": "lora", "lora": {"rank": 10**6}}, "rank = 1000000: must be at most 16"),
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(bert, tmp_path, model, said):

@@ -54,11 +54,17 @@ def pretrained(
         settings = {**settings, "num_labels": outputs}
     with _quietly(transformers):
         try:
-            config = transformers.AutoConfig.from_pretrained(name, **place, **settings)
+            config = transformers.AutoConfig.from_pretrained(name, **place)
+            for key, value in settings.items():
+                known = hasattr(config, key)
+                require(known, f"model.args.{key}", value, "is no setting of this model")
+                setattr(config, key, value)
             kind = getattr(transformers, TASKS[task])
             model, about = kind.from_pretrained(
                 name, config=config, use_safetensors=True, output_loading_info=True, **place
             )
+        except InputError:
+            raise
         except Exception as error:  # transformers may raise anything
             raise InputError(_unusable(name, error)) from error
     # transformers loads models for evaluation, in which layers would stay
@@ -170,6 +176,9 @@ def add_adapters(
         head: train the last layer, too, unless it shares its weight with an embedding.
     """
     peft = _peft()
+    sides = [min(m.weight.shape) for m in module.modules() if type(m) is nn.Linear]
+    most = max(sides, default=rank)
+    require(rank <= most, "model.lora.rank", rank, f"must be at most {most}, as its layers are")
     settings = {"r": rank, "lora_alpha": alpha, "target_modules": list(targets) or None}
     inner = module.model if isinstance(module, WithoutPadding) else module
     every = list(module.named_parameters(remove_duplicate=False))

@@ -17,6 +17,7 @@ from nufed.errors import InputError
 HEAD, BODY, NORM, ALL, NONE = PARTS = "head", "body", "norm", "all", "none"
 FEW_BLOCKS, MANY_ROWS, LONG = 256, 2**16, 2**15
 LAST = "last:"  # followed by a number of layers
+SHOWN = 12  # names of parameters in a message
 
 
 class Block(NamedTuple):
@@ -243,9 +244,10 @@ def _names(
         return list(places) if name == ALL else []
     chosen = [n for n in places if fnmatchcase(n, name)]
     if not chosen:
+        few = [*places] if len(places) <= SHOWN else [*list(places)[:SHOWN], "…"]
         raise InputError(
             f"part = {name!r}: no parameter of the model is in it; there are "
-            f"{', '.join(places)}, and the parts {', '.join(PARTS)} and {LAST}2"
+            f"{', '.join(few)}, and the parts {', '.join(PARTS)} and {LAST}2"
         )
     return chosen
 

@@ -146,6 +146,9 @@ def test_what_else_is_refused(tmp_path):
         hf("no/such")
     with pytest.raises(InputError, match="must name a folder or a cached data set"):
         hf()
+    datasets.Dataset.from_dict({"a": [1.0], "label": [0]}).save_to_disk(tmp_path / "one")
+    with pytest.raises(InputError, match=r"split = 'valid': must be left out"):
+        hf(str(tmp_path / "one"), split="valid")
     with pytest.raises(InputError, match=r"list can't be used: give a datasets.Dataset"):
         from_datasets([1])
     with pytest.raises(InputError, match="name the column of targets"):

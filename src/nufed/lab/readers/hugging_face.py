@@ -46,9 +46,13 @@ def hugging_face(
             if (Path(path) / "dataset_dict.json").exists():
                 data = datasets.load_from_disk(path)[split]
             elif (Path(path) / "dataset_info.json").exists():
+                single = "must be left out: the folder holds a single data set"
+                require(split == "train", "data.args.split", split, single)
                 data = datasets.load_from_disk(path)
             else:
                 data = datasets.load_dataset(path, name, split=split)
+    except InputError:
+        raise
     except Exception as error:  # datasets may raise anything
         raise InputError(
             f"= {shown(f'hf:{path}')}: can't be read as split {shown(split)} ({in_short(error)}); "
