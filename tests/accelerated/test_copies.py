@@ -26,7 +26,10 @@ DECIDES = {"fedala": 11, "fedl2p": 0, "fedavg-kept": COHORT}
 """Algorithms whose loops end when a loss does, or that read a count of steps, with their waits."""
 DECIDES |= {"fedamp": 2, "fedpac": COHORT, "fedfomo": 4 * COHORT}
 """The same that look which parameters, classes or models count."""
-ROWS = {"fedamp": EVALUATED, "fedpac": EVALUATED, "fedfomo": 15}
+DECIDES |= {"moon": COHORT, "fedproto": COHORT, "fedproto-nearest": COHORT, "ifca": COHORT + 4}
+"""The same that look, once per agent and round, at their start or for the best model; the server of
+IFCA also at the share of each model."""
+ROWS = {"fedamp": EVALUATED, "fedpac": EVALUATED, "fedfomo": 9}
 """Algorithms that look up agents in the server's tables, with their copies in an evaluation."""
 
 
@@ -79,8 +82,9 @@ def test_an_evaluation(case, engine):
     # constants are made anew for each prediction, models are picked for each agent
     few = {"knn_per": 9, "fedfomo": 6}.get(case, 5)
     assert found["to_device"] <= few * EVALUATED
-    # a choice of weights, exits, parameters or models needs numbers
-    if case not in ("fedala", "scalefl", "fedamp", "fedfomo"):
+    # a choice of weights, exits, parameters, prototypes or models needs numbers
+    chooses = ("fedala", "scalefl", "fedamp", "fedfomo", "ifca", "fedem")
+    if case not in (*chooses, "fedproto", "fedproto-nearest"):
         assert found["synchronised"] == 0, accelerator.waits
 
 
