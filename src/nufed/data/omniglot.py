@@ -24,6 +24,7 @@ def omniglot14(
     samples: int | None = None,
     tasks: int | None = None,
     seed: int = 0,
+    newcomer_samples: int | None = None,
     scale: float = 1.0,
     shift: float = 0.0,
 ) -> Samples:
@@ -40,6 +41,7 @@ def omniglot14(
         tasks: agents of every alphabet, each with characters drawn at random: agents of one
             alphabet may share some. By default characters are dealt out, without overlap.
         seed: of these draws, independent of the run's seeds.
+        newcomer_samples: drawings of each character of evaluation alphabets; as ``samples``.
         scale, shift: inputs are ``scale`` + ``shift`` where there is ink, else ``shift``.
 
     >>> data = omniglot14()
@@ -51,7 +53,7 @@ def omniglot14(
         characters = Characters(
             archive["alphabet"], archive["character"], archive["alphabets"], archive["evaluation"]
         )
-    dealt = characters.deal(ways, samples, tasks, seed)
+    dealt = characters.deal(ways, samples, tasks, seed, newcomer_samples)
     bits = np.unpackbits(ink[dealt.rows], axis=1, count=SIDE * SIDE)
     return dealt.of(torch.from_numpy(bits.reshape(-1, SIDE, SIDE)), scale, shift)
 
@@ -94,23 +96,33 @@ class Characters:
     alphabets: Array
     evaluation: Array
 
-    def deal(self, ways: int, samples: int | None, tasks: int | None, seed: int) -> Tasks:
+    def deal(
+        self,
+        ways: int,
+        samples: int | None,
+        tasks: int | None,
+        seed: int,
+        newcomer_samples: int | None = None,
+    ) -> Tasks:
         """The tasks of all agents; the arguments are those of :func:`omniglot14`."""
-        for name, value, least in (("ways", ways, 2), ("samples", samples, 1), ("tasks", tasks, 1)):
+        given = (("ways", ways, 2), ("samples", samples, 1), ("tasks", tasks, 1))
+        for name, value, least in (*given, ("newcomer_samples", newcomer_samples, 1)):
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
             optional = value is None and name != "ways"
             require(whole or optional, name, value, f"must be a whole number, at least {least}")
         rows, labels, owners, unseen = [], [], [], []
         for number, name in enumerate(self.alphabets):
             rng = stream(seed, "omniglot", agent=number)
-            drawings = self._drawings(number)
+            drawings, most = self._drawings(number), samples
+            if self.evaluation[number] and newcomer_samples is not None:
+                most = newcomer_samples
             for task, characters in enumerate(_draw(list(drawings), ways, tasks, rng)):
                 owner = f"{name}-{task}"
                 unseen += [owner] * bool(self.evaluation[number])
                 for label, character in enumerate(characters):
                     drawn = drawings[character]
-                    if samples is not None:
-                        drawn = np.sort(rng.permutation(drawn)[:samples])
+                    if most is not None:
+                        drawn = np.sort(rng.permutation(drawn)[:most])
                     rows.append(drawn)
                     labels += [label] * len(drawn)
                     owners += [owner] * len(drawn)

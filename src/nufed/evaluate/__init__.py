@@ -1,6 +1,7 @@
 """Scores of global and personal models, and the step size of fine-tuning chosen for each method."""
 
 from nufed.evaluate.fits import Fit, can_be_drawn, fits
+from nufed.evaluate.guesses import Guesses, can_be_guessed, guesses
 from nufed.evaluate.metrics import METRICS, Metric, accuracy, auc, balanced_accuracy, f1
 from nufed.evaluate.scores import (
     GROUPS,
@@ -38,6 +39,7 @@ __all__ = [
     "EvalLr",
     "Evaluation",
     "Fit",
+    "Guesses",
     "Measure",
     "Metric",
     "ScaleChoice",
@@ -48,6 +50,7 @@ __all__ = [
     "auc",
     "balanced_accuracy",
     "can_be_drawn",
+    "can_be_guessed",
     "choose_step_sizes",
     "chooses",
     "evaluate_agent",
@@ -55,6 +58,7 @@ __all__ = [
     "evaluation_context",
     "f1",
     "fits",
+    "guesses",
     "majority_class",
     "nearest_centroid",
     "preferred",

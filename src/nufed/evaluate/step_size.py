@@ -29,6 +29,7 @@ import numpy as np
 
 from nufed.algorithms.protocol import Algorithm
 from nufed.evaluate.fits import Fit
+from nufed.evaluate.guesses import Guesses
 from nufed.evaluate.scores import ENOUGH_AGENTS, AgentScores, Measure
 
 FACTOR = 3.0  # between neighbouring scales of the coarse grid
@@ -121,7 +122,7 @@ class Evaluation:
     """Agents' scores with the step size as trained, and with the chosen one where there is one.
 
     ``gradients`` and ``hvps`` are the cost of the evaluation, including the choice; ``fits`` the
-    curves of some agents' models, where models are curves.
+    curves of some agents' models, where models are curves, ``guesses`` those on some images.
     """
 
     as_trained: list[AgentScores]
@@ -130,6 +131,7 @@ class Evaluation:
     gradients: int = 0
     hvps: int = 0
     fits: tuple[Fit, ...] = ()
+    guesses: tuple[Guesses, ...] = ()
 
     def scale(self, steps: int) -> float:
         """The scale of the step size that results show after ``steps`` steps."""

@@ -21,11 +21,13 @@ from nufed.evaluate import (
     Measure,
     Scoring,
     can_be_drawn,
+    can_be_guessed,
     choose_step_sizes,
     chooses,
     evaluate_with_choice,
     evaluation_context,
     fits,
+    guesses,
     majority_class,
     nearest_centroid,
     preferred,
@@ -121,9 +123,21 @@ class Evaluator:
             validate = self.scorer(progress, "validation", seen, steps)
         return evaluate_with_choice(score, validate, steps, measure, preferred(self.algorithm))
 
-    def with_fits(self, final: Final) -> Evaluation:
-        """The final scores with the curves of some agents' models, where models are curves."""
+    def with_examples(self, final: Final) -> Evaluation:
+        """The final scores with the curves of some agents' models, where models are curves, or with
+        their guesses on some images."""
         shown, evaluation = final
+        if can_be_guessed(self.setup.problem.example):
+            made = guesses(
+                self.algorithm,
+                self.engine.objective,
+                self.engine.federation,
+                to_send(self.algorithm, shown.server),
+                seed=self.engine.seed,
+                steps=self.setup.config.steps_evaluated,
+                scale=evaluation.scale,
+            )
+            return replace(evaluation, guesses=made)
         if not can_be_drawn(self.setup.problem.example):
             return evaluation
         curves = fits(

@@ -157,7 +157,7 @@ class MethodJob(Job):
 
         def finish() -> None:
             evaluator.write_personal_models(name, final, recorder.files.folder)
-            recorder.finish(evaluator.with_fits(final), progress, final.shown)
+            recorder.finish(evaluator.with_examples(final), progress, final.shown)
 
         return entries, finish
 

@@ -7,7 +7,10 @@ curves, training, agents and their samples), and those of ``nufed bounds``, ``nu
 
 from __future__ import annotations
 
+import base64
 import math
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain
@@ -76,6 +79,8 @@ def all_charts(runs: Sequence[Run]) -> Iterator[Chart]:
     look, groups = Look.of(runs), all_groups(runs)
     if len(runs) == 1 and (curves := fits_chart(runs[0])):
         yield "fits", fits_caption(runs[0]), curves
+    if len(runs) == 1 and (guessed := guesses_chart(runs[0], look)):
+        yield "guesses", guesses_caption(runs[0], look), guessed
     if key := one_differing_key(runs):
         yield from _charts_by_key(runs, key, look)
     for name, words, chart_of in _charts_of_scores(runs, groups, look):
@@ -588,6 +593,97 @@ def fits_caption(run: Run) -> str:
     _, fits = _fits(run)[0]
     who = "agents" if fits[0].seen else "newcomers, which took no part in training"
     return caption("fits", agents=f"{len(fits)} {who}", seed=run.config.seeds[0])
+
+
+def guesses_chart(run: Run, look: Look) -> Any | None:
+    """Some newcomers' images with the guesses before, during and after fine-tuning, beside the
+    scores of newcomers by round; None without any.
+
+    A guess is drawn as an image of the guessed class, on the ground of whether it is right.
+    """
+    shown = _guesses(run)
+    if shown is None:
+        return None
+    _, seen = shown
+    titles = _guess_titles(len(seen[0].guessed) - 1)
+    rows = []
+    for row, (each, number) in enumerate((g, n) for g in seen for n in range(len(g.images))):
+        images = dict(zip(each.classes, each.examples, strict=True))
+        place = {"row": row, "who": f"newcomer {each.name}"}
+        rows.append({**place, "column": DRAWING, "image": _png(each.images[number], each.sides)})
+        for steps, title in titles.items():
+            guess = each.guessed[steps][number]
+            right = "right" if guess == each.labels[number] else "wrong"
+            image = _png(images[guess], each.sides) if guess in images else ""
+            rows.append({**place, "column": title, "image": image, "guess": right})
+    columns = [DRAWING, *titles.values()]
+    base = alt.Chart(alt.InlineData(values=rows)).encode(
+        x=alt.X("column:N", sort=columns, title=None, axis=alt.Axis(orient="top", labelAngle=0)),
+        y=alt.Y("row:O", title=None, axis=None),
+        tooltip=["who:N", "column:N", "guess:N"],
+    )
+    verdict = alt.Scale(domain=["right", "wrong"], range=["#009E73", "#D55E00"])
+    ground = (
+        base.transform_filter("isValid(datum.guess)")
+        .mark_square(size=GUESS**2, opacity=1)
+        .encode(color=alt.Color("guess:N", scale=verdict, title="the guess is"))
+    )
+    image = base.mark_image(width=GUESS - 6, height=GUESS - 6).encode(url="image:N")
+    picture = (ground + image).properties(
+        width=(GUESS + 22) * len(columns), height=(GUESS + 4) * (row + 1)
+    )
+    curves = rounds_chart(run, "unseen", look)
+    return alt.hconcat(picture, curves, spacing=40).resolve_scale(color="independent")
+
+
+def guesses_caption(run: Run, look: Look) -> str:
+    """What the picture shows."""
+    shown = _guesses(run)
+    assert shown is not None
+    method, some = shown
+    words = caption("guesses", agents=len(some), method=method, seed=run.config.seeds[0])
+    return words + (" " + caption("edges") if look.clipped else "")
+
+
+DRAWING = "drawing"
+GUESS = 34  # of a guess, in pixels
+
+
+def _guess_titles(steps: int) -> dict[int, str]:
+    """The numbers of fine-tuning steps that are drawn, with their titles."""
+    numbers = sorted({0, *(n for n in (1, 3) if n < steps), steps})
+    return {n: "before" if not n else f"{n} step{'s' * (n != 1)}" for n in numbers}
+
+
+def _guesses(run: Run) -> tuple[str, list[Any]] | None:
+    """The method that is trained for the most steps, and its first seed's guesses."""
+    firsts = {name: next(iter(seeds.values())).guesses for name, seeds in run.methods.items()}
+    algorithms = run.config.algorithms()
+    known = [name for name, some in firsts.items() if some]
+    if not known:
+        return None
+    method = max(known, key=lambda name: algorithms[name].adaptation.steps)
+    return method, firsts[method]
+
+
+def _png(pixels: str, sides: tuple[int, int]) -> str:
+    """An image of ink on white as a data address of a PNG file."""
+    height, width = sides
+    ink = 255 - np.frombuffer(bytes.fromhex(pixels), np.uint8).reshape(height, width)
+    lines = b"".join(b"\0" + row.tobytes() for row in ink.repeat(3, 0).repeat(3, 1))
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    header = struct.pack(">IIBBBBB", 3 * width, 3 * height, 8, 0, 0, 0, 0)
+    parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines, 9)), chunk(b"IEND", b"")
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def _fits(run: Run) -> list[tuple[str, list[Any]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nufed.lab.analysis.comparison import Finding, find_best, practically_equal
+from nufed.lab.analysis.per_round import gain_of_steps
 from nufed.lab.report.tables import (
     difference_format,
     evaluated_agents,
@@ -13,7 +14,7 @@ from nufed.lab.report.tables import (
     steps_shown,
 )
 from nufed.lab.runs import Row, Run
-from nufed.lab.runs.results import Paired
+from nufed.lab.runs.results import Estimate, Paired
 
 MAX_NAMED = 3  # methods in a sentence
 NULLS = {
@@ -29,7 +30,34 @@ def headline(run: Run) -> str:
     if not run.rows():
         return measured(run)
     trained = {row.group for row in run.rows() if row.kind == "method"}
-    return " ".join([*(finding(run, g) for g in run.groups if g in trained), measured(run)])
+    found = [finding(run, g) for g in run.groups if g in trained]
+    return " ".join([*found, *gains_and_costs(run), measured(run)])
+
+
+def gains_and_costs(run: Run) -> list[str]:
+    """Two sentences where methods differ in ν: what a larger one gains per round, and its cost."""
+    gain = gain_of_steps(run)
+    if gain is None:
+        return []
+    many, one = gain.many, gain.one
+    return [
+        f"Per round, {many} gains: {_change(run, gain.per_round)} over {one} after {gain.rounds} "
+        f"rounds, on agents {gain.group} in training.",
+        f"It costs {gain.work:.3g} times the gradients: at equal gradients ({gain.equal_round} "
+        f"rounds of {many}), {_change(run, gain.per_gradient)}.",
+    ]
+
+
+def _change(run: Run, change: Estimate) -> str:
+    """A difference with its interval over seeds."""
+    percent = run.measure.name == "accuracy"
+    factor, unit = (100, " points") if percent else (1, "")
+    digits = ".1f" if percent else ".3g"
+    sign = "+" if change.mean > 0 else "−"
+    text = f"{sign}{abs(factor * change.mean):{digits}}"
+    if change.half_width is not None:
+        text += f" ± {factor * change.half_width:{digits}}"
+    return text + unit
 
 
 def finding(run: Run, group: str = "seen") -> str:

@@ -35,7 +35,7 @@ from nufed.lab.runs import Run
 
 # the charts of each part of the page, by how their names begin; others come last
 PARTS = {
-    "first": ("fits", "by-key-seen"),
+    "first": ("fits", "guesses", "by-key-seen"),
     "scores": ("results-seen",),
     "unseen": ("by-key-unseen", "results-unseen", "rounds-unseen", "gradients-unseen"),
     "training": ("rounds-seen", "gradients-seen", "training-", "steps"),

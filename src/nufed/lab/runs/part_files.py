@@ -50,6 +50,7 @@ from nufed.lab.runs.directory import RunDirectory
 from nufed.lab.runs.json_files import checked, finite
 from nufed.lab.runs.records import (
     FITS,
+    GUESSES,
     SCORES,
     STEP_SIZES,
     Done,
@@ -233,9 +234,18 @@ BASELINE_FILES = ("agents.jsonl",)
 CHOSEN_FILE, STEP_SIZES_FILE = "agents-chosen.jsonl", "step-sizes.json"
 WARNINGS_FILE = "warnings.jsonl"  # where there were any
 FITS_FILE = "fits.jsonl"  # where models are curves
+GUESSES_FILE = "guesses.jsonl"  # where samples are small images
 LAST_FILE = "model-last.safetensors"  # where results show the model of an earlier round
 RESAMPLED_FILE = "resampled.jsonl"  # where agents are few: of the scores that results show
-OPTIONAL = (CHOSEN_FILE, STEP_SIZES_FILE, WARNINGS_FILE, FITS_FILE, LAST_FILE, RESAMPLED_FILE)
+OPTIONAL = (
+    CHOSEN_FILE,
+    STEP_SIZES_FILE,
+    WARNINGS_FILE,
+    FITS_FILE,
+    GUESSES_FILE,
+    LAST_FILE,
+    RESAMPLED_FILE,
+)
 
 
 class PartFiles:
@@ -472,6 +482,8 @@ def _score_files(evaluation: Evaluation) -> dict[str, bytes]:
     if any(agent.resampled for agent in shown):
         lines = ({"agent": agent.agent, "scores": agent.resampled} for agent in shown)
         files[RESAMPLED_FILE] = _lines(lines)
+    if evaluation.guesses:
+        files[GUESSES_FILE] = _lines(map(GUESSES.record, evaluation.guesses))
     if evaluation.fits:
         files[FITS_FILE] = _lines(map(FITS.record, evaluation.fits))
     return files

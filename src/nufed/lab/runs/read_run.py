@@ -24,6 +24,7 @@ from nufed.lab.runs.part_files import (
     DONE,
     FILES,
     FITS_FILE,
+    GUESSES_FILE,
     OPTIONAL,
     RESAMPLED_FILE,
     STEP_SIZES_FILE,
@@ -33,6 +34,7 @@ from nufed.lab.runs.part_files import (
 from nufed.lab.runs.provenance import Provenance
 from nufed.lab.runs.records import (
     FITS,
+    GUESSES,
     SCORES,
     STEP_SIZES,
     Failure,
@@ -189,6 +191,11 @@ class _Reader:
         if any(len(fit.predicted) != self._config.steps_evaluated + 1 for fit in fits):
             raise RunError(f"{folder / FITS_FILE} is invalid: it must have a curve for every step")
         part = Trained(metrics, scores, chosen, sizes, fits=fits, shown=done.shown)
+        if GUESSES_FILE in done.files:
+            guesses = read_lines(folder / GUESSES_FILE, GUESSES)
+            if any(len(each.guessed) != self._config.steps_evaluated + 1 for each in guesses):
+                raise RunError(f"{folder / GUESSES_FILE} is invalid: it must have every step")
+            part = replace(part, guesses=guesses)
         if WARNINGS_FILE in done.files:
             part = replace(part, warnings=read_lines(folder / WARNINGS_FILE, WarningLine))
         if RESAMPLED_FILE in done.files:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from string import hexdigits
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ from pydantic import (
 from nufed.algorithms.protocol import Algorithm, State
 from nufed.data import Preparation
 from nufed.data.samples import InputRange
-from nufed.evaluate import AgentScores, Evaluation, Fit, Measure, StepSizes, summarise
+from nufed.evaluate import AgentScores, Evaluation, Fit, Guesses, Measure, StepSizes, summarise
 from nufed.lab.config.describe import optional
 from nufed.lab.runs.json_files import (
     Count,
@@ -309,11 +310,22 @@ def _check_fit(fit: Fit) -> None:
     require_fit(ok, "inputs and outputs differ in number")
 
 
-# the lines of agents.jsonl and fits.jsonl, and step-sizes.json
+def _check_guesses(guesses: Guesses) -> None:
+    pixels = 2 * guesses.sides[0] * guesses.sides[1]
+    images = (*guesses.images, *guesses.examples)
+    hexadecimal = all(len(image) == pixels and set(image) <= set(hexdigits) for image in images)
+    require_fit(hexadecimal, "images must be two hexadecimal digits per pixel")
+    pairs = [(guesses.images, guesses.labels), (guesses.examples, guesses.classes)]
+    pairs += [(guesses.images, guessed) for guessed in guesses.guessed]
+    require_fit(all(len(a) == len(b) for a, b in pairs), "images and classes differ in number")
+
+
+# the lines of agents.jsonl, fits.jsonl and guesses.jsonl, and step-sizes.json
 SCORES = DataclassJson(
     AgentScores, omitted=("resampled", "group_loss"), check=_check_scores, test_samples=Count
 )
 FITS = DataclassJson(Fit, check=_check_fit)
+GUESSES = DataclassJson(Guesses, check=_check_guesses)
 STEP_SIZES = DataclassJson(StepSizes, tried=tuple[Scale, ...])
 
 

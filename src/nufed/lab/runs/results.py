@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from nufed.evaluate import AgentScores, Fit, Measure, StepSizes, Summary, summarise
+from nufed.evaluate import AgentScores, Fit, Guesses, Measure, StepSizes, Summary, summarise
 from nufed.lab.runs.records import MetricsLine, WarningLine
 
 # 97.5 % quantiles of Student's t for 1 … 30 degrees of freedom
@@ -66,6 +66,7 @@ class Trained:
     step_sizes: StepSizes | None = None
     warnings: list[WarningLine] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
+    guesses: list[Guesses] = field(default_factory=list)
     shown: int | None = None
 
     @property
