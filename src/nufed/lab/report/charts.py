@@ -633,7 +633,10 @@ def guesses_chart(run: Run, look: Look) -> Any | None:
         width=(GUESS + 22) * len(columns), height=(GUESS + 4) * (row + 1)
     )
     curves = rounds_chart(run, "unseen", look)
-    return alt.hconcat(picture, curves, spacing=40).resolve_scale(color="independent")
+    padding, curves.padding = curves.padding, alt.Undefined  # only the whole may have these two
+    curves.autosize = alt.Undefined
+    both = alt.hconcat(picture, curves, spacing=40, padding=padding)
+    return both.resolve_scale(color="independent", shape="independent")
 
 
 def guesses_caption(run: Run, look: Look) -> str:

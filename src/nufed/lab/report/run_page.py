@@ -11,7 +11,7 @@ from nufed.errors import InputError, visible
 from nufed.lab.report.analysis_tables import bounds_notes, bounds_tables
 from nufed.lab.report.charts import all_charts, bounds_charts
 from nufed.lab.report.figures import Chart
-from nufed.lab.report.headline import finding, measured
+from nufed.lab.report.headline import finding, gains_and_costs, measured
 from nufed.lab.report.page import Block, Charts, Folded, Page, Section, Text, Warned, note
 from nufed.lab.report.tables import (
     Table,
@@ -108,7 +108,8 @@ def _headline(runs: Sequence[Run]) -> Iterator[Block]:
 
 def _findings(run: Run) -> list[Markup]:
     """What was found of each group of agents, without line breaks between numbers and units."""
-    escaped = [str(escape(visible(finding(run, group)))) for group in all_groups([run])]
+    texts = [*(finding(run, group) for group in all_groups([run])), *gains_and_costs(run)]
+    escaped = [str(escape(visible(text))) for text in texts]
     return [Markup(x.replace(" %", "&nbsp;%").replace(" ± ", "&nbsp;±&nbsp;")) for x in escaped]
 
 
