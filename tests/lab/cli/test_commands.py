@@ -180,7 +180,7 @@ def test_data_list_says_what_is_here_and_how_to_get_the_rest(tmp_path, nufed, mo
     cited = {
         name for name, entry in listed["data"].items() if entry["citation"] and entry["licence"]
     }
-    assert cited == states.keys() - {"sinusoid"}  # which is generated
+    assert cited == states.keys() - {"sinusoid", "sensors"}  # which are generated
     assert states == {
         "digits": "present",
         "cifar10": "missing",
@@ -190,6 +190,7 @@ def test_data_list_says_what_is_here_and_how_to_get_the_rest(tmp_path, nufed, mo
         "omniglot14": "present",
         "omniglot": "missing",
         "sinusoid": "present",
+        "sensors": "present",
         "heart": "present",
         "shakespeare": "missing",
         "intents": "missing",

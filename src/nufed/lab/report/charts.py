@@ -632,7 +632,7 @@ def guesses_chart(run: Run, look: Look) -> Any | None:
     picture = (ground + image).properties(
         width=(GUESS + 22) * len(columns), height=(GUESS + 4) * (row + 1)
     )
-    curves = rounds_chart(run, "unseen", look)
+    curves = rounds_chart(run, "unseen", look).properties(width=BESIDE)
     padding, curves.padding = curves.padding, alt.Undefined  # only the whole may have these two
     curves.autosize = alt.Undefined
     both = alt.hconcat(picture, curves, spacing=40, padding=padding)
@@ -649,7 +649,7 @@ def guesses_caption(run: Run, look: Look) -> str:
 
 
 DRAWING = "drawing"
-GUESS = 34  # of a guess, in pixels
+GUESS, BESIDE = 34, 350  # of a guess, and of the curves beside, in pixels
 
 
 def _guess_titles(steps: int) -> dict[int, str]:
