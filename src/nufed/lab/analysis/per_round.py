@@ -57,20 +57,23 @@ def gain_of_steps(run: Run) -> Gain | None:
     scores = {
         name: {
             seed: {
-                m.round: m.evaluation[group].score[shown]
+                m.round: score
                 for m in t.metrics
                 if group in m.evaluation
+                and (score := m.evaluation[group].score[shown]) is not None  # it diverged
             }
             for seed, t in run.methods[name].items()
         }
         for name in (many, one)
     }
     seeds = sorted(scores[many].keys() & scores[one].keys())
+    if not seeds:
+        return None
     both = set.intersection(*(set(scores[n][s]) for n in (many, one) for s in seeds))
     rounds = max((k for k in both if k <= min(ends)), default=0)
     of_many = set.intersection(*(set(scores[many][s]) for s in seeds))
     fair = max((k for k in of_many if done[k] <= whole[ends[1]]), default=0)
-    if not rounds or not fair:
+    if not rounds or not fair or any(ends[1] not in scores[one][s] for s in seeds):
         return None
 
     def differences(at_many: int, at_one: int) -> Estimate:
