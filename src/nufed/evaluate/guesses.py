@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from nufed.algorithms.protocol import Algorithm, State
 from nufed.data import Federation, Samples
-from nufed.evaluate.scores import evaluation_context, outputs_of
-from nufed.objective import Objective
+from nufed.evaluate.scores import Predict, evaluation_context, outputs_of
+from nufed.objective import Inputs, Objective
 from nufed.server import Downlink
 
 AGENTS = 3  # newcomers whose guesses are recorded
@@ -83,7 +84,7 @@ def guesses(
             evaluation_context(federation, objective, batches, batches.samples),
             Downlink.of(received).to(agent),
             None,
-            lambda predict, tensors, inputs=inputs: predict(tensors, inputs),
+            partial(_answer, inputs=inputs),
             steps=steps,
             scales=scales,
         )
@@ -101,6 +102,10 @@ def guesses(
             )
         )
     return tuple(made)
+
+
+def _answer(predict: Predict, tensors: State, *, inputs: Inputs) -> Tensor:
+    return predict(tensors, inputs)
 
 
 def _first_of_each(targets: Tensor, rows: list[int]) -> tuple[tuple[int, ...], list[int]]:
