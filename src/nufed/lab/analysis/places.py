@@ -187,7 +187,8 @@ def over_samples(
     picked = rng.integers(resamples, size=(draws, agents))
     moved = stacked[:, seed, np.arange(agents), picked].mean(axis=2)
     means = np.array([np.mean([each.mean() for each in by_seed]) for by_seed in scores])
-    return means + moved.T
+    drawn: Array = means + moved.T
+    return drawn
 
 
 def bootstrap(scores: Sequence[Sequence[Array]], draws: int = DRAWS) -> Array:
