@@ -44,6 +44,7 @@ from nufed.lab.analysis.places import (
 from nufed.lab.config import Config, load_config, presets
 from nufed.lab.config.describe import every_setting
 from nufed.lab.config.load import read_tables
+from nufed.lab.config.methods import named_after
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.experiment.evaluation import Evaluator
 from nufed.lab.experiment.setup import Setup
@@ -108,9 +109,12 @@ def method_config(
         name: of the method.
         table: its settings, and ``rounds`` and ``participation`` if they are not the problem's.
     """
-    own = dict(table)
-    run: dict[str, Any] = {key: own.pop(key) for key in ("rounds", "participation") if key in own}
-    cls = ALGORITHMS.find(f"methods.{name}.algorithm", own.setdefault("algorithm", name))
+    settings = dict(table)
+    run: dict[str, Any] = {
+        key: settings.pop(key) for key in ("rounds", "participation") if key in settings
+    }
+    settings["algorithm"] = settings.get("algorithm") or named_after(name)
+    cls = ALGORITHMS.find(f"methods.{name}.algorithm", settings["algorithm"])
     known = {setting.name for setting, _ in every_setting(cls)}
     shared = {key: value for key, value in problem.get("method", {}).items() if key in known}
     tune = {"budget": float(protocol.trials), "per": "trial", "sampler": "random", "halvings": 0}
@@ -119,7 +123,7 @@ def method_config(
             **{k: v for k, v in problem.items() if k not in ("method", "methods", "tuned")},
             **run,
             "method": {},
-            "methods": {name: {**shared, **own}},
+            "methods": {name: {**shared, **settings}},
             "seeds": [protocol.search_seed, *protocol.seeds, *protocol.more_seeds],
             "eval_steps": protocol.last,
             "baselines": [],
@@ -167,19 +171,21 @@ class Contender:
         Step sizes without one take that of ``meta_lr``. A setting that does not change training is
         left out: the step size of fine-tuning is chosen at every evaluation.
         """
-        found: dict[str, Any] = {}
+        searched: dict[str, Any] = {}
         for key, (setting, _) in active_settings(self.setup.algorithms[self.name]):
             declared = setting.setting.search
             if declared is None and key not in self.ranges:
                 continue
-            own = self.ranges.get(key)
-            if own is None and declared is not None:
+            limits = self.ranges.get(key)
+            if limits is None and declared is not None:
                 steps = self.ranges.get("meta_lr") if declared.step_size else None
-                own = steps or [declared.low, declared.high]
-            assert own is not None
-            if len(own) > 2 or any(matters(self.setup, self.name, key, value) for value in own):
-                found[key] = own
-        return found
+                limits = steps or [declared.low, declared.high]
+            assert limits is not None
+            if len(limits) > 2 or any(
+                matters(self.setup, self.name, key, value) for value in limits
+            ):
+                searched[key] = limits
+        return searched
 
     def work(self, hvp: float = HVP_WORK) -> float:
         """The predicted work of a round, in gradients, of which a Hessian-vector product counts as
@@ -423,7 +429,7 @@ def _rung(record: Mapping[str, Any], rounds: int) -> RungScore:
 
 def _nearest(federation: Federation, agents: Sequence[int]) -> list[list[float]]:
     """The accuracy of the nearest class mean at every agent, on the samples that are scored."""
-    found = []
+    accuracies = []
     for agent in agents:
         rows, scored = federation.split.train[agent], federation.scored_rows(agent)
         inputs, targets = federation.take(rows)
@@ -432,8 +438,8 @@ def _nearest(federation: Federation, agents: Sequence[int]) -> list[list[float]]
         classes = torch.tensor(sorted(set(targets.tolist())))
         means = torch.stack([points[targets == each].mean(dim=0) for each in classes])
         guess = classes[torch.cdist(queries, means).argmin(dim=1)]
-        found.append([float((guess == right).double().mean())])
-    return found
+        accuracies.append([float((guess == right).double().mean())])
+    return accuracies
 
 
 def _column(scores: Sequence[AgentScores], step: int) -> list[list[float]]:
@@ -485,15 +491,15 @@ def compare(
         say: called with what is being done.
         protocol: its numbers.
     """
-    tables, own = _tables_of(problem), read_tables(source)
-    if not own.get("methods"):
+    tables, mine = _tables_of(problem), read_tables(source)
+    if not mine.get("methods"):
         raise InputError(f"{source} has no [methods.NAME]: name at least one to compare")
     best = next(iter(tables["methods"]))
     records: dict[str, dict[str, Any]] = {}
     higher = True
-    for name, table in {**own["methods"], f"{best} (board)": None}.items():
+    for name, table in {**mine["methods"], f"{best} (board)": None}.items():
         settings = tables["methods"][best] if table is None else table
-        given = {} if table is None else own.get("tune", {}).get("methods", {}).get(name, {})
+        given = {} if table is None else mine.get("tune", {}).get("methods", {}).get(name, {})
         key, ranges = best if table is None else name, {**tables["tune"]["ranges"], **given}
         contender = Contender.of(tables, key, settings, ranges, protocol=protocol)
         higher = contender.setup.measure.higher_is_better

@@ -138,16 +138,16 @@ def places(
     gaps = drawn - drawn[:, :1]
     raw = [_two_sided(gaps[:, k]) for k in range(1, len(names))]
     corrected = holm(raw)
-    found = {names[0]: Place(1, (int(low[0]), int(high[0])))}
+    standing = {names[0]: Place(1, (int(low[0]), int(high[0])))}
     for k, name in enumerate(names[1:], 1):
-        found[name] = Place(
+        standing[name] = Place(
             k + 1,
             (int(low[k]), int(high[k])),
             float(means[k] - means[0]),
             _interval(gaps[:, k]),
             corrected[k - 1],
         )
-    return found
+    return standing
 
 
 def _drawn(
@@ -232,11 +232,11 @@ def differences(
 ) -> dict[str, Place]:
     """The others minus one method, each on the seeds that both have; ranks are not given."""
     raw: dict[str, tuple[float, Array]] = {}
-    for name, own in scores.items():
+    for name, by_seed in scores.items():
         if name != against:
-            seeds = sorted(set(own) & set(scores[against]))
+            seeds = sorted(set(by_seed) & set(scores[against]))
             drawn = _drawn(scores, resampled, [name, against], seeds)
-            gap = mean(own, seeds) - mean(scores[against], seeds)
+            gap = mean(by_seed, seeds) - mean(scores[against], seeds)
             raw[name] = gap, drawn[:, 0] - drawn[:, 1]
     corrected = holm([_two_sided(gaps) for _, gaps in raw.values()])
     return {

@@ -109,12 +109,12 @@ def presets() -> dict[str, str]:
 def _shipped() -> dict[str, Traversable]:
     """The files of presets by name."""
     folder = files("nufed.lab.config") / "presets"
-    found: dict[str, Traversable] = {}
+    shipped: dict[str, Traversable] = {}
     for entry in sorted(folder.iterdir(), key=lambda entry: (entry.is_dir(), entry.name)):
         inside = sorted(entry.iterdir(), key=lambda file: file.name) if entry.is_dir() else [entry]
         group = f"{entry.name}/" if entry.is_dir() else ""
-        found |= {f"{group}{file.name.removesuffix('.toml')}": file for file in inside}
-    return found
+        shipped |= {f"{group}{file.name.removesuffix('.toml')}": file for file in inside}
+    return shipped
 
 
 def only_methods(source: str | Path | Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
