@@ -44,6 +44,7 @@ from nufed.lab.analysis.places import (
 from nufed.lab.config import Config, load_config, presets
 from nufed.lab.config.describe import every_setting
 from nufed.lab.config.load import read_tables
+from nufed.lab.config.methods import named_after
 from nufed.lab.config.problem import Given, Problem
 from nufed.lab.experiment.evaluation import Evaluator
 from nufed.lab.experiment.setup import Setup
@@ -109,9 +110,11 @@ def method_config(
         table: its settings, and ``rounds`` and ``participation`` if they are not the problem's.
     """
     settings = dict(table)
-    of_run = [key for key in ("rounds", "participation") if key in settings]
-    run: dict[str, Any] = {key: settings.pop(key) for key in of_run}
-    cls = ALGORITHMS.find(f"methods.{name}.algorithm", settings.setdefault("algorithm", name))
+    run: dict[str, Any] = {
+        key: settings.pop(key) for key in ("rounds", "participation") if key in settings
+    }
+    settings["algorithm"] = settings.get("algorithm") or named_after(name)
+    cls = ALGORITHMS.find(f"methods.{name}.algorithm", settings["algorithm"])
     known = {setting.name for setting, _ in every_setting(cls)}
     shared = {key: value for key, value in problem.get("method", {}).items() if key in known}
     tune = {"budget": float(protocol.trials), "per": "trial", "sampler": "random", "halvings": 0}
@@ -173,15 +176,15 @@ class Contender:
             declared = setting.setting.search
             if declared is None and key not in self.ranges:
                 continue
-            values = self.ranges.get(key)
-            if values is None and declared is not None:
+            limits = self.ranges.get(key)
+            if limits is None and declared is not None:
                 steps = self.ranges.get("meta_lr") if declared.step_size else None
-                values = steps or [declared.low, declared.high]
-            assert values is not None
-            if len(values) > 2 or any(
-                matters(self.setup, self.name, key, value) for value in values
+                limits = steps or [declared.low, declared.high]
+            assert limits is not None
+            if len(limits) > 2 or any(
+                matters(self.setup, self.name, key, value) for value in limits
             ):
-                searched[key] = values
+                searched[key] = limits
         return searched
 
     def work(self, hvp: float = HVP_WORK) -> float:
@@ -488,15 +491,15 @@ def compare(
         say: called with what is being done.
         protocol: its numbers.
     """
-    tables, compared = _tables_of(problem), read_tables(source)
-    if not compared.get("methods"):
+    tables, mine = _tables_of(problem), read_tables(source)
+    if not mine.get("methods"):
         raise InputError(f"{source} has no [methods.NAME]: name at least one to compare")
     best = next(iter(tables["methods"]))
     records: dict[str, dict[str, Any]] = {}
     higher = True
-    for name, table in {**compared["methods"], f"{best} (board)": None}.items():
+    for name, table in {**mine["methods"], f"{best} (board)": None}.items():
         settings = tables["methods"][best] if table is None else table
-        given = {} if table is None else compared.get("tune", {}).get("methods", {}).get(name, {})
+        given = {} if table is None else mine.get("tune", {}).get("methods", {}).get(name, {})
         key, ranges = best if table is None else name, {**tables["tune"]["ranges"], **given}
         contender = Contender.of(tables, key, settings, ranges, protocol=protocol)
         higher = contender.setup.measure.higher_is_better

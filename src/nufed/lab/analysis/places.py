@@ -138,16 +138,16 @@ def places(
     gaps = drawn - drawn[:, :1]
     raw = [_two_sided(gaps[:, k]) for k in range(1, len(names))]
     corrected = holm(raw)
-    places = {names[0]: Place(1, (int(low[0]), int(high[0])))}
+    standing = {names[0]: Place(1, (int(low[0]), int(high[0])))}
     for k, name in enumerate(names[1:], 1):
-        places[name] = Place(
+        standing[name] = Place(
             k + 1,
             (int(low[k]), int(high[k])),
             float(means[k] - means[0]),
             _interval(gaps[:, k]),
             corrected[k - 1],
         )
-    return places
+    return standing
 
 
 def _drawn(
