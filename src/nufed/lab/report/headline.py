@@ -30,8 +30,8 @@ def headline(run: Run) -> str:
     if not run.rows():
         return measured(run)
     trained = {row.group for row in run.rows() if row.kind == "method"}
-    found = [finding(run, g) for g in run.groups if g in trained]
-    return " ".join([*found, *gains_and_costs(run), measured(run)])
+    scored = [finding(run, g) for g in run.groups if g in trained]
+    return " ".join([*scored, *gains_and_costs(run), measured(run)])
 
 
 def gains_and_costs(run: Run) -> list[str]:
