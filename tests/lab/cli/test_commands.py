@@ -187,6 +187,7 @@ def test_data_list_says_what_is_here_and_how_to_get_the_rest(tmp_path, nufed, mo
         "cifar100": "present",
         "fashion-mnist": "missing",
         "mnist-writers": "missing",
+        "digit-tasks": "missing",
         "omniglot14": "present",
         "omniglot": "missing",
         "sinusoid": "present",

@@ -88,6 +88,8 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         raise input_error(error, _keys_with_methods(tables), dict(known_fields())) from None
     distinct = len(set(config.seeds)) == len(config.seeds)
     require(distinct, "seeds", config.seeds, "seeds must be distinct")
+    allowed = "is for all methods: write it at the top, or in [methods.NAME]"
+    require(config.method.rounds is None, "method.rounds", config.method.rounds, allowed)
     one = not (config.data.unseen and config.data.unseen_agents)
     allowed = (
         f"must not be given with data.unseen_agents = {config.data.unseen_agents}; set that to 0, "

@@ -22,7 +22,6 @@ from pydantic import (
     ConfigDict,
     Field,
     field_serializer,
-    field_validator,
 )
 
 from nufed.algorithms.compression import CODECS, Codec, TopK
@@ -499,13 +498,6 @@ class Config(_Table):
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     methods: dict[Name, MethodConfig] = {}
-
-    @field_validator("method")
-    @classmethod
-    def _no_rounds(cls, table: MethodConfig) -> MethodConfig:
-        if table.rounds is None:
-            return table
-        raise ValueError("without rounds: write them at the top, or in [methods.NAME]")
 
     faults: FaultsConfig = FaultsConfig()
     federation: FederationConfig = optional(FederationConfig())
