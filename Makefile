@@ -4,13 +4,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run federation test test-slow test-cluster test-federation test-deployment test-offline soak bench peers attacks external paper board format clean
+.PHONY: run federation docs test test-slow test-lowest test-cluster test-federation test-deployment test-offline soak bench peers attacks external paper board package format clean
 
-run: $(READY)            ## train four methods on sine waves and print the path of the report
+run: $(READY)-run        ## train four methods on sine waves and print the path of the report
 	$(BIN)/nufed run sinusoid
 
-federation: $(READY)     ## a server and four sites on this machine, with TLS and keys, on Flower
+federation: $(READY)-flower ## a server and four sites on this machine, with TLS and keys, on Flower
 	$(BIN)/nufed federate local examples/federation
+
+docs: $(READY)           ## the site in docs/_build/html, with warnings as errors and without a network
+	rm -rf docs/_build
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 docs docs/_build/html
+	@echo docs/_build/html/index.html
 
 # processes that tests start import nufed from bytecode
 test: export PYTHONDONTWRITEBYTECODE =
@@ -66,7 +71,7 @@ attacks: $(READY)        ## every attack against every aggregation rule: about h
 external: $(READY)       ## published numbers of NIID-Bench, and ours in its setting: about four hours of a core
 	$(BIN)/python benchmarks/external.py
 
-paper: $(READY)          ## the paper's experiments and extensions, in stages: about three hours
+paper: $(READY)          ## the paper's experiments and extensions, in stages: about nine hours of two cores
 	$(BIN)/python -m paper
 
 paper-%: $(READY)        ## one stage of it: make paper-fig1
@@ -78,16 +83,42 @@ board: $(READY)          ## every method, tuned, on every problem: up to 16 hour
 board-%: $(READY)        ## one problem of it: make board-sensors
 	$(BIN)/python -m board $*
 
+LOWEST := .venv-lowest
+test-lowest:             ## the core at the lower ends of pyproject.toml's ranges, in an environment of its own
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) tools/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e . \
+	  pytest pytest-timeout hypothesis scipy
+	$(LOWEST)/bin/python examples/core.py
+	$(LOWEST)/bin/nufed run sinusoid rounds=3 --out $(LOWEST)/run --force
+	$(LOWEST)/bin/pytest -q tests/meta tests/objective tests/algorithms tests/data tests/server
+
+PACKAGE := .venv-package
+package:                 ## sdist and wheel in dist/, checked, and the wheel installed in an environment of its own
+	test -x $(PACKAGE)/bin/python || $(PYTHON) -m venv $(PACKAGE)
+	$(PACKAGE)/bin/python -m pip install --quiet --disable-pip-version-check build twine check-wheel-contents
+	rm -rf dist
+	$(PACKAGE)/bin/python -m build --outdir dist .
+	$(PACKAGE)/bin/twine check --strict dist/*
+	$(PACKAGE)/bin/check-wheel-contents dist/*.whl
+	$(PACKAGE)/bin/python -m venv --clear $(PACKAGE)/wheel
+	$(PACKAGE)/wheel/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" dist/*.whl
+	cd $(PACKAGE) && wheel/bin/python -m nufed --version
+
 format: $(READY)         ## format, and apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:                   ## remove the environment and caches; runs are kept
-	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) $(PEERS) $(LOWEST) $(PACKAGE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml constraints.txt
+# `run` needs the package alone, `federation` Flower too, everything else all of it
+$(READY)-run: EXTRAS :=
+$(READY)-flower: EXTRAS := [flower]
+$(READY): EXTRAS := [dev]
+$(READY) $(READY)-run $(READY)-flower: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("nufed needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$(EXTRAS)"
+	touch $@ $(if $(filter [dev],$(EXTRAS)),$(READY)-run $(READY)-flower)

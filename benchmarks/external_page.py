@@ -37,6 +37,7 @@ def write(found: Mapping[str, Any], page: Path) -> None:
         methods=list(METHODS.values()),
         tables=[_table(name, own) for name, own in found.items()],
         checks=_checks(found),
+        flat=_flat(found.get("cifar10", {})),
         unfinished=[
             f"{NAMES[name]} was trained for {own['rounds']} rounds"
             for name, own in found.items()
@@ -44,6 +45,15 @@ def write(found: Mapping[str, Any], page: Path) -> None:
         ],
     )
     page.write_text(text, "utf-8")
+
+
+def _flat(own: Mapping[str, Any], since: int = 10) -> dict[str, Any] | None:
+    """The range of nufed's FedAvg from a round on, in per cent, if it was trained for longer."""
+    if own.get("rounds", 0) < 2 * since:
+        return None
+    curves = zip(*own["accuracy"]["fedavg"].values(), strict=True)
+    means = [100 * fmean(seeds) for seeds in curves][since - 1 :]
+    return {"since": since, "least": f"{min(means):.1f}", "most": f"{max(means):.1f}"}
 
 
 def _checks(found: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nufed.meta.meta_gradient import MetaBatch, meta_gradient, meta_gradient_with_rates
     from nufed.objective import Batch, Objective
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "Batch",

@@ -261,7 +261,19 @@ class GMeta(LocalTraining):
 
 @dataclass(frozen=True)
 class FedAvg(GMeta):
-    """FedAvg: ν = 0; after fine-tuning with ``adapt_lr`` it is FedAvg + FT."""
+    """FedAvg: agents train, the server averages; ν = 0, and with fine-tuning FedAvg + FT.
+
+    Every agent of the cohort takes τ local steps from the received model, and the server averages
+    the results:
+
+        y_i ← w;  τ times:  y_i ← y_i − β∇f_i(y_i),      w ← mean of y_i.
+
+    It minimises (1/N) Σ_i f_i(w), the loss *before* fine-tuning: gMeta with ν = 0. The global model
+    is w. The personal model is w after plain steps of size α = ``adapt_lr`` on the agent's own
+    samples, which training does not depend on; a newcomer does the same. With several local steps
+    it is close to Reptile, and fine-tunes well without having been trained for it. The paper
+    weights agents by their samples (``averaging = "samples"``).
+    """
 
     notes: ClassVar[Notes] = replace(GMeta.notes, averaging="samples")
 
@@ -275,7 +287,18 @@ class FedAvg(GMeta):
 
 @dataclass(frozen=True)
 class PerFedAvg(GMeta):
-    """Per-FedAvg: ν = 1."""
+    """Per-FedAvg: ν = 1, one fine-tuning step in training.
+
+    The model is trained to be good after one step on an agent's own data, gMeta with ν = 1:
+
+        min_w  (1/N) Σ_i f_i(w − α∇f_i(w)),
+        d ← (I − α∇²f_i(w, 𝒟'))·∇f_i(w − α∇f_i(w, 𝒟), 𝒟''),   w ← w − β·d,
+
+    with three independent batches. ``curvature`` says how the Hessian enters: ``exact``,
+    ``first_order`` (as if it were 0) or ``hessian_free`` (a difference of gradients). The paper has
+    the last two, as FO and HF. Agents keep nothing; the personal model is w after fine-tuning, and
+    a newcomer does the same. Learned step sizes are as in :mod:`nufed.algorithms.gmeta`.
+    """
 
     adapt_steps: int = field(default=1, init=False)
 

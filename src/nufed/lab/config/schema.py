@@ -123,14 +123,14 @@ class TunedTable(_Table):
     Hessian-vector product. ``per``: whether ``budget`` counts these units, or trials.
     """
 
-    budget: float
-    per: BudgetUnit = optional("gradient")
-    unit: float
-    seed: int
-    sampler: SamplerName
-    agents: ScoredAgents
-    trials: dict[str, int]
-    choices: dict[str, dict[str, Any]]
+    budget: float = Field(description="that every method had")
+    per: BudgetUnit = optional("gradient", "what the budget counted")
+    unit: float = Field(description="gradients of one full training by the cheapest method")
+    seed: int = Field(description="of the search")
+    sampler: SamplerName = Field(description="that proposed trials")
+    agents: ScoredAgents = Field(description="whose validation samples counted")
+    trials: dict[str, int] = Field(description="trials of each method")
+    choices: dict[str, dict[str, Any]] = Field(description="chosen settings of each method")
 
     @property
     def budget_text(self) -> str:
@@ -219,7 +219,9 @@ class DataConfig(_Table):
     )
     partition_args: dict[str, Any] = Field(default={}, description="arguments of that function")
     agents: Count = Field(default=50, description="N; not used by the partition 'given'")
-    samples_per_agent: Count | None = None
+    samples_per_agent: Count | None = Field(
+        default=None, description="all parts together; by default the data is shared out"
+    )
     dirichlet: float = Field(
         default=0.01,
         gt=0,
@@ -241,8 +243,12 @@ class DataConfig(_Table):
         "random changes of the inputs of training batches: none | crop_flip (images), "
         "or package.module:function",
     )
-    validation: Fraction = 0.0
-    test: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    validation: Fraction = Field(
+        default=0.0, description="share of an agent's samples that choices are made on"
+    )
+    test: float = Field(
+        default=0.2, gt=0, lt=1, description="share of an agent's samples that are scored"
+    )
     unseen_agents: Annotated[int, Field(ge=0)] = Field(
         default=0, description="held out from training"
     )
@@ -254,7 +260,10 @@ class DataConfig(_Table):
     stratify: bool = optional(
         False, "every part of an agent gets its share of each class, so that few shots are exact"
     )
-    small_agents: SmallAgents = "refuse"
+    small_agents: SmallAgents = Field(
+        default="refuse",
+        description="agents with fewer samples than a batch: refused, or all samples are a batch",
+    )
     prepare: PrepareConfig = optional(PrepareConfig())
     split_file: str | None = Field(
         default=None,
@@ -379,15 +388,19 @@ class PrivacyConfig(_Table):
 class Config(_Table):
     """A run: data, a model, and the methods and seeds to train."""
 
-    name: Name = "run"
+    name: Name = Field(default="run", description="of the run and its directory")
     note: str = optional(
         "",
         max_length=2000,
         description="text for the report, for example how the problem was chosen",
     )
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
-    rounds: Count = Field(default=100, description="K")
-    participation: float = Field(default=0.2, gt=0, le=1, description="r")
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = Field(
+        default=[0], description="every method is trained once with each"
+    )
+    rounds: Count = Field(default=100, description="communication rounds (K)")
+    participation: float = Field(
+        default=0.2, gt=0, le=1, description="fraction of the agents picked per round (r)"
+    )
     min_updates: Count = Field(
         default=1, description="quorum: valid updates a round needs, else another cohort is sampled"
     )
@@ -461,7 +474,7 @@ class Config(_Table):
         "κ, largest curvature along the first gradients, from which step sizes come that are not "
         "given; measured and recorded by a run",
     )
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="of all vectors")
     precision: Precision = optional(
         "float32", "of the model's products; bfloat16: mixed precision, with vectors in float32"
     )
