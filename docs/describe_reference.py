@@ -226,8 +226,10 @@ def files() -> str:
             [
                 "# Files of a run",
                 as_text(first.strip()),
-                "```text\n" + inspect.cleandoc(listing) + "\n```",
-                "*Sealed* files hold their own SHA-256: a flipped bit is found when they are read. "
+                "```text\n"
+                + inspect.cleandoc(listing).replace("sealed", "with its SHA-256")
+                + "\n```",
+                "A file with its SHA-256 holds it: a flipped bit is found when the file is read. "
                 "`nufed report RUN` draws the page again from the others. A search writes `tuned.toml`, "
                 "`tune.html` and `tune.json` ([tuning](../tuning.md)); a sweep `sweep.json` and a "
                 "directory like this per run ([sweeps](../sweeps.md)). A bundle (`.nufed`) and an adapted "

@@ -151,3 +151,43 @@ def test_public_names_and_the_version():
     assert f"\n## {nufed.__version__}\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
     cited = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {nufed.__version__}\n" in cited
+
+
+def test_numbers_that_stand_on_several_pages_agree_with_their_source():
+    """Each pattern finds a number on a page; all numbers of one fact are that of its source."""
+    facts = {
+        # exact meta-gradients, ν = 3, against the plain loop: the tables' own ratios
+        "two workers": [
+            ("docs/performance.md", r"^\| exact, ν = 3 \|.*\*\*([\d.]+) ×\*\* .*goal 8\)"),
+            ("docs/performance.md", r"^\| above \|.*\| ([\d.]+) × \|$"),
+        ],
+        "one core": [
+            ("docs/performance.md", r"^\| exact, ν = 3 \| 430 .*\*\*([\d.]+) ×\*\*"),
+            ("docs/performance.md", r"^\| \[on one core\].*\| ([\d.]+) × \|$"),
+        ],
+        "distance of δ = 10⁻³ from exact": [
+            ("docs/results.md", r"^\| δ = 1e-3 \| ([\d.]+) \|"),
+            ("docs/paper.md", r"the model ends ([\d.]+) of the way"),
+        ],
+        "kills": [
+            ("docs/reliability.md", r"with 2 \| (\d+) of 200 end with equal hashes"),
+            ("README.md", r"`--resume`: (\d+) of 200 killed runs"),
+        ],
+        "FedAvg on CIFAR-10 in NIID-Bench's setting": [
+            ("docs/external.md", r"nufed's FedAvg has ([\d.]+) % after 36 rounds"),
+            ("docs/external.md", r"which does not augment, has ([\d.]+) %"),
+        ],
+        "ε of 50 sites, noise 2": [
+            ("docs/privacy.md", r"^\| 50, 10, 100: released \| [\d.]+ \| ([\d.]+) \|"),
+            ("docs/accounting.md", r"^\| stated, rounded up \| [\d.]+ \| ([\d.]+) \|"),
+        ],
+    }
+    for fact, places in facts.items():
+        found = []
+        for page, pattern in places:
+            (number,) = re.findall(pattern, (ROOT / page).read_text("utf-8"), re.MULTILINE)
+            found.append(float(number))
+        assert found == pytest.approx([found[0]] * len(found), rel=0.02), fact
+    minutes = re.search(r"(\d+) minutes on two", (DOCS / "results.md").read_text("utf-8"))[1]
+    assert round(int(minutes) / 60) == 9
+    assert "about nine hours" in (ROOT / "Makefile").read_text("utf-8")
