@@ -34,7 +34,7 @@ ROOMS = {
     for folder in (SOURCE, SOURCE / "lab")
     for path in folder.iterdir()
     if path.suffix == ".py" or path.is_dir()
-} - {"__init__", "__pycache__", "lab"}
+} - {"__init__", "__main__", "__pycache__", "lab"}
 
 
 class Reached(BaseException):
