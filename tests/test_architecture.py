@@ -173,7 +173,7 @@ def test_the_house_does_not_grow_unnoticed(capsys, monkeypatch):
     house = runpy.run_path(str(ROOT / "tools/house.py"))
     found = house["modules"]()
     core = [module for module in found if module.floor == "core"]
-    assert len(found) <= 262 and len(core) <= 113
+    assert len(found) <= 263 and len(core) <= 113
     assert sum(module.lines for module in core) <= 12_800
     assert sum(module.lines for module in found) <= 38_600
     assert house["members"](found, "Objective") <= 24
