@@ -6,8 +6,8 @@ READY  := $(VENV)/.ready
 
 .PHONY: run federation docs test test-slow test-lowest test-cluster test-federation test-deployment test-offline soak bench peers attacks external paper board package format clean
 
-run: $(READY)-run        ## train four methods on sine waves and print the path of the report
-	$(BIN)/nufed run sinusoid
+run: $(READY)-run        ## train four methods on handwritten characters and print the path of the report
+	$(BIN)/nufed run omniglot
 
 federation: $(READY)-flower ## a server and four sites on this machine, with TLS and keys, on Flower
 	$(BIN)/nufed federate local examples/federation

@@ -3,7 +3,7 @@
     python benchmarks/short_runs.py [--turns 5] [--against CHECKOUT] [--long | --quick] [--out DIR]
 
 measures `nufed run quickstart rounds=3`, `nufed report`, and a page of `nufed watch` that is drawn
-again, with `--long` `nufed run sinusoid` (that is `make run`) instead, in processes of their own.
+again, with `--long` `nufed run omniglot` (that is `make run`) instead, in processes of their own.
 With the path of another checkout of nufed, both run in turns, so that load on the machine affects
 them alike, and the tables of their results must be equal. Writes its rows into short_runs.json, and
 the table of docs/performance.md.
@@ -30,7 +30,7 @@ PAGE = HERE.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: short runs -->", "<!-- end: short runs -->"
 NUFED = [sys.executable, "-m", "nufed.lab.cli"]
 RUN = ["run", "quickstart", "rounds=3"]
-QUICKSTART, MAKE_RUN = "`nufed run quickstart rounds=3`", "`make run` (`nufed run sinusoid`)"
+QUICKSTART, MAKE_RUN = "`nufed run quickstart rounds=3`", "`make run` (`nufed run omniglot`)"
 QUICK = ["seeds=[0]", "data.agents=6", "data.unseen_agents=1", "workers=1", "--quick"]
 DRAW_AGAIN = """
 import sys, time
@@ -49,7 +49,7 @@ def commands(size: str, run: Path, folder: Path) -> dict[str, list[str]]:
     if size == "quick":
         return {QUICKSTART: [*quickstart, *QUICK]}
     if size == "long":
-        return {MAKE_RUN: [*NUFED, "run", "sinusoid", "--out", str(folder / "run")]}
+        return {MAKE_RUN: [*NUFED, "run", "omniglot", "--out", str(folder / "run")]}
     return {
         QUICKSTART: quickstart,
         "`nufed report` of it": [*NUFED, "report", str(run), "--out", str(folder / "page")],

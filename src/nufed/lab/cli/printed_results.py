@@ -8,7 +8,7 @@ from rich.table import Table as Printed
 
 from nufed.lab.bundle.from_run import can_be_bundled
 from nufed.lab.cli.terminal import console, natural_width, print_line, print_table, say, table, wide
-from nufed.lab.report.headline import finding, measured
+from nufed.lab.report.headline import finding, gains_and_costs, measured
 from nufed.lab.report.tables import (
     Table,
     all_groups,
@@ -26,6 +26,8 @@ def print_results(runs: Sequence[Run]) -> None:
         name = f"{run_name(run, runs)}: " if len(runs) > 1 else ""
         for group in all_groups([run]) if run.rows() else ():
             print_line(name, (finding(run, group), "bold" if group == "seen" else ""))
+        for sentence in gains_and_costs(run) if run.rows() else ():
+            print_line(name, sentence)
         print_line(name, f"{measured(run)} {problem_text(run)}")
     for group in all_groups(runs):
         console().print()

@@ -176,8 +176,8 @@ def _tuned(run: Run) -> str:
     """What was tuned, and how."""
     tuned, parts = run.config.tuned, []
     if tuned is not None:
-        budget = f"{tuned.budget:g} × {tuned.unit:,.0f} gradients"
-        parts.append(f"settings of {listed(list(tuned.choices))}, each with a budget of {budget}")
+        methods = listed(list(tuned.choices))
+        parts.append(f"settings of {methods}, each with a budget of {tuned.budget_text}")
     if run.step_sizes_chosen:
         parts.append("step sizes of fine-tuning, on validation samples")
     rest = (
