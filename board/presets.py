@@ -38,7 +38,8 @@ def _write(shown: Shown, folder: Path) -> Path:
     }
     if not stage.higher_is_better or "majority" not in stage.baselines:
         tables["baselines"] = ["untrained"]
-    newcomer = f" The newcomer is {stage.tables['data']['unseen'][0]}." * (len(shown.stages) > 1)
+    folds = len(shown.stages) > 1
+    newcomer = f" The newcomer is {stage.tables['data']['unseen'][0]}." if folds else ""
     text = (
         f"# Tuned by the board, {PROTOCOL.trials} trials per method: {stage.about['title']}\n"
         f"# Written by `make board` from board/results/{stage.name}.json; methods in the order of "
