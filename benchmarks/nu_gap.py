@@ -37,7 +37,7 @@ from nufed.theory import Direction, Weighting, largest_gap
 
 RESULTS, PAGE = Path("docs/results/nu-gap.json"), Path("docs/when_nu_pays.md")
 TEMPLATE = Path(__file__).with_name("when_nu_pays.md.j2")
-BOARD = Path("board/results/when_nu_pays.json")  # sentences by name of a slot, made by the board
+BOARD = Path("docs/results/nu-board.json")  # sentences by name of a slot, made by the board
 ALPHA = 0.5  # in training and at use; the largest curvature is 1
 STEPS = (1, 3, 10)
 METHODS = {

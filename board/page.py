@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,14 @@ NU = (  # differences that tell what ν > 1 gains
     ("gmeta-3", "fedavg-10"),
 )
 COST = ("gradients", "hvps", "rounds", "bytes", "seconds")
+EVIDENCE = {  # lines of the table in docs/when_nu_pays.md: problems, and steps at use
+    "similar tasks": [("iid-digits", 10)],
+    "different tasks": [("sensors", 10), ("omniglot-20", 10)],
+    "one step": [("sensors", 1), ("omniglot-20", 1)],
+    "ten steps": [("sensors", 3), ("omniglot-20", 3)],
+    "equal gradients": [("sensors-gradients", 10), ("omniglot-20-gradients", 10)],
+    "equal rounds": [("sensors", 10), ("omniglot-20", 10)],
+}
 
 
 @dataclass(frozen=True)
@@ -276,6 +285,26 @@ def nu_table(every: Sequence[Shown]) -> str:
     return table(["problem", *(f"{a} − {b}" for a, b in NU)], rows)
 
 
+def evidence(measured: Sequence[Shown]) -> dict[str, str]:
+    """Sentences for docs/when_nu_pays.md: scores with ν = 3 minus those with ν = 1."""
+    by_name = {shown.name: shown for shown in measured}
+    return {
+        line: f"[the board](board.md), ν = 3 minus ν = 1: {'; '.join(texts)}"
+        for line, asked in EVIDENCE.items()
+        if (texts := [_gain(by_name[name], steps) for name, steps in asked if name in by_name])
+    }
+
+
+def _gain(shown: Shown, steps: int) -> str:
+    """What ν = 3 gains over ν = 1 on a problem after some steps at use."""
+    column = shown.stage.protocol.steps.index(steps)
+    both = {name: shown.scores(name, shown.group, column) for name in NU[0]}
+    resampled = shown.resampled if column == shown.column else places.NOT_RESAMPLED
+    place = places.differences(both, NU[0][1], resampled)[NU[0][0]]
+    better = "more" if shown.higher else "less"
+    return f"{interval(place, shown.percent)} on {shown.title}, k = {steps} ({better} is better)"
+
+
 def write(of: Sequence[Stage] | None = None) -> list[Shown]:
     """Write the page and its chart for all stages, or tiny ones; the measured problems."""
     every = problems(stages() if of is None else of)
@@ -302,4 +331,6 @@ def write(of: Sequence[Stage] | None = None) -> list[Shown]:
         number=number,
     )
     WHERE.page.write_text(text, "utf-8")
+    if of is None:
+        WHERE.evidence.write_text(json.dumps(evidence(measured), indent=1, ensure_ascii=False))
     return measured

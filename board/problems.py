@@ -46,6 +46,7 @@ class Where:
     runs: Path = Path("runs/board")  # trainings of methods that are not finished
     results: Path = Path("board/results")  # finished ones, small and committed
     page: Path = Path("docs/board.md")
+    evidence: Path = Path("docs/results/nu-board.json")  # for docs/when_nu_pays.md
 
 
 WHERE = Where()
