@@ -31,7 +31,7 @@ def _write(shown: Shown, folder: Path) -> Path:
         config = method_config(stage.problem_of(name), name, settings)
         methods[name] = config.methods[name].model_dump(exclude_none=True)
     tables = {
-        **stage.tables,
+        **{key: table for key, table in stage.tables.items() if key not in ("method", "tune")},
         "seeds": [0],
         "eval_steps": PROTOCOL.last,
         "methods": methods,

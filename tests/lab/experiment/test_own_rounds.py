@@ -100,7 +100,9 @@ def test_rounds_are_no_part_of_the_fingerprint():
     assert config.fingerprint == other.fingerprint and config.all_rounds != other.all_rounds
     plain = load_config({**CONFIG, "methods": {name: {} for name in ("gmeta", "per-fedavg")}})
     assert "rounds" not in plain.model_dump()["methods"]["gmeta"]  # nothing changes for others
-    with pytest.raises(InputError, match=r"without rounds: write them at the top"):
+    with pytest.raises(
+        InputError, match=r"method.rounds = 3: is for all methods: write it at the top"
+    ):
         load_config(CONFIG, ["method.rounds=3"])
     with pytest.raises(InputError, match=r"methods\.gmeta\.rounds = 0: must be greater than or"):
         load_config(CONFIG, ["methods.gmeta.rounds=0"])
