@@ -10,7 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parent / "accelerated"
 FILES = sorted(file.name for file in FOLDER.glob("test_*.py"))
-SOME = "fedavg-kept or gmeta-exact or scaffold or ditto or moon or fedproto- or fedamp or samples or sums"
+SOME = "fedavg-kept or gmeta-exact or ditto or moon or fedproto- or fedamp or samples or sums"
 EVERY_ALGORITHM = ("test_algorithms.py", "test_copies.py")
 """Files whose tests run for every algorithm, of which `make test` takes some."""
 
