@@ -87,7 +87,6 @@ def test_the_resolved_configuration_reads_back_as_itself(preset):
         ),
         ("method.adapt_stepz=3", "weight_decay; did you mean 'method.adapt_steps'?"),
         ("data.qqq=3", "unknown key 'data.qqq'; `nufed list` shows all keys"),
-        ("model.lora.rank=2", "model.train = 'all': must be \"lora\" where [model.lora] is set"),
         ("method.rounds=3", "method.rounds = 3: is for all methods: write it at the top"),
         ("adapt_steps=3", "unknown key 'adapt_steps'; did you mean 'method.adapt_steps'?"),
         ("methods.gmeta-fo.stepz=1", "unknown key 'methods.gmeta-fo.stepz'"),

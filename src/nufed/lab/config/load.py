@@ -21,7 +21,7 @@ from nufed.algorithms.protocol import Algorithm
 from nufed.errors import InputError, require, shown
 from nufed.lab.config.describe import every_setting, input_error, known_settings
 from nufed.lab.config.methods import MethodConfig
-from nufed.lab.config.schema import Config, LoraConfig
+from nufed.lab.config.schema import Config
 from nufed.lab.config.trust import import_methods
 from nufed.meta.curvature import HessianFree
 from nufed.registry import suggest
@@ -90,8 +90,6 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     require(distinct, "seeds", config.seeds, "seeds must be distinct")
     allowed = "is for all methods: write it at the top, or in [methods.NAME]"
     require(config.method.rounds is None, "method.rounds", config.method.rounds, allowed)
-    used = config.model.train == "lora" or config.model.lora == LoraConfig()
-    require(used, "model.train", config.model.train, 'must be "lora" where [model.lora] is set')
     one = not (config.data.unseen and config.data.unseen_agents)
     allowed = (
         f"must not be given with data.unseen_agents = {config.data.unseen_agents}; set that to 0, "
