@@ -10,9 +10,11 @@ from torch import nn
 from nufed import Exact, Federation, FirstOrder, GMeta, InputError, Objective, Samples
 from nufed.algorithms import Ditto, FedAvg, PerFedAvg, Personal, Scaffold
 from nufed.algorithms.protocol import Checks
+from nufed.data.text import next_token_loss
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import build_federation, build_samples
-from nufed.models import cnn_groupnorm, fcnn, logistic
+from nufed.models import cnn_groupnorm, fcnn, gru, logistic
+from nufed.objective.micro_batches import IGNORED
 from nufed.simulation import ENGINES, GRAM, DirectEngine, Engines, choose_engine, train
 from support import federation, uneven_federation
 
@@ -57,6 +59,20 @@ def test_wide_first_layers_use_gram_space_if_agents_train_often_enough():
     assert engines(net(big), big).choose(METHOD, "auto") == "gram_onednn"
     large = engines(net(big, hidden=(220, 60)), big, 1e-3)  # 40·4000·220 > 2²⁵
     assert large.choose(METHOD, "auto") == "direct_onednn"
+
+
+def test_sequences_are_stacked_unless_the_loss_ignores_tokens():
+    tokens = torch.randint(0, 9, (48, 6))
+    data = Federation(Samples(tokens[:, :-1], tokens[:, 1:]), federation(2, 24).split)
+    module = gru((5,), 9, hidden=(4,), vocabulary=9, next_token=True)
+    fedavg = FedAvg(meta_lr=0.1, local_steps=2, batch_size=8)
+    chosen = Engines(Objective(module, next_token_loss), data, 0)
+    assert chosen.choose(fedavg, "auto") == "batched"
+    data.samples.targets[3, 2] = IGNORED
+    ignoring = Engines(Objective(module, next_token_loss), data, 0)
+    assert ignoring.choose(fedavg, "auto") == "direct"
+    with pytest.raises(InputError, match="of which the loss ignores some"):
+        ignoring.choose(fedavg, "batched")
 
 
 def test_one_agent_is_a_stack_where_derivatives_are_in_closed_form():

@@ -27,6 +27,7 @@ from nufed.evaluate import Measure
 from nufed.objective import Objective
 from nufed.objective.fast.gram_space import MOST_ROWS, FirstLayer, first_layer
 from nufed.objective.fast.onednn import OneDNNFirstLayer, has_large_products, with_onednn
+from nufed.objective.micro_batches import IGNORED
 from nufed.server import Downlink, initial_server, next_server, to_send
 from nufed.simulation.batched_engine import BatchedEngine
 from nufed.simulation.direct_engine import DirectEngine
@@ -186,8 +187,8 @@ class Engines:
         if algorithm.combines is None:
             return f"{type(algorithm).__name__} does not declare that its agents may be stacked"
         samples = self.federation.samples
-        if not samples.classes and not samples.targets.is_floating_point():
-            return "the targets are integers other than classes, of which the loss may ignore some"
+        if not samples.classes and bool((samples.targets == IGNORED).any()):
+            return "the targets are integers other than classes, of which the loss ignores some"
         if name in GRAM:
             vectors = {*algorithm.receives, *algorithm.sends}
             only_model = vectors == {"model"} and not defines(algorithm, "downlink")
