@@ -28,6 +28,9 @@ NU = (  # differences that tell what ν > 1 gains
     ("gmeta-3", "fedavg-5"),
     ("gmeta-3", "fedavg-10"),
 )
+SHORT = ("gmeta-3", "per-fedavg", "fedavg-5", "local")  # beside the best in the short table
+MOST_SHOWN = 12  # methods in the table of those that are most often the best
+MOST_TIED = 6  # named in the short table
 COST = ("gradients", "hvps", "rounds", "bytes", "seconds")
 EVIDENCE = {  # lines of the table in docs/when_nu_pays.md: problems, and steps at use
     "similar tasks": [("iid-digits", 10)],
@@ -261,28 +264,111 @@ def cost_table(shown: Shown) -> str:
     return table([*headings, "chosen"], rows)
 
 
+def short_table(every: Sequence[Shown]) -> str:
+    """The best methods of every problem beside FedAvg, the paper's method, and training alone."""
+    rows = []
+    for shown in every:
+        named = {}
+        for name in SHORT:
+            place = shown.ranked.get(name) or shown.against_best.get(name)
+            scores = place and shown.scores(name, shown.group, shown.column)
+            text = number(places.mean(scores, list(scores)), shown.percent) if scores else "–"
+            named[name] = f"{text} ({place.rank})" if place and name in shown.ranked else text
+        best = next(iter(shown.ranked))
+        rows.append(
+            [
+                f"[{shown.title}](#{_anchor(shown.title)})",
+                shown.stage.about["stands_for"],
+                f"**{best}** {number(shown.best_score, shown.percent)}",
+                _some(shown.tied()),
+                *named.values(),
+            ]
+        )
+    return table(["problem", "stands for", "best", "can't be told apart from it", *SHORT], rows)
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - MOST_TIED
+    shown = [*names[:MOST_TIED], *([f"{rest} more"] if rest > 0 else [])]
+    return ", ".join(shown) or "none"
+
+
+def _anchor(title: str) -> str:
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -")
+    return kept.replace(" ", "-")
+
+
+def often_best(every: Sequence[Shown]) -> str:
+    """The methods that are most often the best or can't be told apart from it."""
+    ran: dict[str, list[Place]] = {}
+    for shown in every:
+        for name, place in shown.ranked.items():
+            ran.setdefault(name, []).append(place)
+
+    def order(name: str) -> tuple[int, float]:
+        return -sum(p.tied for p in ran[name]), float(np.mean([p.rank for p in ran[name]]))
+
+    rows = []
+    for name in sorted(ran, key=order)[:MOST_SHOWN]:
+        ranks = [place.rank for place in ran[name]]
+        tied = sum(place.tied for place in ran[name])
+        row = [name, f"{tied} of {len(ranks)}", f"{np.mean(ranks):.1f}", f"{max(ranks)}"]
+        rows.append(row)
+    return table(["method", "best, or not told apart", "mean rank", "worst rank"], rows)
+
+
+def nu_counts(every: Sequence[Shown]) -> list[str]:
+    """Sentences: on how many problems one method is beyond noise better or worse than another."""
+    sentences = []
+    for a, b in NU:
+        better, worse, same = [], [], []
+        for shown in every:
+            place = _difference(shown, a, b)
+            if place is None or place.difference is None or place.interval is None:
+                continue
+            if place.interval[0] * place.interval[1] <= 0:
+                same.append(shown.title)
+            elif (place.difference > 0) == shown.higher:
+                better.append(shown.title)
+            else:
+                worse.append(shown.title)
+        if number_of := len(better) + len(worse) + len(same):
+            where = [
+                f"{word} on {len(titles)} ({'; '.join(titles)})"
+                for word, titles in (("better", better), ("worse", worse))
+                if titles
+            ]
+            told = ", ".join(where) or "neither better nor worse on any"
+            sentences.append(f"{a} against {b}, {number_of} problems: {told}.")
+    return sentences
+
+
 def nu_table(every: Sequence[Shown]) -> str:
     """What training for more steps gains on each problem."""
     rows = []
     for shown in every:
-        finite = shown.ranked and {
-            name: shown.scores(name, shown.group, shown.column) for name in shown.ranked
-        }
-        if not finite:
+        if not shown.ranked:
             continue
         cells = []
         for a, b in NU:
-            if a not in finite or b not in finite:
+            place = _difference(shown, a, b)
+            if place is None:
                 cells.append("–")
                 continue
-            both = {b: finite[b], a: finite[a]}
-            place = places.differences(both, b, shown.resampled)[a]
             better = place.difference is not None and (place.difference > 0) == shown.higher
             text = interval(place, shown.percent)
             sure = place.interval is not None and place.interval[0] * place.interval[1] > 0
             cells.append(f"**{text}**" if better and sure else text)
         rows.append([shown.title, *cells])
     return table(["problem", *(f"{a} − {b}" for a, b in NU)], rows)
+
+
+def _difference(shown: Shown, a: str, b: str) -> Place | None:
+    """The paired difference of two methods; None if one has no place."""
+    if a not in shown.ranked or b not in shown.ranked:
+        return None
+    both = {name: shown.scores(name, shown.group, shown.column) for name in (b, a)}
+    return places.differences(both, b, shown.resampled)[a]
 
 
 def evidence(measured: Sequence[Shown]) -> dict[str, str]:
@@ -328,6 +414,9 @@ def write(of: Sequence[Stage] | None = None) -> list[Shown]:
         scores_table=scores_table,
         cost_table=cost_table,
         nu_table=nu_table,
+        nu_counts=nu_counts,
+        short_table=short_table,
+        often_best=often_best,
         number=number,
     )
     WHERE.page.write_text(text, "utf-8")
