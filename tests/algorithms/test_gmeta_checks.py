@@ -1,5 +1,7 @@
 """Divergence is reported with the agent, the step and the likely cause."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -115,7 +117,7 @@ def test_a_fixed_step_of_differences_is_named(monkeypatch):
     def spoiled(objective, w, *_, **__):
         return torch.full_like(w, float("nan"))
 
-    monkeypatch.setattr("nufed.algorithms.gmeta_checks.meta_gradient", spoiled)
+    monkeypatch.setattr(sys.modules[GMeta.__module__], "meta_gradient", spoiled)
     found = cause(
         GMeta(
             adapt_steps=3,

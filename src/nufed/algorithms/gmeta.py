@@ -44,11 +44,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nufed.algorithms.aggregation import Mean
-from nufed.algorithms.gmeta_checks import GMetaChecks
 from nufed.algorithms.local_optimizer import SGD, Memory
 from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
@@ -56,6 +56,7 @@ from nufed.algorithms.protocol import (
     AgentResult,
     Algorithm,
     BatchSource,
+    Checks,
     Cost,
     Draw,
     Notes,
@@ -65,10 +66,23 @@ from nufed.algorithms.protocol import (
 )
 from nufed.algorithms.server_optimizer import Plain
 from nufed.errors import require
-from nufed.meta.curvature import CURVATURES, Curvature, Exact, FirstOrder, HessianFree
-from nufed.meta.fine_tuning import Rate, descend, per_coordinate, per_tensor
-from nufed.meta.meta_gradient import MetaBatch, meta_gradient, meta_gradient_with_rates
-from nufed.objective import AnyObjective, Batch
+from nufed.meta.curvature import (
+    CURVATURES,
+    Curvature,
+    Exact,
+    FirstOrder,
+    HessianFree,
+    spectral_norm,
+    unchecked,
+)
+from nufed.meta.fine_tuning import Rate, descend, per_coordinate, per_tensor, trajectory
+from nufed.meta.meta_gradient import (
+    MetaBatch,
+    meta_gradient,
+    meta_gradient_with_rates,
+    trouble_with_curvature,
+)
+from nufed.objective import AnyObjective, Batch, Objective
 from nufed.objective.parts import Part
 from nufed.settings import setting
 
@@ -332,6 +346,80 @@ def local_sgd(like: Algorithm) -> GMeta:
     if isinstance(optimizer, SGD):  # one loop over all steps keeps no state
         settings["optimizer"] = replace(optimizer, optimizer_state="fresh")
     return GMeta(adapt_steps=0, curvature=FirstOrder(), **settings)
+
+
+@dataclass(frozen=True)
+class GMetaChecks(Checks):
+    """Why an update of gMeta became non-finite, or may be inaccurate."""
+
+    algorithm: GMeta
+
+    def diagnose(self, context: AgentContext, received: State, state: State) -> str | None:
+        """Where the update became non-finite, found by recomputing it step by step."""
+        algorithm, objective = self.algorithm, context.objective.base
+        vectors, take_step = received, algorithm.start_steps(context, memory=Memory({**state}))
+        for t, meta in enumerate(algorithm.meta_batches(context)):
+            where = f"in local update {t + 1}"
+            w, lr = vectors["model"], algorithm.rate(objective, vectors)
+            for step, point in enumerate(trajectory(objective, w, meta.adapt, lr)):
+                if not _finite(point):
+                    cause = self._too_large(lr, objective, received["model"], meta)
+                    return f"{where}, fine-tuning step {step} is not finite{cause}"
+            d = meta_gradient(objective, w, meta, lr=lr, curvature=algorithm.curvature)
+            if not _finite(d):
+                cause = self._poor_step() or self._too_large(lr, objective, received["model"], meta)
+                return f"{where}, the meta-gradient is not finite{cause}"
+            vectors = algorithm.local_update(objective, vectors, meta, take_step)
+            if not _finite(vectors["model"]):
+                cause = self._too_large(lr, objective, received["model"], meta)
+                return f"{where}, the step with meta_lr is not finite{cause}"
+        return None
+
+    def doubt(self, context: AgentContext, received: State) -> str | None:
+        """Why the first Hessian-vector product is inaccurate; None if it is accurate."""
+        algorithm, objective = self.algorithm, context.objective
+        return trouble_with_curvature(
+            objective,
+            received["model"],
+            algorithm.meta_batch(context.batches, 0),
+            lr=algorithm.rate(objective, received),
+            curvature=algorithm.curvature,
+        )
+
+    def without_warnings(self) -> GMeta:
+        return self.algorithm.with_settings(curvature=unchecked(self.algorithm.curvature))
+
+    def for_trial(self) -> GMeta:
+        """With at most one fine-tuning step, as memory grows by an iterate per step."""
+        return self.algorithm.with_settings(adapt_steps=min(1, self.algorithm.adapt_steps))
+
+    def _too_large(self, lr: Rate, objective: Objective, w: Tensor, meta: MetaBatch) -> str:
+        """Which step size is above 2/L, with L the spectral norm of the Hessian at w on a batch."""
+        wide, point = objective.double, w.double()
+        start = torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        try:
+            largest = spectral_norm(lambda v: wide.hvp(point, meta.outer, v), start)
+        except (RuntimeError, TypeError, np.linalg.LinAlgError):  # no second derivatives or float64
+            return ""
+        limit = 2 / largest if largest > 0 else float("inf")
+        adapt_lr = float(torch.as_tensor(lr).max()) if self.algorithm.adapt_steps else 0
+        name = "learned adapt_lr" if self.algorithm.rates_lr else "adapt_lr"
+        rates = {name: adapt_lr, "meta_lr": self.algorithm.meta_lr}
+        large = [f"{name} = {rate:g}" for name, rate in rates.items() if rate > limit]
+        if not large:
+            return ""
+        above = f"above 2/L = {limit:.2g}, where L = {largest:.2g} was measured"
+        return f": {' and '.join(large)} {above}"
+
+    def _poor_step(self) -> str:
+        curvature = self.algorithm.curvature
+        if not isinstance(curvature, HessianFree) or curvature.fd_step == "auto":
+            return ""
+        return f': fd_step = {curvature.fd_step:g} gives products that are too large; use "auto"'
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
 
 
 gmeta, fedavg, per_fedavg = GMeta, FedAvg, PerFedAvg
