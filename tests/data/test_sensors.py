@@ -7,7 +7,7 @@ import torch
 import nufed
 from nufed import InputError
 from nufed.data import as_samples, given
-from nufed.data.sensors import sensors
+from nufed.data.built_in import sensors
 
 
 def laws(samples):

@@ -7,7 +7,7 @@ import torch
 import nufed
 from nufed import InputError
 from nufed.data import as_samples, given
-from nufed.data.sinusoid import sinusoid
+from nufed.data.built_in import sinusoid
 
 
 def test_every_agent_has_a_wave_of_its_own():

@@ -1,6 +1,6 @@
 """Data: sources of samples, their split over agents and parts, and batches."""
 
-from nufed.data.digits import digits
+from nufed.data.built_in import digits, sensors, sinusoid
 from nufed.data.federation import (
     AgentBatches,
     Federation,
@@ -27,9 +27,7 @@ from nufed.data.partition import (
     shards,
 )
 from nufed.data.samples import Column, Samples, Table, as_samples
-from nufed.data.sensors import sensors
 from nufed.data.shift import SHIFTS, rows_by_agent
-from nufed.data.sinusoid import sinusoid
 from nufed.data.split import Split, choose_unseen, lazy_split, make_split, part_sizes, site_split
 from nufed.data.tables import (
     ColumnTally,

@@ -1,7 +1,6 @@
 """Scores of global and personal models, and the step size of fine-tuning chosen for each method."""
 
-from nufed.evaluate.fits import Fit, can_be_drawn, fits
-from nufed.evaluate.guesses import Guesses, can_be_guessed, guesses
+from nufed.evaluate.examples import Examples, Fit, Guesses, can_be_drawn, can_be_guessed
 from nufed.evaluate.metrics import METRICS, Metric, accuracy, auc, balanced_accuracy, f1
 from nufed.evaluate.scores import (
     GROUPS,
@@ -38,6 +37,7 @@ __all__ = [
     "ByScale",
     "EvalLr",
     "Evaluation",
+    "Examples",
     "Fit",
     "Guesses",
     "Measure",
@@ -57,8 +57,6 @@ __all__ = [
     "evaluate_with_choice",
     "evaluation_context",
     "f1",
-    "fits",
-    "guesses",
     "majority_class",
     "nearest_centroid",
     "preferred",

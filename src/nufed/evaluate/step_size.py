@@ -28,8 +28,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from nufed.algorithms.protocol import Algorithm
-from nufed.evaluate.fits import Fit
-from nufed.evaluate.guesses import Guesses
+from nufed.evaluate.examples import Fit, Guesses
 from nufed.evaluate.scores import ENOUGH_AGENTS, AgentScores, Measure
 
 FACTOR = 3.0  # between neighbouring scales of the coarse grid

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from nufed.models.convolutional import cnn, cnn_groupnorm, lenet5, resnet8
-from nufed.models.dense import ACTIVATIONS, fcnn, logistic
-from nufed.models.multi_exit import MultiExit, multi_exit
+from nufed.models.dense import ACTIVATIONS, MultiExit, fcnn, logistic, multi_exit
 from nufed.models.recurrent import gru, lstm
 
 __all__ = [

@@ -6,8 +6,14 @@ from collections import Counter
 import pytest
 
 from nufed import InputError
-from nufed.lab.readers.intents import Sentences, organisations, read_sentences
-from nufed.lab.readers.sources import INTENTS, SOURCES, intents
+from nufed.lab.readers.sources import (
+    INTENTS,
+    SOURCES,
+    Sentences,
+    intents,
+    organisations,
+    read_sentences,
+)
 
 transformers = pytest.importorskip("transformers", reason='needs pip install "nufed[hf]"')
 DOMAINS = {"bank": list("abcdef"), "home": list("ghijkl")}

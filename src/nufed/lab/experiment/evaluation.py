@@ -18,16 +18,13 @@ from nufed.evaluate import (
     AgentScores,
     ByScale,
     Evaluation,
+    Examples,
     Measure,
     Scoring,
-    can_be_drawn,
-    can_be_guessed,
     choose_step_sizes,
     chooses,
     evaluate_with_choice,
     evaluation_context,
-    fits,
-    guesses,
     majority_class,
     nearest_centroid,
     preferred,
@@ -124,33 +121,20 @@ class Evaluator:
         return evaluate_with_choice(score, validate, steps, measure, preferred(self.algorithm))
 
     def with_examples(self, final: Final) -> Evaluation:
-        """The final scores with the curves of some agents' models, where models are curves, or with
-        their guesses on some images."""
+        """The final scores with the curves of some agents' models, where models are curves, and
+        their guesses on some images, where samples are small images."""
         shown, evaluation = final
-        if can_be_guessed(self.setup.problem.example):
-            made = guesses(
-                self.algorithm,
-                self.engine.objective,
-                self.engine.federation,
-                to_send(self.algorithm, shown.server),
-                seed=self.engine.seed,
-                steps=self.setup.config.steps_evaluated,
-                scale=evaluation.scale,
-            )
-            return replace(evaluation, guesses=made)
-        if not can_be_drawn(self.setup.problem.example):
-            return evaluation
-        curves = fits(
+        examples = Examples(
             self.algorithm,
             self.engine.objective,
             self.engine.federation,
             to_send(self.algorithm, shown.server),
             shown.states.get,
-            seed=self.engine.seed,
-            steps=self.setup.config.steps_evaluated,
-            scale=evaluation.scale,
+            self.engine.seed,
+            self.setup.config.steps_evaluated,
+            evaluation.scale,
         )
-        return replace(evaluation, fits=curves)
+        return replace(evaluation, fits=examples.fits(), guesses=examples.guesses())
 
     def write_personal_models(self, name: str, final: Final, folder: Path) -> None:
         """Write the personal models of all agents that have a state, as results show them.

@@ -9,30 +9,29 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import hashlib
+import json
 import os
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
+from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from nufed.data.digits import digits
+from nufed.data.built_in import digits, sensors, sinusoid
 from nufed.data.omniglot import Characters, omniglot14
 from nufed.data.samples import Samples
-from nufed.data.sensors import sensors
-from nufed.data.sinusoid import sinusoid
+from nufed.data.tables import as_table
 from nufed.errors import InputError, require
 from nufed.lab.files import cache_directory
+from nufed.lab.pretrained import tokens
 from nufed.lab.readers.files import own_file, read_npz
-from nufed.lab.readers.heart import heart
 from nufed.lab.readers.hugging_face import hugging_face
-from nufed.lab.readers.intents import organisations, read_sentences
 from nufed.lab.readers.leaf import leaf
-from nufed.lab.readers.tables import own_table
+from nufed.lab.readers.tables import own_table, read_columns
 from nufed.lab.readers.text import of_texts, own_texts, roles
 from nufed.seeding import stream
 
@@ -289,6 +288,94 @@ def shakespeare(length: int = 80, least: int = 25, tokenizer: str | None = None)
     (file,) = SHAKESPEARE.files
     play = SHAKESPEARE.read(file).decode("ascii")
     return of_texts(roles(play), length, least, tokenizer, "".join(sorted(set(play))))
+
+
+CATEGORICAL = ("sex", "cp", "fbs", "restecg", "exang", "slope", "thal")
+NEVER_ZERO = ("trestbps", "chol")  # 0 was written for a missing value
+
+
+def heart() -> Samples:
+    """UCI heart disease: 920 patients of 4 hospitals, 13 columns with missing values, 2 classes.
+
+    An agent is a hospital: cleveland, hungary, switzerland, long-beach.
+
+    >>> samples = heart()
+    >>> len(samples), samples.classes, len(samples.columns)
+    (920, ('healthy', 'disease'), 13)
+    """
+    with as_file(files("nufed.data") / "heart.csv") as path:
+        data = read_columns(path, "num", owner="hospital")
+    assert data.labels is not None and data.owners is not None
+    columns = {
+        name: ["" if cell == "0" and name in NEVER_ZERO else cell for cell in cells]
+        for name, cells in data.columns.items()
+    }
+    table = as_table(columns, CATEGORICAL)
+    diseased = np.array([number != "0" for number in data.labels])
+    return Samples(
+        table.values,
+        torch.from_numpy(diseased).long(),
+        ("healthy", "disease"),
+        np.array(data.owners),
+        columns=table.columns,
+    )
+
+
+CLINC_PARTS = ("train", "val", "test")
+
+
+class Sentences(NamedTuple):
+    """Sentences by row, the intent of each, and the domain of each intent."""
+
+    texts: list[str]
+    intents: list[str]
+    domains: dict[str, str]
+
+
+def read_sentences(sentences: bytes, domains: bytes, part: str) -> Sentences:
+    """The sentences of a part of CLINC150, without those that are out of scope.
+
+    >>> read_sentences(b'{"test": [["hi", "greeting"]]}', b'{"talk": ["greeting"]}', "test")
+    Sentences(texts=['hi'], intents=['greeting'], domains={'greeting': 'talk'})
+    """
+    require(part in CLINC_PARTS, "part", part, f"must be one of {', '.join(CLINC_PARTS)}")
+    rows = json.loads(sentences)[part]
+    by_intent = {intent: name for name, every in json.loads(domains).items() for intent in every}
+    return Sentences([text for text, _ in rows], [intent for _, intent in rows], by_intent)
+
+
+def organisations(
+    read: Sentences,
+    tokenizer: str | None,
+    length: int = 32,
+    ways: int = 5,
+    samples: int | None = None,
+    tasks: int | None = None,
+    seed: int = 0,
+) -> Samples:
+    """Sentences as tokens, for organisations that number a few intents of their domain 0, 1, ….
+
+    Args:
+        read: the sentences.
+        tokenizer: the folder of a pretrained model with its tokenizer, or a name in the local cache
+            of Hugging Face.
+        length: tokens of a sentence at most.
+        ways, samples, tasks, seed: as for :func:`intents`.
+    """
+    if tokenizer is None:
+        raise InputError(
+            "must be the folder or the name of the pretrained model that reads the sentences",
+            "data.args.tokenizer",
+        )
+    names, numbers = np.unique(read.intents, return_inverse=True)
+    of_intent = np.array([read.domains[name] for name in names])
+    domains, domain = np.unique(of_intent[numbers], return_inverse=True)
+    fewest = min(int((of_intent == name).sum()) for name in domains)
+    allowed = f"must be a whole number from 2 to {fewest}, the intents of a domain"
+    require(isinstance(ways, int) and 2 <= ways <= fewest, "ways", ways, allowed)
+    characters = Characters(domain, numbers, domains, np.zeros(len(domains)))
+    dealt = characters.deal(ways, samples, tasks, seed)
+    return dealt.of(tokens([read.texts[row] for row in dealt.rows], tokenizer, length), 1.0)
 
 
 def intents(

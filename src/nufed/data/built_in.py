@@ -1,8 +1,9 @@
-"""Sinusoid regression, generated: every agent has a sine wave of its own."""
+"""Data without a download: handwritten digits, which are shipped, and two generated regressions."""
 
 from __future__ import annotations
 
 import math
+from importlib.resources import as_file, files
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +14,25 @@ from nufed.errors import require
 from nufed.seeding import stream
 
 Array: TypeAlias = np.ndarray[Any, Any]
-AMPLITUDES, PHASES, INPUTS = (0.1, 5.0), (0.0, math.pi), (-5.0, 5.0)
+AMPLITUDES, PHASES, INPUTS = (0.1, 5.0), (0.0, math.pi), (-5.0, 5.0)  # of sinusoid
+GAINS, LENGTH = (0.1, 1.0), 2.0  # of sensors
+
+
+def digits() -> Samples:
+    """1,797 handwritten digits of 8×8 pixels, shipped with nufed (UCI, 10 classes).
+
+    >>> samples = digits()
+    >>> len(samples), samples.input_shape, samples.outputs
+    (1797, (8, 8), 10)
+    """
+    with as_file(files("nufed.data") / "digits.npz") as path, np.load(path) as archive:
+        images, labels = archive["images"], archive["labels"]
+    return Samples(
+        inputs=torch.from_numpy(images),
+        targets=torch.from_numpy(labels).long(),
+        classes=tuple(str(digit) for digit in range(10)),
+        scale=1 / 16,
+    )
 
 
 def sinusoid(agents: int = 100, samples: int = 50, noise: float = 0.0, seed: int = 0) -> Samples:
@@ -63,3 +82,39 @@ def by_agent(x: Array, y: Array) -> Samples:
         for values in (x, y)
     )
     return Samples(inputs, targets, owners=np.repeat(names, samples))
+
+
+def sensors(
+    agents: int = 100, samples: int = 60, inputs: int = 20, noise: float = 0.1, seed: int = 0
+) -> Samples:
+    """Uncalibrated sensors (regression): agents share a linear law but not the scale of inputs.
+
+    Agent i measures x = g_i·u, with u standard normal and an unknown gain g_i log-uniform in
+    0.1 … 1, and predicts y = θ·u + noise, where θ is the same for all agents and ‖θ‖ = 2. Its own
+    law is θ/g_i: a shared model can learn the direction of θ, and fine-tuning has to find the
+    gain, in a loss whose curvature is g_i² times that of u. Curvature differs between agents up to
+    100 times and is tied to the optimum.
+
+    Args:
+        agents: their number (``data.agents`` is not used, since the data has owners).
+        samples: of every agent.
+        inputs: numbers per sample.
+        noise: standard deviation of normal noise on y.
+        seed: of the law, the gains and the samples, independent of the run's seeds.
+
+    >>> data = sensors(agents=3, samples=4)
+    >>> len(data), data.input_shape, data.outputs, data.classes
+    (12, (20,), 1, ())
+    """
+    check_generated(agents=agents, samples=samples, inputs=inputs, noise=noise, seed=seed)
+    law = stream(seed, "sensors/law").standard_normal(inputs)
+    law *= LENGTH / np.linalg.norm(law)
+    low, high = map(math.log, GAINS)
+    x, y = np.empty((agents, samples, inputs)), np.empty((agents, samples, 1))
+    for agent in range(agents):
+        rng = stream(seed, "sensors", agent=agent)
+        gain = math.exp(rng.uniform(low, high))
+        u = rng.standard_normal((samples, inputs))
+        x[agent] = gain * u
+        y[agent, :, 0] = u @ law + noise * rng.standard_normal(samples)
+    return by_agent(x, y)
