@@ -28,7 +28,7 @@ from measure import median, ratio
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: short runs -->", "<!-- end: short runs -->"
-NUFED = [sys.executable, "-m", "nufed.lab.cli"]
+NUFED = [sys.executable, "-m", "nufed"]
 RUN = ["run", "quickstart", "rounds=3"]
 QUICKSTART, MAKE_RUN = "`nufed run quickstart rounds=3`", "`make run` (`nufed run omniglot`)"
 QUICK = ["seeds=[0]", "data.agents=6", "data.unseen_agents=1", "workers=1", "--quick"]

@@ -208,7 +208,7 @@ class Soak:
 
 
 def nufed(*arguments):
-    return [sys.executable, "-m", "nufed.lab.cli", "federate", *arguments]
+    return [sys.executable, "-m", "nufed", "federate", *arguments]
 
 
 def role_of(line):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nufed.errors import NufedError, NumericalWarning
 
-NUFED = [sys.executable, "-m", "nufed.lab.cli"]  # the command in its own process
+NUFED = [sys.executable, "-m", "nufed"]  # the command in its own process
 PATIENCE = 900  # seconds: only what hangs takes as long, however busy the machine is
 
 

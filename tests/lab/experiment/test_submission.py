@@ -55,7 +55,7 @@ def test_slurm_is_given_an_array_and_a_job_that_collects_it(slurm, tmp_path):
     assert last["dependency"] == "afterany:101" and found.collects == "102"
     assert found.command == ["nufed", "run", "--resume", str(out)]
     words = [job.submission().function.words for job in found.jobs]
-    nufed = [sys.executable, "-m", "nufed.lab.cli", "run"]
+    nufed = [sys.executable, "-m", "nufed", "run"]
     settings = ["quickstart", "rounds=3", "workers=2", "--out", str(out)]
     assert words == [[*nufed, *settings, "--part", f"{k}/16"] for k in range(1, 17)]
     assert not out.exists() and Path(array["output"]).parent == found.logs

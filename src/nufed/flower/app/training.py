@@ -317,7 +317,7 @@ class _Run:
         done = [files.is_done(rounds[method]) for method, files in self.parts.items()]
         failed = [(files.folder / FAILURE).exists() for files in self.parts.values()]
         if any(done) and all(map(max, done, failed)):
-            from nufed.lab.experiment.finish import finish  # it takes a moment to import
+            from nufed.lab.experiment.runner import finish  # it takes a moment to import
 
             plan = next(iter(self.plans.values()))
             algorithms = {method: each.algorithm for method, each in self.plans.items()}

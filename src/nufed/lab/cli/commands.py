@@ -13,12 +13,12 @@ from rich.text import Text
 from nufed import __version__
 from nufed.errors import NufedError
 from nufed.lab.cli import bundle_commands, result_commands, training_commands
-from nufed.lab.cli.board_commands import board_app
 from nufed.lab.cli.catalogue import catalogue, complete_listed, listing_of
 from nufed.lab.cli.data_commands import data_app
 from nufed.lab.cli.federate import federate_app
 from nufed.lab.cli.options import AsJson
 from nufed.lab.cli.terminal import console, print_table, say, standard_streams, styled, table
+from nufed.lab.cli.training_commands import board_app
 from nufed.theory import TheoryError
 
 app = typer.Typer(
@@ -187,7 +187,3 @@ def _print_warning(message: Any, *_: Any, **__: Any) -> None:
 def _say(text: str, code: int) -> int:
     say(text, error=True)
     return code
-
-
-if __name__ == "__main__":
-    main()

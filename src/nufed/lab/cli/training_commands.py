@@ -1,4 +1,4 @@
-"""The commands that train: ``run``, ``sweep``, ``tune`` and ``submit``."""
+"""The commands that train: ``run``, ``sweep``, ``tune``, ``submit`` and ``board compare``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from nufed.lab.cli.options import (
 from nufed.lab.cli.terminal import console, print_line, print_table, say, styled, table
 
 if TYPE_CHECKING:
+    from nufed.lab.board import Row
     from nufed.lab.cli.progress import DisplayT
     from nufed.lab.experiment.array import Share, Submission
     from nufed.lab.report.tables import Table
@@ -442,3 +443,47 @@ def _collect(submitted: Submission, out: Path) -> None:
     print_files(finished)
     if finished.failures:
         raise typer.Exit(1)
+
+
+board_app = typer.Typer(
+    help="The board: every method, tuned, on every problem (docs/board.md).",
+    no_args_is_help=True,
+)
+
+
+@board_app.command("compare")
+def compare(
+    source: Annotated[str, typer.Argument(help="A TOML file with [methods.NAME].")],
+    problem: Annotated[
+        str, typer.Option("--on", metavar="PROBLEM", help="The problem, such as heart.")
+    ] = "heart",
+    as_json: AsJson = False,
+) -> None:
+    """Search and score methods of your own as the board does, beside its best method."""
+    from nufed.lab.board import compare as compare_methods
+    from nufed.lab.config.devices import torch_threads
+
+    with torch_threads(1):
+        rows = compare_methods(problem, source, lambda text: say(text, error=True))
+    if as_json:
+        print(json.dumps({row.name: row.record for row in rows}))
+        return
+    print_table(
+        table(
+            [_board_cells(row) for row in rows], _board_headings(rows[0]), title=f"board: {problem}"
+        )
+    )
+
+
+def _board_headings(row: Row) -> list[str]:
+    steps = [f"{k} step{'s' * (k != 1)}" for k in row.steps]
+    return ["method", *steps, "worst 10 %", "seen", "to the board's best (95 %)"]
+
+
+def _board_cells(row: Row) -> list[str]:
+    difference = "–"
+    if row.place is not None and row.place.interval is not None:
+        low, high = row.place.interval
+        difference = f"{row.place.difference:+.3g} ({low:+.3g} … {high:+.3g})"
+    numbers = [*row.scores, row.worst_tenth, row.seen]
+    return [row.name, *(f"{value:.4g}" for value in numbers), difference]

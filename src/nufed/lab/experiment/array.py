@@ -246,7 +246,7 @@ def submit(
     checked = load_one_run(config, overrides)
     logs = out.with_name(f"{out.name}-jobs")
     executor = _executor(logs, "local" if local else "slurm")
-    nufed = [sys.executable, "-m", "nufed.lab.cli", "run"]
+    nufed = [sys.executable, "-m", "nufed", "run"]
     settings = [*overrides, f"workers={resources.cpus}"]
     collect = ["nufed", "run", "--resume", str(out)] + ["--trust"] * bool(named_code(checked))
     commands = [

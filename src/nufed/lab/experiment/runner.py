@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
-from nufed.errors import InputError
+from nufed.algorithms.protocol import Algorithm
+from nufed.errors import InputError, TrainingError
+from nufed.lab.bundle.from_run import NoBundleError, bundle_of, can_be_bundled
 from nufed.lab.config import Config
 from nufed.lab.config.devices import torch_threads
 from nufed.lab.experiment.array import Share, check_share, end_sharing, shared_run
-from nufed.lab.experiment.finish import finish
 from nufed.lab.experiment.jobs import run_jobs
 from nufed.lab.experiment.observers import Listener, Observer
 from nufed.lab.experiment.session import Options, Session, takes_options
 from nufed.lab.experiment.setup import Setup, begin_run, load_one_run, reopen_run
 from nufed.lab.experiment.training import job_of, jobs_of
 from nufed.lab.files import locked
-from nufed.lab.report.notebook import ShownRun
-from nufed.lab.runs import RunDirectory, load_run
+from nufed.lab.report.notebook import ShownRun, load
+from nufed.lab.runs import Run, RunDirectory, load_run
+from nufed.lab.runs.json_files import write_json
 from nufed.lab.runs.provenance import Provenance
+from nufed.objective import Objective
 
 
 @takes_options
@@ -145,3 +149,45 @@ def _run_share(setup: Setup, out: Path, share: Share, session: Session) -> Shown
             with session.training(shared.setup) as stop:
                 run_jobs(jobs, shared.setup.workers, lambda _, event: listeners.notify(event), stop)
             return ShownRun.of(load_run(out, partial=True))
+
+
+def finish(
+    directory: RunDirectory,
+    objectives: Mapping[int, Objective],
+    algorithms: Mapping[str, Algorithm],
+    *,
+    figures: bool | None = True,
+) -> ShownRun:
+    """Read a run back, and write its bundles, results and report.
+
+    Args:
+        directory: the run's directory.
+        objectives: the objective of every seed.
+        algorithms: its methods.
+        figures: whether to also write the report's charts as SVG and PNG files; None: no charts.
+    """
+    run = load(directory.path)
+    if not run.methods:
+        raise TrainingError(f"no method could be trained: {run.failures[0]}")
+    _write_bundles(run, objectives, algorithms, directory.bundles())
+    write_json(directory.path / "results.json", run.to_json())
+    from nufed.lab.report.run_page import build_report  # charts are slow to import
+
+    build_report([run], directory.path, figures=figures)
+    return run
+
+
+def _write_bundles(
+    run: Run,
+    objectives: Mapping[int, Objective],
+    algorithms: Mapping[str, Algorithm],
+    folder: Path,
+) -> None:
+    """Write a bundle of every method's global model, first seed, if it has one."""
+    if not can_be_bundled(run):
+        return
+    for method, seeds in run.methods.items():
+        seed = next(iter(seeds))
+        with suppress(NoBundleError):  # `nufed run` reports the missing file
+            bundle = bundle_of(run, method, seed, objectives[seed], algorithms[method])
+            bundle.save(folder / f"{method}.nufed")

@@ -18,9 +18,9 @@ from nufed.lab.config.problem import Given, Recorded, build_samples
 from nufed.lab.config.schema import OWN, DataConfig
 from nufed.lab.config.sweep_grid import MAX_RUNS, Grid, GridPoint, in_words, make_grid, of_run
 from nufed.lab.config.trust import named_code, require_trust
-from nufed.lab.experiment.finish import finish
 from nufed.lab.experiment.jobs import BASELINE_PART, Job, run_jobs
 from nufed.lab.experiment.observers import Event, Listener
+from nufed.lab.experiment.runner import finish
 from nufed.lab.experiment.session import Options, Session, Stop, resumed_by, takes_options
 from nufed.lab.experiment.setup import Setup, begin_run, check_simulated, reopen_run, worker_count
 from nufed.lab.experiment.training import job_of, parts_of

@@ -1,5 +1,0 @@
-"""``python -m nufed.lab.cli``."""
-
-from nufed.lab.cli import main
-
-main()
