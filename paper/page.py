@@ -35,7 +35,16 @@ from paper.stages import (
     WHERE,
     alpha_stage,
 )
-from paper.summary import Lr, Summary, Values, distances, summary
+from paper.summary import (
+    ACCURACY_RULE,
+    LOSS_RULE,
+    ONE,
+    Lr,
+    Summary,
+    Values,
+    distances,
+    summary,
+)
 
 Lines = Iterable[tuple[str, str, int]]
 
@@ -68,6 +77,8 @@ def write() -> Path:
         steps_table=steps_table,
         compute_table=compute_table,
         stages_table=stages_table,
+        rules_table=rules_table,
+        older=sum(run.minutes for run in runs.values() if run and run.rule == ACCURACY_RULE) / 60,
         four_lines=[(NAMES[m], m, 3) for m in FOUR],
         accuracy=accuracy,
         gain=gain,
@@ -373,6 +384,22 @@ def stages_table() -> str:
         if (run := summary(stage))
     ]
     return table(["stage", "what", "minutes"], rows, texts=2)
+
+
+def rules_table() -> str:
+    """Which stages rest on which choice of α at use."""
+    about = {
+        ONE: "one for all methods, that of training; so do the columns *with α as trained*",
+        ACCURACY_RULE: "every method's own, by validation *accuracy*, in powers of 3",
+        LOSS_RULE: "every method's own, by validation *loss*, with a margin for noise and in "
+        "factors of 1.5 at the best: nufed's rule",
+    }
+    stages: dict[str, list[str]] = {rule: [] for rule in about}
+    for stage in STAGES:
+        if run := summary(stage):
+            stages[run.rule].append(f"`{stage}`")
+    rows = [[words, ", ".join(stages[rule]) or "none yet"] for rule, words in about.items()]
+    return table(["α at use", "stages ([run time](#run-time))"], rows, texts=2)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:

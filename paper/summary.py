@@ -18,6 +18,7 @@ from paper.tuning import Scores, best, next_points, step_size
 
 Values = np.ndarray[Any, Any]
 Lr = Literal["chosen", "as_trained"]  # the step size of fine-tuning
+ONE, ACCURACY_RULE, LOSS_RULE = "one α for all", "accuracy", "loss"  # what α at use was chosen by
 
 
 def summarise_run(stage: str, run: Run, seconds: float) -> dict[str, Any]:
@@ -63,7 +64,8 @@ def summarise_search(stage: str, run: Run, scores: Scores, seconds: float) -> di
 
 def _about(stage: str, run: Run, seconds: float) -> dict[str, Any]:
     config = run.config.model_dump_json(exclude={"methods"}, exclude_none=True)
-    return {"stage": stage, "seconds": seconds, "config": json.loads(config)}
+    rule = {"rule": LOSS_RULE} if run.config.eval_lr != "as_trained" else {}
+    return {"stage": stage, "seconds": seconds, "config": json.loads(config), **rule}
 
 
 def _seeds(part: dict[int, Trained]) -> dict[str, Any]:
@@ -143,6 +145,12 @@ class Summary:
     @property
     def config(self) -> dict[str, Any]:
         return self.data["config"]
+
+    @property
+    def rule(self) -> str:
+        """What α at use was chosen by; summaries that do not say are of the older rule."""
+        chosen = self.config.get("eval_lr", "as_trained") != "as_trained"
+        return self.data.get("rule", ACCURACY_RULE if chosen else ONE)
 
     @property
     def methods(self) -> list[str]:

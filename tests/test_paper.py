@@ -159,6 +159,13 @@ def test_claims_with_every_methods_own_step_size_use_the_chosen_scores(tmp_path)
     assert [c.verdict for c in chosen.comparisons] == ["not held"]
 
 
+def test_summaries_say_what_step_sizes_at_use_were_chosen_by():
+    chosen = {"config": {"eval_lr": "chosen"}}
+    of = [{"config": {}}, {"config": {"eval_lr": "as_trained"}}, chosen, {**chosen, "rule": "loss"}]
+    rules = [summary.Summary(data).rule for data in of]
+    assert rules == [summary.ONE, summary.ONE, summary.ACCURACY_RULE, summary.LOSS_RULE]
+
+
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     """A separate directory for summaries, figures and the page."""
@@ -195,6 +202,7 @@ def test_every_stage_runs_to_its_end_and_is_on_the_page(tmp_path):
                 found = Estimate.of(means)
                 assert f"{100 * found.mean:.1f} ± {100 * found.half_width:.1f} %" in text
     assert not load_run(tmp_path / "runs" / "fig1").step_sizes_chosen
+    assert "nufed's rule | `fair-standardised`, `tuning`" in text and "not kept" not in text
     for cells in (line.count("|") for line in text.splitlines() if line.startswith("|")):
         assert cells >= 3
 
