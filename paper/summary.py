@@ -64,7 +64,7 @@ def summarise_search(stage: str, run: Run, scores: Scores, seconds: float) -> di
 
 def _about(stage: str, run: Run, seconds: float) -> dict[str, Any]:
     config = run.config.model_dump_json(exclude={"methods"}, exclude_none=True)
-    rule = {"rule": LOSS_RULE} if run.config.eval_lr != "as_trained" else {}
+    rule = {"rule": LOSS_RULE} if run.step_sizes_chosen else {}
     return {"stage": stage, "seconds": seconds, "config": json.loads(config), **rule}
 
 
@@ -149,7 +149,8 @@ class Summary:
     @property
     def rule(self) -> str:
         """What α at use was chosen by; summaries that do not say are of the older rule."""
-        chosen = self.config.get("eval_lr", "as_trained") != "as_trained"
+        methods = self.data.get("methods", {}).values()
+        chosen = "tried" in self.data or any("step_sizes" in own for own in methods)
         return self.data.get("rule", ACCURACY_RULE if chosen else ONE)
 
     @property

@@ -160,10 +160,10 @@ def test_claims_with_every_methods_own_step_size_use_the_chosen_scores(tmp_path)
 
 
 def test_summaries_say_what_step_sizes_at_use_were_chosen_by():
-    chosen = {"config": {"eval_lr": "chosen"}}
-    of = [{"config": {}}, {"config": {"eval_lr": "as_trained"}}, chosen, {**chosen, "rule": "loss"}]
+    chosen = {"methods": {"fedavg": {"step_sizes": {}}}}
+    of = [{"methods": {"fedavg": {}}}, chosen, {"tried": {}}, {**chosen, "rule": "loss"}]
     rules = [summary.Summary(data).rule for data in of]
-    assert rules == [summary.ONE, summary.ONE, summary.ACCURACY_RULE, summary.LOSS_RULE]
+    assert rules == [summary.ONE, *2 * [summary.ACCURACY_RULE], summary.LOSS_RULE]
 
 
 @pytest.fixture
