@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nufed.algorithms.fixed_point import fixed_point_mean, where_wide
-from nufed.algorithms.protocol import AgentUpdate, Algorithm, SummedUpdates
+from nufed.algorithms.protocol import Algorithm, SummedUpdates, Updates
 from nufed.registry import Registry
 from nufed.settings import check_settings, setting
 
@@ -23,7 +23,7 @@ Averaging: TypeAlias = Literal["uniform", "samples", "paper"]
 class Aggregation(Protocol):
     """A rule by which the server combines the vectors that agents sent."""
 
-    def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
+    def combine(self, updates: Updates, name: str, before: Tensor) -> Tensor:
         """The aggregate of the vectors ``name``; ``before`` is the one that agents received.
 
         There is at least one update; all have passed the checks and are sorted by agent.
@@ -53,7 +53,7 @@ class Mean:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
+    def combine(self, updates: Updates, name: str, before: Tensor) -> Tensor:
         if isinstance(updates, SummedUpdates) and self.averaging == "uniform":
             return updates.means[name]
         if self.averaging == "samples":
@@ -72,7 +72,7 @@ class ClippedMean:
 
     copies: ClassVar[int] = 5  # memory in all updates of a round, in float32
 
-    def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
+    def combine(self, updates: Updates, name: str, before: Tensor) -> Tensor:
         start = where_wide(before).double()
         changes = _stack(updates, name) - start
         lengths = changes.norm(dim=1, keepdim=True)
@@ -90,7 +90,7 @@ class Median:
     all updates.
     """
 
-    def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
+    def combine(self, updates: Updates, name: str, before: Tensor) -> Tensor:
         n = len(updates)
         return _by_coordinate(
             lambda ranked: (ranked[(n - 1) // 2] + ranked[n // 2]) / 2, updates, name, before
@@ -110,7 +110,7 @@ class TrimmedMean:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def combine(self, updates: Sequence[AgentUpdate], name: str, before: Tensor) -> Tensor:
+    def combine(self, updates: Updates, name: str, before: Tensor) -> Tensor:
         cut = int(Decimal(repr(self.trim)) * len(updates))  # 0.29 of 100 is 29, not 28.999…
         return _by_coordinate(
             lambda ranked: ranked[cut : len(ranked) - cut].mean(dim=0), updates, name, before
@@ -137,14 +137,14 @@ def update_copies(algorithm: Algorithm) -> int:
     return getattr(getattr(algorithm, "aggregation", None), "copies", 1)
 
 
-def _stack(updates: Sequence[AgentUpdate], name: str) -> Tensor:
+def _stack(updates: Updates, name: str) -> Tensor:
     """The vectors as rows, in float64."""
     return torch.stack([where_wide(update.vectors[name]).double() for update in updates])
 
 
 def _by_coordinate(
     reduce: Callable[[Tensor], Tensor],
-    updates: Sequence[AgentUpdate],
+    updates: Updates,
     name: str,
     before: Tensor,
 ) -> Tensor:
@@ -159,7 +159,7 @@ def _by_coordinate(
     return combined
 
 
-def _weighted_mean(updates: Sequence[AgentUpdate], name: str) -> Tensor:
+def _weighted_mean(updates: Updates, name: str) -> Tensor:
     """The mean of the updates' vectors ``name`` by samples, summed in the given order."""
     first = updates[0].vectors[name]
     # half precision would round off small terms of a long sum

@@ -37,7 +37,6 @@ that are not squared; ξ_ii = 1; λα in place of λ/α; a term around the agent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,13 +48,13 @@ from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
-    AgentUpdate,
     Context,
     Cost,
     Draw,
     Notes,
     Personal,
     State,
+    Updates,
 )
 from nufed.meta.fine_tuning import proximal
 from nufed.objective import AnyObjective, Batch
@@ -125,9 +124,7 @@ class FedAMP(LocalTraining):
 
         return self.descend(context, u, gradient)
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         mean = self.aggregate(context, updates, "model", server["model"])
         rows = {each.agent: {"models": each.vectors["model"]} for each in updates}
         return {**with_rows(server, rows), "model": mean}

@@ -32,7 +32,6 @@ the mean over the cohort; g_i never stored; the wrong sign of g_i or h; h/α mis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,11 +44,11 @@ from nufed.algorithms.local_training import LocalTraining, of_parameters
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
-    AgentUpdate,
     Context,
     Cost,
     Notes,
     State,
+    Updates,
 )
 from nufed.meta.fine_tuning import proximal
 from nufed.objective import AnyObjective, Batch
@@ -95,9 +94,7 @@ class FedDyn(LocalTraining):
         state["correction"] = g_i - self.weight * moved
         return AgentResult({"model": y}, state, Cost(self.steps_per_round(context)))
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         w, h = server["model"], server["h"]
         y = self.aggregate(context, updates, "model", w)
         moved = Mean().combine(updates, "model", w) - w

@@ -39,14 +39,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from nufed.algorithms.protocol import (
-    AgentContext,
-    AgentResult,
-    Cost,
-    Notes,
-    Personal,
-    State,
-)
+from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, Personal, State
 from nufed.algorithms.several_models import SeveralModels
 from nufed.meta.fine_tuning import descend
 from nufed.objective import AnyObjective, Batch, Inputs, Objective

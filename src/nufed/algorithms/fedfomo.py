@@ -42,7 +42,7 @@ counted once more for every missing one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,7 +56,6 @@ from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
-    AgentUpdate,
     Context,
     Cost,
     Draw,
@@ -64,6 +63,7 @@ from nufed.algorithms.protocol import (
     Personal,
     Places,
     State,
+    Updates,
 )
 from nufed.objective import AnyObjective, Batch
 from nufed.seeding import stream, torch_seed
@@ -172,9 +172,7 @@ class FedFomo(LocalTraining):
         batches = -(-len(places) // min(self.batch_size, len(places)))
         return self.local_epochs * batches or self.local_steps
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         mean = self.aggregate(context, updates, "model", server["model"])
         after = with_rows(server, {u.agent: {"models": u.vectors["model"]} for u in updates})
         agents, known = after[AGENTS], server[AGENTS]

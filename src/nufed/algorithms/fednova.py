@@ -33,7 +33,6 @@ of d_i by N/|cohort|, which lengthens the step under partial participation. The 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -44,11 +43,11 @@ from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
-    AgentUpdate,
     Context,
     Cost,
     Notes,
     State,
+    Updates,
 )
 from nufed.objective import AnyObjective
 
@@ -88,9 +87,7 @@ class FedNova(LocalTraining):
             w = step(w, torch.ones_like(w))
         return -float(w)
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         w = server["model"]
         change = self.aggregate(context, updates, "model", w) - w
         steps = self.aggregate(context, updates, "steps", server["steps"])  # τ_eff

@@ -39,7 +39,6 @@ uniformly, alignment of a class without a prototype to 0, prototypes taken befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -53,11 +52,11 @@ from nufed.algorithms.local_training import Gradient
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
-    AgentUpdate,
     Context,
     Cost,
     Personal,
     State,
+    Updates,
 )
 from nufed.errors import InputError
 from nufed.objective import AnyObjective, Batch, Objective
@@ -159,9 +158,7 @@ class FedPAC(FedRep):
 
         return gradient
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         shared, private = (
             self.aggregate(context, updates, n, server[n]) for n in ("shared", "private")
         )
@@ -176,7 +173,7 @@ class FedPAC(FedRep):
         after |= {"prototypes": prototypes, "known": known}
         return {**after, **with_rows(after, self.combined(updates))} if self.combine else after
 
-    def combined(self, updates: Sequence[AgentUpdate]) -> dict[int, State]:
+    def combined(self, updates: Updates) -> dict[int, State]:
         """Each agent's combination of the cohort's heads."""
         heads, moments = (
             torch.stack([u.vectors[name] for u in updates]) for name in ("private", "moments")

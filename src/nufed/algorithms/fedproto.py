@@ -43,7 +43,6 @@ model before its steps; a model that starts anew; a model sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -55,12 +54,12 @@ from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
-    AgentUpdate,
     Context,
     Cost,
     Notes,
     Personal,
     State,
+    Updates,
 )
 from nufed.errors import InputError
 from nufed.objective import AnyObjective, Batch, Inputs
@@ -143,9 +142,7 @@ class FedProto(LocalTraining):
         of_class = F.one_hot(targets.to(z.device), classes).to(y) / len(targets)
         return {"weighted": (of_class.T @ z.to(y)).flatten(), "shares": of_class.sum(dim=0)}
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         after = {n: self.aggregate(context, updates, n, server[n]) for n in self.sends}
         met = after["shares"] > 0
         features = len(server["weighted"]) // len(met)

@@ -27,7 +27,7 @@ on one batch; all models trained.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from nufed.algorithms.protocol import (
     Notes,
     Personal,
     State,
+    Updates,
 )
 from nufed.algorithms.several_models import SeveralModels
 from nufed.errors import require
@@ -88,7 +89,7 @@ class IFCA(SeveralModels):
         losses = torch.stack([context.objective.base.value(w, samples) for w in models])
         return int(losses.nan_to_num(torch.inf).argmin())
 
-    def server_update(self, context: Context, server: State, updates: Any) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         sent = {n: self.aggregate(context, updates, n, server[n]) for n in self.sends}
         before, mean = self.split(server["models"]), self.split(sent["models"])
         models = [

@@ -30,7 +30,6 @@ for every inner step; λ or η missing from the step of w_i; θ carried over; β
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,13 +39,13 @@ from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
-    AgentUpdate,
     Context,
     Cost,
     Draw,
     Notes,
     Personal,
     State,
+    Updates,
 )
 from nufed.meta.fine_tuning import descend, proximal
 from nufed.objective import AnyObjective, Batch
@@ -108,9 +107,7 @@ class PFedMe(LocalTraining):
             theta = descend(theta, lr, g)
         return theta
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         w, beta = server["model"], self.server_lr
         mean = self.aggregate(context, updates, "model", w)
         return {**server, "model": (1 - beta) * w + beta * mean}

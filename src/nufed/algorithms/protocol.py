@@ -64,6 +64,10 @@ class AgentUpdate:
     vectors: State
 
 
+Updates: TypeAlias = Sequence[AgentUpdate]
+"""Checked updates of a round, sorted by agent."""
+
+
 @dataclass(frozen=True)
 class AgentResult:
     """What ``agent_update`` returns: vectors to send, the agent's next state, the cost.
@@ -433,9 +437,7 @@ class Algorithm(RemembersSettings, ABC):
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         """One agent's round: what it sends, its next state, the cost."""
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         """The server's state after a round, from checked updates sorted by agent.
 
         The result has the names and shapes of ``server``, but for dimensions that began with
@@ -445,9 +447,7 @@ class Algorithm(RemembersSettings, ABC):
         names = self.sent_in(context.round)
         return {**server} | {n: self.aggregate(context, updates, n, server[n]) for n in names}
 
-    def aggregate(
-        self, context: Context, updates: Sequence[AgentUpdate], name: str, before: Tensor
-    ) -> Tensor:
+    def aggregate(self, context: Context, updates: Updates, name: str, before: Tensor) -> Tensor:
         """The ``aggregation`` of the vectors ``name``, which replace the server's ``before``.
 
         A rule combines running statistics apart from parameters, so that norms and distances of

@@ -19,7 +19,6 @@ mean; ε·mean(w̃_i), which shrinks w; ε at the agent and again at the server.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -28,11 +27,11 @@ from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
-    AgentUpdate,
     Context,
     Cost,
     Notes,
     State,
+    Updates,
 )
 from nufed.settings import Search, setting
 
@@ -57,9 +56,7 @@ class Reptile(LocalTraining):
         w = self.descend(context, received["model"], memory=Memory(state))
         return AgentResult({"model": w}, state, Cost(self.steps_per_round(context)))
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         w = server["model"]
         mean = self.aggregate(context, updates, "model", w)
         return {**server, "model": w + self.server_lr * (mean - w)}

@@ -19,7 +19,6 @@ wrong sign, or no correction; a server step without η_g.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,11 +31,11 @@ from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
-    AgentUpdate,
     Context,
     Cost,
     Notes,
     State,
+    Updates,
 )
 from nufed.objective import AnyObjective, Batch
 from nufed.settings import STEP_SIZES, Search, setting
@@ -94,9 +93,7 @@ class Scaffold(LocalTraining):
         vectors = {"model": y, "control": c + (new - c_i)}
         return AgentResult(vectors, state, Cost(steps))
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         x, c = server["model"], server["control"]
         y = self.aggregate(context, updates, "model", x)
         change = Mean().combine(updates, "control", c) - c

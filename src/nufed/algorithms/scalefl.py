@@ -57,12 +57,12 @@ from nufed.algorithms.local_training import LocalTraining
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
-    AgentUpdate,
     Context,
     Cost,
     Notes,
     Personal,
     State,
+    Updates,
 )
 from nufed.errors import InputError, require
 from nufed.meta.fine_tuning import descend
@@ -125,9 +125,7 @@ class ScaleFL(LocalTraining):
         cost = Cost(self.steps_per_round(context))
         return AgentResult({"model": part.put(w, y)}, state, cost)
 
-    def server_update(
-        self, context: Context, server: State, updates: Sequence[AgentUpdate]
-    ) -> State:
+    def server_update(self, context: Context, server: State, updates: Updates) -> State:
         before, levels = server["model"], [self.levels.of(update.agent) for update in updates]
         w = before.clone()
         # coordinates that the same agents hold are aggregated together
@@ -142,7 +140,7 @@ class ScaleFL(LocalTraining):
     def combine(
         self,
         context: Context,
-        holders: Sequence[AgentUpdate],
+        holders: Updates,
         part: Part,
         before: Tensor,
         w: Tensor,

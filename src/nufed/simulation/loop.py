@@ -82,7 +82,6 @@ class Training:
         """
         yield progress
         while progress.round < last:
-            self._check_numbers(progress)
             progress = self.round(progress)
             yield progress
 
@@ -92,6 +91,7 @@ class Training:
         A round below the quorum is retried with another cohort. With ``agents``, these are trained
         instead, as when recorded rounds are repeated.
         """
+        self._check_numbers(progress)
         context = self._context(progress)
         attempts = Attempts(
             context.round,

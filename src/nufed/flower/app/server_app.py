@@ -13,21 +13,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from nufed.algorithms.protocol import AgentUpdate, Cost, State, SummedUpdates
 from nufed.errors import RunError, UpdateError, shown
-from nufed.flower.app.events import (
-    Aggregated,
-    EventLog,
-    LeftOut,
-    RoundTrained,
-    TrainingStarted,
-)
-from nufed.flower.app.payload import (
-    LOOK,
-    NoReply,
-    PayloadError,
-    read_look,
-    read_update,
-    usable,
-)
+from nufed.flower.app.events import Aggregated, EventLog, LeftOut, RoundTrained, TrainingStarted
+from nufed.flower.app.payload import LOOK, NoReply, PayloadError, read_look, read_update, usable
 from nufed.flower.app.plan import Plan
 from nufed.flower.app.privacy import Account, implausible
 from nufed.flower.app.registry import Authentication

@@ -20,12 +20,7 @@ from nufed.data import Federation, Samples, Split
 from nufed.data.samples import scaled
 from nufed.errors import InputError
 from nufed.lab.bundle.about import About, InputsAbout, read_about
-from nufed.lab.bundle.building import (
-    MissingPartError,
-    build_model,
-    build_personal,
-    stored_state,
-)
+from nufed.lab.bundle.building import MissingPartError, build_model, build_personal, stored_state
 from nufed.lab.files import unseal, write_sealed
 from nufed.meta.fine_tuning import trajectory
 from nufed.objective import Inputs

@@ -23,14 +23,17 @@ OWN = "given in Python"  # placeholder in a configuration for an object passed i
 AT_SITES = "at the sites"  # placeholder for the data of a federation
 
 
-def optional(default: Any, description: str | None = None, **limits: Any) -> Any:
-    """A field that is written only where it differs from its default.
+def key(default: Any, about: str | None = None, **limits: Any) -> Any:
+    """A key of a table: its default (``...``: it must be given), and one line about it."""
+    return Key(default=default, description=about, **limits)
+
+
+def optional(default: Any, about: str | None = None, **limits: Any) -> Any:
+    """A key that is written only where it differs from its default.
 
     So a new one changes neither files nor fingerprints of runs that do not use it.
     """
-    return Key(
-        default=default, description=description, exclude_if=lambda v: v == default, **limits
-    )
+    return key(default, about, exclude_if=lambda value: value == default, **limits)
 
 
 class Described(NamedTuple):

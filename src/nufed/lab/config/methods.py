@@ -23,14 +23,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
 from nufed.algorithms import ALGORITHMS

@@ -15,14 +15,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast, get_args
 
 import tomli_w
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_serializer,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_serializer
 
 from nufed.algorithms.compression import CODECS, Codec, TopK
 from nufed.algorithms.protocol import Algorithm
@@ -42,7 +35,7 @@ from nufed.evaluate import EvalLr
 from nufed.evaluate.metrics import Better
 from nufed.lab.config.describe import AT_SITES as AT_SITES
 from nufed.lab.config.describe import OWN as OWN
-from nufed.lab.config.describe import Name, optional
+from nufed.lab.config.describe import Name, key, optional
 from nufed.lab.config.devices import picked_device
 from nufed.lab.config.methods import Known, MethodConfig, make_methods, with_objects, write_out
 from nufed.lab.files import sha256
@@ -59,12 +52,11 @@ class _Table(BaseModel):
 class CompressionConfig(_Table):
     """``[compression]``: of what agents send, the same in simulation and in a federation."""
 
-    codec: Literal["off", "bfloat16", "int8", "top_k"] = Field(
-        default="off",
-        description="of each number's change: off | bfloat16 | int8 | top_k, the last two with "
-        "error feedback",
+    codec: Literal["off", "bfloat16", "int8", "top_k"] = key(
+        "off",
+        "of each number's change: off | bfloat16 | int8 | top_k, the last two with error feedback",
     )
-    share: float = Field(default=0.01, gt=0, le=1, description="of the numbers that top_k sends")
+    share: float = key(0.01, "of the numbers that top_k sends", gt=0, le=1)
 
     def make(self) -> Codec | None:
         """The codec; None: nothing is compressed."""
@@ -81,38 +73,31 @@ BudgetUnit: TypeAlias = Literal["gradient", "trial"]
 class TuneTable(_Table):
     """``[tune]``. A range is ``[low, high]``, a list of choices, or ``"auto"``: as declared."""
 
-    budget: float = Field(
-        default=50.0,
+    budget: float = key(
+        50.0,
+        "per method: gradients in full trainings by the cheapest method, or trials",
         gt=0,
         le=1e9,
-        description="per method: gradients in full trainings by the cheapest method, or trials",
     )
     per: BudgetUnit = optional(
         "gradient", "what the budget counts; per trial, expensive methods get as many as others"
     )
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(default=0, description="of the search")
-    agents: ScoredAgents = Field(
-        default="seen",
-        description="whose validation samples count: those in training, or held-out newcomers",
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = key(0, "of the search")
+    agents: ScoredAgents = key(
+        "seen", "whose validation samples count: those in training, or held-out newcomers"
     )
-    sampler: SamplerName | Literal["auto"] = Field(
-        default="auto", description="auto: tpe if optuna is installed, else random"
+    sampler: SamplerName | Literal["auto"] = key(
+        "auto", "auto: tpe if optuna is installed, else random"
     )
-    halvings: Annotated[int, Field(ge=0, le=6)] = Field(
-        default=2, description="how often only the best third of a batch is trained twice as long"
+    halvings: Annotated[int, Field(ge=0, le=6)] = key(
+        2, "how often only the best third of a batch is trained twice as long"
     )
-    finalists: Annotated[int, Field(ge=1, le=100)] = Field(
-        default=2, description="best trials of each method that are repeated"
+    finalists: Annotated[int, Field(ge=1, le=100)] = key(
+        2, "best trials of each method that are repeated"
     )
-    repeats: Annotated[int, Field(ge=0, le=100)] = Field(
-        default=2, description="other seeds that they are repeated with"
-    )
-    ranges: dict[str, Any] = Field(
-        default={}, description="settings to search, of every method that has them"
-    )
-    methods: dict[str, dict[str, Any]] = Field(
-        default={}, description="settings to search, by method"
-    )
+    repeats: Annotated[int, Field(ge=0, le=100)] = key(2, "other seeds that they are repeated with")
+    ranges: dict[str, Any] = key({}, "settings to search, of every method that has them")
+    methods: dict[str, dict[str, Any]] = key({}, "settings to search, by method")
 
 
 class TunedTable(_Table):
@@ -122,14 +107,14 @@ class TunedTable(_Table):
     Hessian-vector product. ``per``: whether ``budget`` counts these units, or trials.
     """
 
-    budget: float = Field(description="that every method had")
+    budget: float = key(..., "that every method had")
     per: BudgetUnit = optional("gradient", "what the budget counted")
-    unit: float = Field(description="gradients of one full training by the cheapest method")
-    seed: int = Field(description="of the search")
-    sampler: SamplerName = Field(description="that proposed trials")
-    agents: ScoredAgents = Field(description="whose validation samples counted")
-    trials: dict[str, int] = Field(description="trials of each method")
-    choices: dict[str, dict[str, Any]] = Field(description="chosen settings of each method")
+    unit: float = key(..., "gradients of one full training by the cheapest method")
+    seed: int = key(..., "of the search")
+    sampler: SamplerName = key(..., "that proposed trials")
+    agents: ScoredAgents = key(..., "whose validation samples counted")
+    trials: dict[str, int] = key(..., "trials of each method")
+    choices: dict[str, dict[str, Any]] = key(..., "chosen settings of each method")
 
     @property
     def budget_text(self) -> str:
@@ -185,9 +170,9 @@ def _one_of(known: Mapping[str, Any], *further: str) -> AfterValidator:
 class PrepareConfig(_Table):
     """``[data.prepare]``: how the raw columns of a table become inputs of a model."""
 
-    fill: Fill = Field(
-        default="median",
-        description="what numbers are centred at, and what replaces missing ones: the median or "
+    fill: Fill = key(
+        "median",
+        "what numbers are centred at, and what replaces missing ones: the median or "
         "mean of training",
     )
     columns: list[Annotated[PreparedColumn, BeforeValidator(PreparedColumn.read)]] = optional(
@@ -207,32 +192,29 @@ class PrepareConfig(_Table):
 class DataConfig(_Table):
     """``[data]``: the samples, and how they are split among agents."""
 
-    source: str = Field(
-        default="digits", description="a data set by name, or package.module:function"
+    source: str = key("digits", "a data set by name, or package.module:function")
+    args: dict[str, Any] = key({}, "arguments of that function")
+    partition: Annotated[str, AfterValidator(_partition)] = key(
+        "auto",
+        "by name, or package.module:function; auto: given if the data has owners, else dirichlet",
     )
-    args: dict[str, Any] = Field(default={}, description="arguments of that function")
-    partition: Annotated[str, AfterValidator(_partition)] = Field(
-        default="auto",
-        description="by name, or package.module:function; auto: given if the data has owners, "
-        "else dirichlet",
+    partition_args: dict[str, Any] = key({}, "arguments of that function")
+    agents: Count = key(50, "N; not used by the partition 'given'")
+    samples_per_agent: Count | None = key(
+        None, "all parts together; by default the data is shared out"
     )
-    partition_args: dict[str, Any] = Field(default={}, description="arguments of that function")
-    agents: Count = Field(default=50, description="N; not used by the partition 'given'")
-    samples_per_agent: Count | None = Field(
-        default=None, description="all parts together; by default the data is shared out"
-    )
-    dirichlet: float = Field(
-        default=0.01,
+    dirichlet: float = key(
+        0.01,
+        "α_d, of the partitions dirichlet, dirichlet_by_class and quantity_skew",
         gt=0,
         lt=float("inf"),
-        description="α_d, of the partitions dirichlet, dirichlet_by_class and quantity_skew",
     )
-    reuse: Reuse = Field(
-        default="never",
-        description="whether agents may share samples; if so, most training samples of unseen "
+    reuse: Reuse = key(
+        "never",
+        "whether agents may share samples; if so, most training samples of unseen "
         "agents are also seen agents' (docs/data.md)",
     )
-    classes_per_agent: Count = Field(default=2, description="of the partition 'shards'")
+    classes_per_agent: Count = key(2, "of the partition 'shards'")
     shift: Annotated[str, _one_of(SHIFTS, "none")] = optional(
         "none", "feature or label shift between groups of agents: none | " + " | ".join(SHIFTS)
     )
@@ -242,15 +224,9 @@ class DataConfig(_Table):
         "random changes of the inputs of training batches: none | crop_flip (images), "
         "or package.module:function",
     )
-    validation: Fraction = Field(
-        default=0.0, description="share of an agent's samples that choices are made on"
-    )
-    test: float = Field(
-        default=0.2, gt=0, lt=1, description="share of an agent's samples that are scored"
-    )
-    unseen_agents: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="held out from training"
-    )
+    validation: Fraction = key(0.0, "share of an agent's samples that choices are made on")
+    test: float = key(0.2, "share of an agent's samples that are scored", gt=0, lt=1)
+    unseen_agents: Annotated[int, Field(ge=0)] = key(0, "held out from training")
     unseen: list[str] | None = optional(
         None,
         "names of the agents held out from training, in place of a number; default: "
@@ -259,14 +235,12 @@ class DataConfig(_Table):
     stratify: bool = optional(
         False, "every part of an agent gets its share of each class, so that few shots are exact"
     )
-    small_agents: SmallAgents = Field(
-        default="refuse",
-        description="agents with fewer samples than a batch: refused, or all samples are a batch",
+    small_agents: SmallAgents = key(
+        "refuse", "agents with fewer samples than a batch: refused, or all samples are a batch"
     )
     prepare: PrepareConfig = optional(PrepareConfig())
-    split_file: str | None = Field(
-        default=None,
-        description="path of a saved split to use, never written; {seed} is replaced by the seed",
+    split_file: str | None = key(
+        None, "path of a saved split to use, never written; {seed} is replaced by the seed"
     )
 
     @property
@@ -283,143 +257,104 @@ class DataConfig(_Table):
 class LoraConfig(_Table):
     """``[model.lora]``: low-rank adapters, for ``model.train = "lora"``."""
 
-    rank: Count = Field(default=8, description="of an adapter's matrices")
-    alpha: float = Field(
-        default=16.0, gt=0, lt=float("inf"), description="scale: an adapter adds alpha / rank·B·A"
-    )
-    targets: list[str] = Field(
-        default=[], description="ends of names of linear layers; none: as peft knows them"
-    )
-    freeze_a: bool = Field(default=False, description="train B only (FFA-LoRA)")
-    head: bool = Field(default=True, description="train the last layer, too")
+    rank: Count = key(8, "of an adapter's matrices")
+    alpha: float = key(16.0, "scale: an adapter adds alpha / rank·B·A", gt=0, lt=float("inf"))
+    targets: list[str] = key([], "ends of names of linear layers; none: as peft knows them")
+    freeze_a: bool = key(False, "train B only (FFA-LoRA)")
+    head: bool = key(True, "train the last layer, too")
 
 
 class ModelConfig(_Table):
     """``[model]``: the network."""
 
-    name: str = Field(
-        default="fcnn",
-        description="a model by name, hf:FOLDER_OR_NAME (pretrained), or package.module:function",
+    name: str = key(
+        "fcnn", "a model by name, hf:FOLDER_OR_NAME (pretrained), or package.module:function"
     )
-    args: dict[str, Any] = Field(default={}, description="arguments of that function")
-    train: str = Field(
-        default="all",
-        description="what is trained: all that is not frozen, a part such as head, or lora",
+    args: dict[str, Any] = key({}, "arguments of that function")
+    train: str = key("all", "what is trained: all that is not frozen, a part such as head, or lora")
+    lora: LoraConfig = key(LoraConfig(), "adapters, for train = lora")
+    running_stats: RunningStats = key(
+        "refuse", "of BatchNorm: refused, frozen, or trained with the model"
     )
-    lora: LoraConfig = Field(default=LoraConfig(), description="adapters, for train = lora")
-    running_stats: RunningStats = Field(
-        default="refuse", description="of BatchNorm: refused, frozen, or trained with the model"
+    micro_batch: Annotated[int, Field(ge=0)] = optional(
+        0, "samples computed at a time, so that large models fit; 0: a whole batch"
     )
-    # not written if off, so that files and fingerprints of other runs do not change
-    micro_batch: Annotated[int, Field(ge=0)] = Field(
-        default=0,
-        exclude_if=lambda value: value == 0,
-        description="samples computed at a time, so that large models fit; 0: a whole batch",
-    )
-    gradient_checkpointing: bool = Field(
-        default=False,
-        exclude_if=lambda value: not value,
-        description="compute layers again in backward passes instead of keeping what they made",
+    gradient_checkpointing: bool = optional(
+        False, "compute layers again in backward passes instead of keeping what they made"
     )
 
 
 class FaultsConfig(_Table):
     """``[faults]``: simulated faults of agents, to measure their effect on accuracy."""
 
-    dropout: Fraction = Field(default=0.0, description="probability that an agent does not answer")
-    stragglers: Fraction = Field(default=0.0, description="probability that it answers too late")
-    corruption: Fraction = Field(default=0.0, description="share of agents that send wrong updates")
-    attack: Annotated[str, _one_of(ATTACKS)] = Field(
-        default="sign_flip", description="what corrupt agents send"
-    )
+    dropout: Fraction = key(0.0, "probability that an agent does not answer")
+    stragglers: Fraction = key(0.0, "probability that it answers too late")
+    corruption: Fraction = key(0.0, "share of agents that send wrong updates")
+    attack: Annotated[str, _one_of(ATTACKS)] = key("sign_flip", "what corrupt agents send")
 
 
 class FederationConfig(_Table):
     """``[federation]``: format of the sites' data, and timeouts, for ``nufed federate``."""
 
-    input_shape: list[Count] | None = Field(default=None, description="of one sample")
-    vocabulary: Count | None = Field(
-        default=None,
-        description="texts: inputs are identifiers of so many tokens; without classes, targets are "
+    input_shape: list[Count] | None = key(None, "of one sample")
+    vocabulary: Count | None = key(
+        None,
+        "texts: inputs are identifiers of so many tokens; without classes, targets are "
         "the next tokens",
     )
-    inputs: list[str] = Field(
-        default=[], description='names of several inputs, such as ["input_ids", "attention_mask"]'
-    )
-    classes: list[str] = Field(default=[], description="class names, by number; none: regression")
-    outputs: Count = Field(default=1, description="numbers per target, for regression")
-    deadline: float = Field(
-        default=600.0, gt=0, lt=float("inf"), description="deadline of a round, in seconds"
-    )
-    wait: float = Field(
-        default=60.0, gt=0, lt=float("inf"), description="quorum timeout, in seconds"
-    )
-    secure_aggregation: bool = Field(
-        default=False, description="the server learns only the sum of the sites' updates"
-    )
-    site_keys: list[str] = Field(
-        default=[], description="public keys of the sites, by number, for secure aggregation"
-    )
+    inputs: list[str] = key([], 'names of several inputs, such as ["input_ids", "attention_mask"]')
+    classes: list[str] = key([], "class names, by number; none: regression")
+    outputs: Count = key(1, "numbers per target, for regression")
+    deadline: float = key(600.0, "deadline of a round, in seconds", gt=0, lt=float("inf"))
+    wait: float = key(60.0, "quorum timeout, in seconds", gt=0, lt=float("inf"))
+    secure_aggregation: bool = key(False, "the server learns only the sum of the sites' updates")
+    site_keys: list[str] = key([], "public keys of the sites, by number, for secure aggregation")
 
 
 class PrivacyConfig(_Table):
     """``[privacy]``: clipping and noise that a federation's sites apply to their updates."""
 
-    clip: float | None = Field(
-        default=None, gt=0, lt=float("inf"), description="norm bound of an update's change; off"
+    clip: float | None = key(None, "norm bound of an update's change; off", gt=0, lt=float("inf"))
+    noise: float = key(
+        1.0, "noise multiplier z of each site (standard deviation / clip)", gt=0, lt=float("inf")
     )
-    noise: float = Field(
-        default=1.0,
-        gt=0,
-        lt=float("inf"),
-        description="noise multiplier z of each site (standard deviation / clip)",
-    )
-    delta: float = Field(default=1e-5, gt=0, lt=1, description="δ of both ε")
-    epsilon: float | None = Field(
-        default=None, gt=0, description="budget of ε for the released model"
-    )
-    epsilon_server: float | None = Field(
-        default=None, gt=0, description="budget of ε against the server"
-    )
-    scores: bool = Field(default=False, description="whether sites send scores, which no ε covers")
+    delta: float = key(1e-5, "δ of both ε", gt=0, lt=1)
+    epsilon: float | None = key(None, "budget of ε for the released model", gt=0)
+    epsilon_server: float | None = key(None, "budget of ε against the server", gt=0)
+    scores: bool = key(False, "whether sites send scores, which no ε covers")
 
 
 class Config(_Table):
     """A run: data, a model, and the methods and seeds to train."""
 
-    name: Name = Field(default="run", description="of the run and its directory")
+    name: Name = key("run", "of the run and its directory")
     note: str = optional(
-        "",
-        max_length=2000,
-        description="text for the report, for example how the problem was chosen",
+        "", "text for the report, for example how the problem was chosen", max_length=2000
     )
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = Field(
-        default=[0], description="every method is trained once with each"
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = key(
+        [0], "every method is trained once with each"
     )
-    rounds: Count = Field(default=100, description="communication rounds (K)")
-    participation: float = Field(
-        default=0.2, gt=0, le=1, description="fraction of the agents picked per round (r)"
+    rounds: Count = key(100, "communication rounds (K)")
+    participation: float = key(0.2, "fraction of the agents picked per round (r)", gt=0, le=1)
+    min_updates: Count = key(
+        1, "quorum: valid updates a round needs, else another cohort is sampled"
     )
-    min_updates: Count = Field(
-        default=1, description="quorum: valid updates a round needs, else another cohort is sampled"
-    )
-    max_update_norm: Annotated[float, Field(gt=0)] | Literal["off"] | None = Field(
-        default=None,
-        description="norm bound of a change, in medians of this round's or the last's, from three "
+    max_update_norm: Annotated[float, Field(gt=0)] | Literal["off"] | None = key(
+        None,
+        "norm bound of a change, in medians of this round's or the last's, from three "
         "updates on; "
         f"default: {FEDERATION_NORM:g} in federations without [privacy] and secure_aggregation",
     )
-    eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default="auto", description="fine-tuning steps shown; auto: the largest ν, at least 1"
+    eval_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = key(
+        "auto", "fine-tuning steps shown; auto: the largest ν, at least 1"
     )
-    eval_lr: EvalLr = Field(
-        default="chosen",
-        description="step size of fine-tuning at evaluation; chosen: also with the best one on "
+    eval_lr: EvalLr = key(
+        "chosen",
+        "step size of fine-tuning at evaluation; chosen: also with the best one on "
         "validation samples, for the final model; chosen_by_round: for every evaluated one",
     )
-    tune_local: bool = Field(
-        default=False,
-        description="choose the step size of the baseline 'local' on validation samples",
+    tune_local: bool = key(
+        False, "choose the step size of the baseline 'local' on validation samples"
     )
     local_lr: float | None = optional(
         None,
@@ -427,24 +362,19 @@ class Config(_Table):
         gt=0,
         lt=float("inf"),
     )
-    eval_on: ScoredOn = Field(
-        default="test", description="the part that agents are scored on; choices use validation"
+    eval_on: ScoredOn = key("test", "the part that agents are scored on; choices use validation")
+    eval_agents: Count | None = key(
+        None, "number of agents to evaluate, a fixed sample; all by default"
     )
-    eval_agents: Count | None = Field(
-        default=None, description="number of agents to evaluate, a fixed sample; all by default"
+    baselines: list[Baseline] = key(
+        ["majority", "untrained", "local"],
+        "null baselines to evaluate: majority, centroid (nearest class mean), untrained, local",
     )
-    baselines: list[Baseline] = Field(
-        default=["majority", "untrained", "local"],
-        description="null baselines to evaluate: majority, centroid (nearest class mean), "
-        "untrained, local",
+    eval_every: Count = key(10, "rounds between evaluations")
+    checkpoint_every: Annotated[int, Field(ge=0)] = key(
+        20, "rounds between checkpoints to resume from; 0: only when stopped"
     )
-    eval_every: Count = Field(default=10, description="rounds between evaluations")
-    checkpoint_every: Annotated[int, Field(ge=0)] = Field(
-        default=20, description="rounds between checkpoints to resume from; 0: only when stopped"
-    )
-    save_every: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="rounds between saved models; 0: none"
-    )
+    save_every: Annotated[int, Field(ge=0)] = key(0, "rounds between saved models; 0: none")
     stop_when: Count | None = optional(
         None,
         "early stopping: evaluations without a better validation score after which "
@@ -455,13 +385,10 @@ class Config(_Table):
         "the model that results show: of the last round, or of the one with the best "
         "validation score",
     )
-    loss: str = Field(
-        default="auto",
-        description="cross_entropy, mse, next_token, or package.module:function",
-    )
-    metric: str = Field(
-        default="auto",
-        description="accuracy, balanced_accuracy, f1 (macro), auc (each class against the rest), "
+    loss: str = key("auto", "cross_entropy, mse, next_token, or package.module:function")
+    metric: str = key(
+        "auto",
+        "accuracy, balanced_accuracy, f1 (macro), auc (each class against the rest), "
         "perplexity, bits_per_character (of classes or tokens), none (the loss), or "
         "package.module:function, called with outputs and targets of an agent",
     )
@@ -473,7 +400,7 @@ class Config(_Table):
         "κ, largest curvature along the first gradients, from which step sizes come that are not "
         "given; measured and recorded by a run",
     )
-    dtype: Literal["float32", "float64"] = Field(default="float32", description="of all vectors")
+    dtype: Literal["float32", "float64"] = key("float32", "of all vectors")
     precision: Precision = optional(
         "float32", "of the model's products; bfloat16: mixed precision, with vectors in float32"
     )
@@ -482,17 +409,17 @@ class Config(_Table):
         "of convolutions' images and kernels; channels_last, on the engine direct, is "
         "often faster and agrees to rounding",
     )
-    threads: Annotated[int, Field(ge=1, le=256)] = Field(
-        default=1, description="torch threads; bits depend on their number"
+    threads: Annotated[int, Field(ge=1, le=256)] = key(
+        1, "torch threads; bits depend on their number"
     )
-    engine: EngineName | Literal["auto"] = Field(
-        default="auto", description="how agents are simulated; auto: from config and shapes"
+    engine: EngineName | Literal["auto"] = key(
+        "auto", "how agents are simulated; auto: from config and shapes"
     )
-    workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
-        default="auto", description="processes; bits do not depend on their number"
+    workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = key(
+        "auto", "processes; bits do not depend on their number"
     )
-    device: Annotated[str, AfterValidator(picked_device)] = Field(
-        default="cpu", description="torch device to compute on; auto: cuda, xpu, mps or cpu"
+    device: Annotated[str, AfterValidator(picked_device)] = key(
+        "cpu", "torch device to compute on; auto: cuda, xpu, mps or cpu"
     )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()

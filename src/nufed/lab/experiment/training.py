@@ -13,11 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 from nufed.errors import NumericalWarning, TrainingError
 from nufed.evaluate.step_size import INITIAL_REACH
 from nufed.lab.config.load import no_mixed_precision
-from nufed.lab.experiment.evaluation import (
-    Evaluator,
-    baselines,
-    local_training,
-)
+from nufed.lab.experiment.evaluation import Evaluator, baselines, local_training
 from nufed.lab.experiment.jobs import BASELINE_PART, Job, RunPart
 from nufed.lab.experiment.observers import Event, Listener
 from nufed.lab.experiment.session import Stop
@@ -97,26 +93,24 @@ class MethodJob(Job):
                 label=f"{name}, seed {seed}",
                 on_doubt=partial(self._doubt, files) if self.checks_curvature else None,
             )
-            rounds = training.rounds(
-                start or training.start(objective.initial(), files.states),
-                config.rounds_of(name),
-            )
+            progress = start or training.start(objective.initial(), files.states)
             del start  # frees its vectors after the first round
-            for progress in rounds:
-                if recorder.is_done(progress):
-                    continue
-                entries, finish = dict[str, Any](), None
-                if recorder.is_evaluated(progress):
-                    entries, finish = self.evaluate(engine, progress, recorder)
-                save = is_due(config.checkpoint_every, progress.round) or recorder.is_kept(progress)
-                last = stop() or finish is not None  # asked once: the round it ends at is saved
-                recorded = recorder.record(progress, entries, checkpoint=save or last)
-                if finish is not None:
-                    finish()
-                event = event.after(recorded, steps) if recorded else event
-                listener(replace(event, last=finish is not None))
-                if last:
-                    break
+            while True:
+                if not recorder.is_done(progress):
+                    entries, finish = dict[str, Any](), None
+                    if recorder.is_evaluated(progress):
+                        entries, finish = self.evaluate(engine, progress, recorder)
+                    due = is_due(config.checkpoint_every, progress.round)
+                    last = stop() or finish is not None  # asked once: the round it ends at is saved
+                    save = due or last or recorder.is_kept(progress)
+                    recorded = recorder.record(progress, entries, checkpoint=save)
+                    if finish is not None:
+                        finish()
+                    event = event.after(recorded, steps) if recorded else event
+                    listener(replace(event, last=finish is not None))
+                    if last:
+                        break
+                progress = training.round(progress)
 
     def files(self) -> dict[str, PartFiles]:
         setup, name, seed = self.setup, self.part.method, self.part.seed

@@ -28,14 +28,7 @@ from torch import Tensor
 
 from nufed.algorithms.protocol import AgentContext, Algorithm, State
 from nufed.errors import RunError
-from nufed.lab.files import (
-    cannot_write,
-    make_private,
-    read_sealed,
-    seal,
-    sync,
-    write_sealed,
-)
+from nufed.lab.files import cannot_write, make_private, read_sealed, seal, sync, write_sealed
 from nufed.server import on_device
 
 FOLDER = "states"
