@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import nufed
 from flower.ops.test_approvals import zipped
 from nufed.data import Samples, Split
 from nufed.data.partition import DirichletReusing
-from nufed.flower.app import registry as authentication
-from nufed.flower.app import signatures
+from nufed.flower.app import registry as authentication, signatures
 from nufed.flower.app.registry import SECURE_SUM, SiteKeys
 from nufed.flower.app.site import Task
 from nufed.flower.ops.approvals import bundle_digest

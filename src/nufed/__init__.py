@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from nufed.lab.bundle.from_run import make_bundle, make_personal
     from nufed.lab.experiment import Event, Observer, resume, resume_sweep, run, sweep
     from nufed.lab.readers.hugging_face import from_datasets
-    from nufed.lab.report.notebook import ShownRun as Run
-    from nufed.lab.report.notebook import load as load_run
+    from nufed.lab.report.notebook import ShownRun as Run, load as load_run
     from nufed.lab.runs.sweep_record import Sweep, load_sweep
     from nufed.lab.tuning import Tuning, tune
     from nufed.meta.curvature import Exact, FirstOrder, HessianFree

@@ -1,5 +1,8 @@
 """What :mod:`nufed.lab.export` exports, under the name that users import."""
 
-from nufed.lab.export import TARGETS, MLflow, TensorBoard, WandB
-
-__all__ = ["TARGETS", "MLflow", "TensorBoard", "WandB"]
+from nufed.lab.export import (
+    TARGETS as TARGETS,
+    MLflow as MLflow,
+    TensorBoard as TensorBoard,
+    WandB as WandB,
+)

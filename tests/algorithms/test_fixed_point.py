@@ -5,11 +5,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from nufed.algorithms import fixed_point
-from nufed.algorithms import fixed_point as running_mean
+from nufed.algorithms import fixed_point, fixed_point as running_mean
 from nufed.algorithms.aggregation import Mean
 from nufed.algorithms.fixed_point import FixedPointGrid, FixedPointSum, fixed_point_mean, peak
 from nufed.server.incoming import screen

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given as given_examples
-from hypothesis import strategies as st
+from hypothesis import given as given_examples, strategies as st
 
 from nufed import InputError
 from nufed.data import DirichletReusing, dirichlet, given, iid, shards

@@ -7,8 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from families import Noise, NoNoise, Waves, at_least, iterates, measured_error, true_gradient
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nufed import theory
 from nufed.theory import BatchSizes, FalseBoundWarning, ProblemConstants, TheoryError

@@ -6,8 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from families import Bowls, Noise, meta_gradient, meta_value, true_gradient
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nufed import theory
 from nufed.theory import (

@@ -6,8 +6,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nufed import Exact, FirstOrder, MetaBatch, Objective, fedavg, gmeta, meta_gradient
 from nufed.simulation import DirectEngine, train

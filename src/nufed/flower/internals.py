@@ -35,10 +35,11 @@ from flwr.cli.install import install_from_fab
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.config import get_fused_config_from_fab, get_project_config
-from flwr.common.constant import HEARTBEAT_PATIENCE
-from flwr.common.constant import ErrorCode as ErrorCode
-from flwr.common.secure_aggregation.crypto.shamir import combine_shares as combine_shares
-from flwr.common.secure_aggregation.crypto.shamir import create_shares as create_shares
+from flwr.common.constant import HEARTBEAT_PATIENCE, ErrorCode as ErrorCode
+from flwr.common.secure_aggregation.crypto.shamir import (
+    combine_shares as combine_shares,
+    create_shares as create_shares,
+)
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,
@@ -46,10 +47,12 @@ from flwr.common.serde import (
     message_to_proto,
 )
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
-from flwr.proto.message_pb2 import Context as ContextProto
-from flwr.proto.message_pb2 import Message as FlowerMessage
-from flwr.proto.message_pb2 import ObjectTree as ObjectTree
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    Context as ContextProto,
+    Message as FlowerMessage,
+    ObjectTree as ObjectTree,
+)
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullAppMessagesRequest
 from flwr.serverapp import Grid
@@ -68,14 +71,13 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import (
     inflate_object_from_contents,
+    pull_objects as pull_objects,
     push_object_contents_from_iterable,
 )
-from flwr.supercore.inflatable.inflatable_utils import pull_objects as pull_objects
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.object_ref import load_app
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes as public_key_to_bytes
-from flwr.supercore.run import Run
-from flwr.supercore.run import RunNotRunningException as RunNotRunningException
+from flwr.supercore.run import Run, RunNotRunningException as RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink import extensions
 from flwr.superlink.cli.flower_superlink import flower_superlink

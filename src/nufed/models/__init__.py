@@ -6,24 +6,20 @@ from collections.abc import Callable
 
 from torch import nn
 
-from nufed.models.convolutional import cnn, cnn_groupnorm, lenet5, resnet8
-from nufed.models.dense import ACTIVATIONS, MultiExit, fcnn, logistic, multi_exit
-from nufed.models.recurrent import gru, lstm
-
-__all__ = [
-    "ACTIVATIONS",
-    "MODELS",
-    "MultiExit",
-    "cnn",
-    "cnn_groupnorm",
-    "fcnn",
-    "gru",
-    "lenet5",
-    "logistic",
-    "lstm",
-    "multi_exit",
-    "resnet8",
-]
+from nufed.models.convolutional import (
+    cnn as cnn,
+    cnn_groupnorm as cnn_groupnorm,
+    lenet5 as lenet5,
+    resnet8 as resnet8,
+)
+from nufed.models.dense import (
+    ACTIVATIONS as ACTIVATIONS,
+    MultiExit as MultiExit,
+    fcnn as fcnn,
+    logistic as logistic,
+    multi_exit as multi_exit,
+)
+from nufed.models.recurrent import gru as gru, lstm as lstm
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "fcnn": fcnn,

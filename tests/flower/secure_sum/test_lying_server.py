@@ -42,8 +42,7 @@ from nufed.flower.app.payload import ARRAYS
 from nufed.flower.app.registry import SECURE_SUM, SiteKeys
 from nufed.flower.app.signatures import sign
 from nufed.flower.ops.keys import make_site_key
-from nufed.flower.secure_sum import masking
-from nufed.flower.secure_sum import site as secure_site
+from nufed.flower.secure_sum import masking, site as secure_site
 from nufed.flower.secure_sum.masking import Advert, Unmasking, pairwise_mask
 from nufed.flower.secure_sum.messages import (
     SECURE,

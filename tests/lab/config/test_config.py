@@ -1,8 +1,7 @@
 import tomllib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nufed import Exact, FirstOrder, GMeta, HessianFree, InputError, fedavg, per_fedavg
 from nufed.lab.config import load_config, presets

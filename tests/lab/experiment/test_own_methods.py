@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context as FlowerContext
-from flwr.app import RecordDict
+from flwr.app import Context as FlowerContext, RecordDict
 from safetensors.torch import load_file
 
 import nufed as library

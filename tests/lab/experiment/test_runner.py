@@ -19,8 +19,7 @@ import nufed
 from nufed import InputError
 from nufed.algorithms.aggregation import Mean
 from nufed.errors import TrainingError
-from nufed.lab.config import load_config
-from nufed.lab.config import problem as build
+from nufed.lab.config import load_config, problem as build
 from nufed.lab.config.split_file import load_split, split_bytes
 from nufed.lab.experiment import training
 from nufed.lab.files import read_sealed

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nufed import InputError
-from nufed.lab.readers import files as limits
-from nufed.lab.readers import files as parquet_file
+from nufed.lab.readers import files as limits, files as parquet_file
 from nufed.lab.readers.files import LIMIT, from_cell, read_data, read_npz, to_cell
 
 MB = 10**6

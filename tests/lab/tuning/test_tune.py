@@ -12,8 +12,7 @@ import pytest
 import nufed
 from nufed import InputError
 from nufed.errors import RunError
-from nufed.lab.config import load_config
-from nufed.lab.config import problem as build
+from nufed.lab.config import load_config, problem as build
 from nufed.lab.files import read_sealed, write_sealed
 from nufed.lab.runs.directory import BOUNDS
 from nufed.lab.runs.json_files import read_record

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event as Signal
-from threading import RLock, Thread
+from threading import Event as Signal, RLock, Thread
 from typing import Any, Literal, TypeAlias
 
 from flwr.app import MessageType

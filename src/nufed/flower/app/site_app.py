@@ -19,8 +19,7 @@ from flwr.clientapp import ClientApp
 
 from nufed.algorithms.compression import compress, without_residuals
 from nufed.algorithms.gmeta import GMeta
-from nufed.algorithms.protocol import AgentContext, AgentResult, State
-from nufed.algorithms.protocol import Context as RoundContext
+from nufed.algorithms.protocol import AgentContext, AgentResult, Context as RoundContext, State
 from nufed.data import Federation, ScoredOn
 from nufed.errors import InputError, RunError, TrainingError, in_short, visible
 from nufed.evaluate import AgentScores, Measure, Scoring, evaluate_agent, majority_class

@@ -1,5 +1,3 @@
 """The command line: parsing and printing only."""
 
-from nufed.lab.cli.commands import app, main
-
-__all__ = ["app", "main"]
+from nufed.lab.cli.commands import app as app, main as main

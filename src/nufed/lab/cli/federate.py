@@ -349,8 +349,7 @@ def audit(
     ] = None,
 ) -> None:
     """Verify the audit log of a run, or name its first broken line."""
-    from nufed.lab.runs.audit_log import AUDIT
-    from nufed.lab.runs.audit_log import audit as verify
+    from nufed.lab.runs.audit_log import AUDIT, audit as verify
 
     log = verify(run / AUDIT, head)
     events = log.events

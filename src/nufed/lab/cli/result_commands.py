@@ -212,8 +212,7 @@ def export(
 
     Examples: nufed export runs/quickstart-001 --to parquet; nufed export mine.safetensors --to onnx
     """
-    from nufed.lab.export import Chosen, export_model
-    from nufed.lab.export import export as export_run
+    from nufed.lab.export import Chosen, export as export_run, export_model
     from nufed.lab.runs import load_run
 
     if run.is_file():

@@ -91,8 +91,7 @@ def run(
     """Train and evaluate every method of a configuration, and write a report."""
     from nufed.lab.cli.printed_results import print_files, print_results
     from nufed.lab.cli.progress import RunDisplay
-    from nufed.lab.experiment import resume as resume_experiment
-    from nufed.lab.experiment import run as run_experiment
+    from nufed.lab.experiment import resume as resume_experiment, run as run_experiment
     from nufed.lab.export import TensorBoard
 
     settings = _settings(source, overrides, seeds, resume, "RUN")
@@ -253,8 +252,7 @@ def sweep(
     Example: nufed sweep quickstart data.dirichlet=0.01,0.1,1 method.adapt_steps=0..5
     """
     from nufed.lab.cli.progress import SweepDisplay
-    from nufed.lab.experiment import resume_sweep
-    from nufed.lab.experiment import sweep as run_sweep
+    from nufed.lab.experiment import resume_sweep, sweep as run_sweep
 
     given = _settings(source, settings, seeds, resume, "SWEEP")
     with _following(SweepDisplay) as display:
@@ -417,8 +415,7 @@ def submit(
     ] = False,
 ) -> None:
     """Train a run as a job array of Slurm, and collect it in a further job."""
-    from nufed.lab.experiment.array import Resources
-    from nufed.lab.experiment.array import submit as submit_parts
+    from nufed.lab.experiment.array import Resources, submit as submit_parts
 
     resources = Resources(partition, time, memory, cpus)
     submitted = submit_parts(source, overrides or [], out, parts, resources, local=local)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field as Key
-from pydantic import StringConstraints, ValidationError
+from pydantic import Field as Key, StringConstraints, ValidationError
 from pydantic.fields import FieldInfo
 
 from nufed.algorithms import ALGORITHMS

@@ -41,8 +41,7 @@ from nufed.lab.config.describe import (
 )
 from nufed.objective import AnyObjective
 from nufed.registry import Registry, closest, is_code, suggest
-from nufed.settings import Field as SettingField
-from nufed.settings import explicit_settings, settings_of
+from nufed.settings import Field as SettingField, explicit_settings, settings_of
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,7 @@ from nufed.data.augmentation import AUGMENTATIONS
 from nufed.errors import InputError
 from nufed.evaluate import EvalLr
 from nufed.evaluate.metrics import Better
-from nufed.lab.config.describe import AT_SITES as AT_SITES
-from nufed.lab.config.describe import OWN as OWN
-from nufed.lab.config.describe import Name, key, optional
+from nufed.lab.config.describe import AT_SITES as AT_SITES, OWN as OWN, Name, key, optional
 from nufed.lab.config.devices import picked_device
 from nufed.lab.config.methods import Known, MethodConfig, make_methods, with_objects, write_out
 from nufed.lab.files import sha256

@@ -31,8 +31,7 @@ from nufed.evaluate import (
     summarise,
     training_loss,
 )
-from nufed.evaluate.null_baselines import OwnModel
-from nufed.evaluate.null_baselines import local_training as training_alone
+from nufed.evaluate.null_baselines import OwnModel, local_training as training_alone
 from nufed.lab.experiment.setup import Setup
 from nufed.lab.runs.agent_states import personal_after, write_personal
 from nufed.lab.runs.part_files import Recorder

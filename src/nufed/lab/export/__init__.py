@@ -14,28 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from nufed.errors import InputError, shown
-from nufed.lab.export.mlflow_store import FOLDER as MLFLOW
-from nufed.lab.export.mlflow_store import MLflow, write_mlflow
-from nufed.lab.export.model_files import WRITERS, export_model, export_of_run
-from nufed.lab.export.target import Chosen, Target, check_new, needed
-from nufed.lab.export.tensorboard_files import FOLDER as TENSORBOARD
-from nufed.lab.export.tensorboard_files import TensorBoard, write_tensorboard
-from nufed.lab.export.wandb_runs import WandB, write_wandb
+from nufed.lab.export.mlflow_store import FOLDER as MLFLOW, MLflow as MLflow, write_mlflow
+from nufed.lab.export.model_files import WRITERS, export_model as export_model, export_of_run
+from nufed.lab.export.target import Chosen as Chosen, Target as Target, check_new, needed
+from nufed.lab.export.tensorboard_files import (
+    FOLDER as TENSORBOARD,
+    TensorBoard as TensorBoard,
+    write_tensorboard,
+)
+from nufed.lab.export.wandb_runs import WandB as WandB, write_wandb
 from nufed.lab.files import write_durably
 from nufed.lab.readers.files import to_cell
 from nufed.lab.runs import Run
 from nufed.registry import suggest
-
-__all__ = [
-    "TARGETS",
-    "Chosen",
-    "MLflow",
-    "Target",
-    "TensorBoard",
-    "WandB",
-    "export",
-    "export_model",
-]
 
 
 def _table_files(suffix: str, encode: Callable[[Any], bytes]) -> Target:

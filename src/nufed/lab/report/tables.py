@@ -21,8 +21,7 @@ from nufed.lab.config.schema import AT_SITES
 from nufed.lab.runs import Estimate, Row, Run
 from nufed.lab.runs.federation_records import TrafficLine
 from nufed.lab.runs.finished_run import BASELINES
-from nufed.lab.runs.results import Paired, deviations
-from nufed.lab.runs.results import over_samples as over_samples_of
+from nufed.lab.runs.results import Paired, deviations, over_samples as over_samples_of
 from nufed.settings import Field, settings_of, text_of
 
 
