@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from nufed.lab.runs.results import Estimate
-from paper.differences import Difference, Verdict
+from paper.differences import Difference, Verdict, tenths
 from paper.summary import Lr, Summary, Values, summary
 
 RELEVANT = 0.005
@@ -174,7 +174,7 @@ def _harder(easy: Summary, hard: Summary) -> Claim:
     agents = Estimate(seeds.mean, float(1.96 * spread))  # other agents: not paired
     difference = Difference(seeds, agents)
     words = "accuracies are degraded on CIFAR-100 compared to CIFAR-10"
-    values = f"{100 * a.mean():.1f} % against {100 * b.mean():.1f} %"
+    values = f"{tenths(a.mean())} % against {tenths(b.mean())} %"
     compared = "all methods: CIFAR-10 against CIFAR-100"
     verdict = difference.above(RELEVANT)
     return Claim("fig2", words, [Comparison(compared, values, difference, "points", verdict)])
@@ -208,5 +208,5 @@ def _batches(
 
 def _accuracies(compared: str, a: Values, b: Values, judge: Judge) -> Comparison:
     difference = Difference.paired(a, b)
-    values = f"{100 * a.mean():.1f} % against {100 * b.mean():.1f} %"
+    values = f"{tenths(a.mean())} % against {tenths(b.mean())} %"
     return Comparison(compared, values, difference, "points", judge(difference))

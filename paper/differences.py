@@ -58,3 +58,8 @@ class Difference:
         if -margin < self.low and self.high < margin:
             return "held"
         return "not held" if self.low > margin or self.high < -margin else "undecided"
+
+
+def tenths(value: float) -> str:
+    """Points with one digit; the last bits of a mean don't decide how 91.05 is rounded."""
+    return f"{round(100 * value, 9):.1f}"

@@ -21,7 +21,7 @@ from paper.claims import (
     protocol_claims,
     rounds_to,
 )
-from paper.differences import Difference
+from paper.differences import Difference, tenths
 from paper.figures import NAMES, NULL_STEPS, NULLS, all_figures, name
 from paper.stages import (
     ALPHAS,
@@ -409,7 +409,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1
 
 
 def percent(value: float) -> str:
-    return "–" if np.isnan(value) else f"{100 * value:.1f} %"
+    return "–" if np.isnan(value) else f"{tenths(value)} %"
 
 
 def estimate(by_seed: Values) -> str:
@@ -423,7 +423,7 @@ def estimate(by_seed: Values) -> str:
     found = Estimate.of(defined)
     spread = "" if found.half_width is None else f" ± {100 * found.half_width:.1f}"
     seeds = f" ({len(defined)} of {len(by_seed)} seeds)" if len(defined) < len(by_seed) else ""
-    return f"{100 * found.mean:.1f}{spread} %{seeds}"
+    return f"{tenths(found.mean)}{spread} %{seeds}"
 
 
 def points(difference: Difference) -> str:

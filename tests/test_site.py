@@ -148,7 +148,8 @@ def test_every_method_belongs_to_a_family_with_its_paper():
 
 def test_public_names_and_the_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+", nufed.__version__)
-    assert f"\n## {nufed.__version__}\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    heading = rf"^## {re.escape(nufed.__version__)}( \(unreleased\))?$"
+    assert re.search(heading, (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     cited = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {nufed.__version__}\n" in cited
 

@@ -155,6 +155,31 @@ def test_the_table_of_epsilon_in_the_documentation_is_rounded_up():
             assert float(number) - unit < epsilon <= float(number)
 
 
+def test_every_epsilon_in_the_text_is_rounded_up():
+    """Dropouts, known cohorts, and secure aggregation, for the first row of the table."""
+    page = (DOCS / "privacy.md").read_text("utf-8")
+
+    def stated(pattern):
+        return [float(n) for n in re.findall(r"\d+(?:\.\d+)?", re.search(pattern, page)[1])]
+
+    def up(value):  # to one digit
+        return math.ceil(10 * value) / 10
+
+    def in_sum(accepted):
+        rounds = {Round(accepted, accepted, accepted): max_releases(50, 10, 100)}
+        return [up(released_epsilon(noise, rounds, 1e-5)) for noise in (1, 2, 5)]
+
+    lost = [released_epsilon(2, {Round(50, 10, taken): 100}, 1e-5) for taken in (10, 9, 5)]
+    raised = stated(r"raise (\S+ \(noise 2\) to \S+,\s+5 of 10 to \S+)\. ")
+    assert [raised[0], raised[2], raised[-1]] == list(map(up, lost))
+    assert stated(r"cohorts are known,\s+the first row above is (.*?) \(38") == in_sum(10)
+    assert stated(r"100 rounds ([\d.,\s]+and [\d.]+) instead") == in_sum(7)
+    assert stated(r"the sums of 10 would give (.*?)\)") == in_sum(10)
+    alone = [server_epsilon(noise, max_releases(50, 10, 100), 1e-5) for noise in (1, 2, 5)]
+    assert stated(r"instead of ([\d.,\s]+and [\d.]+) \(if") == [128, *map(up, alone[1:])]
+    assert alone[0] <= 128
+
+
 @pytest.mark.parametrize("mu", [0.01, 0.3, 2.0])
 @pytest.mark.parametrize("rounds", [1, 10, 300])
 def test_without_sampling_it_is_the_gaussian_one_rounded_up(mu, rounds):
