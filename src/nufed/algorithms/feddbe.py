@@ -135,12 +135,7 @@ class FedDBE(LocalTraining):
         return Personal({"model": received["model"], "bias": state["bias"]})
 
     def fine_tune(
-        self,
-        context: AgentContext,
-        received: State,
-        personal: State,
-        steps: int,
-        scale: float = 1.0,
+        self, context: AgentContext, received: State, personal: State, steps: int, scale: float = 1
     ) -> Iterator[State]:
         objective, w = context.objective.base, personal["model"]
         rate = scale * self.rate(objective, received)

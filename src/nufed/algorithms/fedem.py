@@ -94,12 +94,7 @@ class FedEM(SeveralModels):
         return Personal({"model": models[int(pi.argmax())], "mixture": pi, **more})
 
     def fine_tune(
-        self,
-        context: AgentContext,
-        received: State,
-        personal: State,
-        steps: int,
-        scale: float = 1.0,
+        self, context: AgentContext, received: State, personal: State, steps: int, scale: float = 1
     ) -> Iterator[State]:
         objective, pi = context.objective.base, personal["mixture"]
         rate, models = scale * self.rate(objective, received), self.split(personal["models"])

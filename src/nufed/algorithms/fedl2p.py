@@ -225,12 +225,7 @@ class FedL2P(LocalTraining):
         return Personal({"model": model})
 
     def fine_tune(
-        self,
-        context: AgentContext,
-        received: State,
-        personal: State,
-        steps: int,
-        scale: float = 1.0,
+        self, context: AgentContext, received: State, personal: State, steps: int, scale: float = 1
     ) -> Iterator[State]:
         eta, _ = self.start(context, received)
         batches = context.batches.draw("adapt", self.batch_size, steps)

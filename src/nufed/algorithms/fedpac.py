@@ -48,7 +48,7 @@ from torch import Tensor
 
 from nufed.algorithms.agent_rows import no_rows, row_of, with_rows
 from nufed.algorithms.fedrep import FedRep
-from nufed.algorithms.local_training import Gradient
+from nufed.algorithms.local_training import Gradient, labelled_features
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
@@ -58,9 +58,8 @@ from nufed.algorithms.protocol import (
     State,
     Updates,
 )
-from nufed.errors import InputError
 from nufed.objective import AnyObjective, Batch, Objective
-from nufed.objective.objective import features_of, grad_with_features, linear_head
+from nufed.objective.objective import grad_with_features, linear_head
 from nufed.settings import Search, setting
 
 
@@ -130,11 +129,9 @@ class FedPAC(FedRep):
 
     def statistics(self, context: AgentContext, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """μ_k of every class, 0 for those without samples; p; V."""
-        objective, (inputs, targets, _) = context.objective.base, context.batches.whole()
-        if targets.is_floating_point() or targets.ndim != 1:
-            raise InputError("fedpac needs classes, and the targets are no class numbers")
-        z = features_of(objective, w, inputs).flatten(1).to(w)
-        of_class = F.one_hot(targets.to(w.device), linear_head(objective).out_features).to(w)
+        z, labels = labelled_features(context, w, "fedpac")
+        z, classes = z.to(w), linear_head(context.objective.base).out_features
+        of_class = F.one_hot(labels, classes).to(w)
         counts = of_class.sum(dim=0)
         means, shares = of_class.T @ z / counts.clamp(min=1).unsqueeze(1), counts / len(z)
         spread = z.square().sum(dim=1).mean() - (shares.unsqueeze(1) * means).square().sum()

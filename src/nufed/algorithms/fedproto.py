@@ -50,7 +50,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.local_training import LocalTraining, labelled_features
 from nufed.algorithms.protocol import (
     AgentContext,
     AgentResult,
@@ -61,7 +61,6 @@ from nufed.algorithms.protocol import (
     State,
     Updates,
 )
-from nufed.errors import InputError
 from nufed.objective import AnyObjective, Batch, Inputs
 from nufed.objective.objective import features_of, grad_with_features, linear_head
 from nufed.objective.parts import Part
@@ -135,11 +134,8 @@ class FedProto(LocalTraining):
 
     def local_prototypes(self, context: AgentContext, y: Tensor, classes: int) -> State:
         """p_ic·C_ic and p_ic, 0 where the agent lacks the class."""
-        inputs, targets, _ = context.batches.whole()
-        if targets.is_floating_point() or targets.ndim != 1:
-            raise InputError("fedproto needs classes, and the targets are no class numbers")
-        z = features_of(context.objective.base, y, inputs)
-        of_class = F.one_hot(targets.to(z.device), classes).to(y) / len(targets)
+        z, labels = labelled_features(context, y, "fedproto")
+        of_class = F.one_hot(labels, classes).to(y) / len(labels)
         return {"weighted": (of_class.T @ z.to(y)).flatten(), "shares": of_class.sum(dim=0)}
 
     def server_update(self, context: Context, server: State, updates: Updates) -> State:

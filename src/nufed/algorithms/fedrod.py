@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.local_training import LocalTraining, check_classes
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, Personal, State
 from nufed.errors import InputError
 from nufed.meta.fine_tuning import Rate, descend
@@ -110,8 +110,7 @@ class FedRoD(LocalTraining):
     def class_counts(self, context: AgentContext) -> Tensor:
         """N_c, how many of the agent's training samples are of each class."""
         targets = context.batches.targets()
-        if targets.is_floating_point() or targets.ndim != 1:
-            raise InputError("fedrod needs classes, and the targets are no class numbers")
+        check_classes(targets, "fedrod")
         *_, head = context.objective.base.layers.values()
         assert isinstance(head, nn.Linear)  # as agent_init requires
         return torch.bincount(targets, minlength=head.out_features)
@@ -143,12 +142,7 @@ class FedRoD(LocalTraining):
         return Personal({"model": w, "personal_head": phi}, cost)
 
     def fine_tune(
-        self,
-        context: AgentContext,
-        received: State,
-        personal: State,
-        steps: int,
-        scale: float = 1.0,
+        self, context: AgentContext, received: State, personal: State, steps: int, scale: float = 1
     ) -> Iterator[State]:
         objective, w, phi = context.objective.base, personal["model"], personal["personal_head"]
         rate: Rate = scale * self.rate(objective, received)

@@ -39,9 +39,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nufed.algorithms.local_training import LocalTraining
+from nufed.algorithms.local_training import LocalTraining, labelled_features
 from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, Personal, State
-from nufed.errors import InputError
 from nufed.objective import AnyObjective, Inputs
 from nufed.objective.objective import features_of
 from nufed.settings import Search, setting
@@ -88,19 +87,11 @@ class KNNPer(LocalTraining):
 
     def with_datastore(self, context: AgentContext, w: Tensor) -> State:
         """A model with the features and labels of the agent's training part."""
-        inputs, labels, _ = context.batches.whole()
-        if labels.is_floating_point() or labels.ndim != 1:
-            raise InputError("knn_per needs classes, and the targets are no class numbers")
-        features = features_of(context.objective.base, w, inputs).flatten(1)
-        return {"model": w, "features": features, "labels": labels.to(w.device)}
+        features, labels = labelled_features(context, w, "knn_per")
+        return {"model": w, "features": features, "labels": labels}
 
     def fine_tune(
-        self,
-        context: AgentContext,
-        received: State,
-        personal: State,
-        steps: int,
-        scale: float = 1.0,
+        self, context: AgentContext, received: State, personal: State, steps: int, scale: float = 1
     ) -> Iterator[State]:
         yield personal
         _, *models = super().fine_tune(context, received, personal, steps, scale)

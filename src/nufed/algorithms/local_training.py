@@ -12,9 +12,10 @@ from nufed.algorithms.aggregation import AGGREGATIONS, Aggregation, Mean
 from nufed.algorithms.local_optimizer import LOCAL_OPTIMIZERS, SGD, AdamW, Memory, Steps
 from nufed.algorithms.protocol import AgentContext, Algorithm, Draw, Notes, State
 from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
-from nufed.errors import require
+from nufed.errors import InputError, require
 from nufed.meta.fine_tuning import Rate
 from nufed.objective import AnyObjective, Batch, Objective
+from nufed.objective.objective import features_of
 from nufed.objective.parts import Part
 from nufed.settings import STEP_SIZES, setting
 
@@ -171,6 +172,19 @@ def of_parameters(objective: Objective, direction: Tensor) -> Tensor:
     direction = direction.clone()
     direction[..., objective.counted() :] = 0
     return direction
+
+
+def check_classes(targets: Tensor, method: str) -> None:
+    """Refuse targets that are no class numbers."""
+    if targets.is_floating_point() or targets.ndim != 1:
+        raise InputError(f"{method} needs classes, and the targets are no class numbers")
+
+
+def labelled_features(context: AgentContext, w: Tensor, method: str) -> tuple[Tensor, Tensor]:
+    """The last layer's inputs, flat, and the classes of the agent's whole training part."""
+    inputs, labels, _ = context.batches.whole()
+    check_classes(labels, method)
+    return features_of(context.objective.base, w, inputs).flatten(1), labels.to(w.device)
 
 
 def smallest_batch(algorithm: Algorithm, samples: int) -> int:

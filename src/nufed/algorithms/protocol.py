@@ -499,12 +499,7 @@ class Algorithm(RemembersSettings, ABC):
         return Personal({"model": model})
 
     def fine_tune(
-        self,
-        context: AgentContext,
-        received: State,
-        personal: State,
-        steps: int,
-        scale: float = 1.0,
+        self, context: AgentContext, received: State, personal: State, steps: int, scale: float = 1
     ) -> Iterator[State]:
         """The personal model after 0 … ``steps`` fine-tuning steps.
 

@@ -167,12 +167,7 @@ class ScaleFL(LocalTraining):
         return Personal({"model": w, "exit": torch.tensor(depth, device=w.device)})
 
     def fine_tune(
-        self,
-        context: AgentContext,
-        received: State,
-        personal: State,
-        steps: int,
-        scale: float = 1.0,
+        self, context: AgentContext, received: State, personal: State, steps: int, scale: float = 1
     ) -> Iterator[State]:
         depth, held = self.subnetwork(context)
         exits, w = self.objective(context.objective, depth), personal["model"]
