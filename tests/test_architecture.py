@@ -94,7 +94,7 @@ def test_nufed_run_to_a_gradient(monkeypatch, tmp_path):
     method = ["methods={gmeta={}}", "engine=direct", "baselines=[]"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["nufed", "run", "quickstart", *small, *method])
-    through = {"simulation/loop.py", "simulation/direct_engine.py"}
+    through = {"simulation/loop.py", "simulation/engine.py"}
     calls = stack_at(monkeypatch, Objective, "grad", through, main)
     check_walk("From `nufed run` to a gradient", calls)
 

@@ -3,8 +3,11 @@
 from nufed.server import Progress as Progress
 from nufed.simulation.batched_engine import BatchedEngine as BatchedEngine
 from nufed.simulation.choose_engine import ENGINES as ENGINES, GRAM as GRAM, Engines as Engines
-from nufed.simulation.direct_engine import DirectEngine as DirectEngine
-from nufed.simulation.engine import Engine as Engine, EngineName as EngineName
+from nufed.simulation.engine import (
+    DirectEngine as DirectEngine,
+    Engine as Engine,
+    EngineName as EngineName,
+)
 from nufed.simulation.faults import Faults as Faults
 from nufed.simulation.gram_engine import GramEngine as GramEngine
 from nufed.simulation.loop import Training as Training, replay as replay, train as train

@@ -30,8 +30,7 @@ from nufed.objective.fast.onednn import OneDNNFirstLayer, has_large_products, wi
 from nufed.objective.micro_batches import IGNORED
 from nufed.server import Downlink, initial_server, next_server, to_send
 from nufed.simulation.batched_engine import BatchedEngine
-from nufed.simulation.direct_engine import DirectEngine
-from nufed.simulation.engine import Engine, EngineName, States
+from nufed.simulation.engine import DirectEngine, Engine, EngineName, States
 from nufed.simulation.gram_engine import GramEngine
 
 STACK = 2**18  # elements in a stack of models, above which stacking saves nothing

@@ -11,7 +11,7 @@ import pytest
 import nufed
 from nufed.data import omniglot14
 from nufed.errors import RunError
-from nufed.lab.analysis.per_round import gain_of_steps
+from nufed.lab.analysis.comparison import gain_of_steps
 from nufed.lab.report.charts import _png
 from nufed.lab.report.headline import gains_and_costs
 from nufed.lab.runs import load_run

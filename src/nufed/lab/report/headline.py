@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nufed.lab.analysis.comparison import Finding, find_best, practically_equal
-from nufed.lab.analysis.per_round import gain_of_steps
+from nufed.lab.analysis.comparison import Finding, find_best, gain_of_steps, practically_equal
 from nufed.lab.report.tables import (
     difference_format,
     evaluated_agents,
