@@ -45,7 +45,7 @@ class InputError(NufedError, ValueError):
         return f"{self.key} {self.message}" if self.key else self.message
 
     def within(self, table: str) -> InputError:
-        """The same error about the key in a table of the configuration."""
+        """This error with the key's table in front: ``method.`` or ``methods.NAME.``."""
         return InputError(self.message, f"{table}.{self.key}")
 
 
@@ -101,7 +101,7 @@ class ResumableError(RunError):
         return f"{self.problem}: {self.remedy} and continue with `{self.command}`{self.then}"
 
     def resumed_by(self, command: str) -> ResumableError:
-        """The same error of a run that another command resumes."""
+        """This error for a run that another command resumes."""
         return ResumableError(self.problem, self.remedy, self.then, command)
 
 

@@ -99,7 +99,7 @@ class Setting:
 
     @property
     def is_share(self) -> bool:
-        """Whether it is bounded above, and so not a matter of magnitude."""
+        """Whether it is bounded above, so that a logarithmic scale does not suit it."""
         return self.most is not None or self.below is not None
 
     def accepts(self, value: Any) -> bool:

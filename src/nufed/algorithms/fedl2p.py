@@ -437,7 +437,7 @@ def _clamped(x: Tensor, most: float) -> Tensor:
 
 
 def _mean_and_std(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Over all values together; (0, 0) for a layer that is never called by itself."""
+    """Mean and standard deviation of all values; (0, 0) for a layer that is never called."""
     if not tensors:
         return like.new_zeros(2)
     x = (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))).to(like.dtype)

@@ -191,7 +191,7 @@ def to_limbs(integers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def carried(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-    """The same integers with 0 ≤ low < 2⁴⁴."""
+    """Normalised limbs of the same integers: 0 ≤ low < 2⁴⁴."""
     carry = low >> RADIX_BITS
     return high + carry, low - (carry << RADIX_BITS)
 

@@ -188,13 +188,13 @@ def labelled_features(context: AgentContext, w: Tensor, method: str) -> tuple[Te
 
 
 def smallest_batch(algorithm: Algorithm, samples: int) -> int:
-    """The fewest samples in a batch of training, of an agent with so many samples."""
+    """The smallest training batch of an agent with this number of samples."""
     size = min(algorithm.batch_size, samples)
     return (samples % size or size) if getattr(algorithm, "local_epochs", 0) else size
 
 
 def with_one_step(algorithm: Algorithm) -> Algorithm:
-    """The same algorithm, with one local step per round where agents take such steps."""
+    """A copy with one local step per round, if the algorithm has local steps."""
     names = {field.name for field in fields(algorithm) if field.init}
     fewest = {"local_steps": 1, "local_epochs": 0}
     return replace(algorithm, **{name: n for name, n in fewest.items() if name in names})

@@ -255,7 +255,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Checks:
-    """What can be asked about the numbers of ``algorithm``; by default nothing is known."""
+    """Numerical diagnostics of ``algorithm``; by default there are none."""
 
     algorithm: Algorithm
 
@@ -264,7 +264,7 @@ class Checks:
         return None
 
     def doubt(self, context: AgentContext, received: State) -> str | None:
-        """Why an agent's finite update may be inaccurate; None if it is not known to be."""
+        """Why an agent's finite update may be inaccurate; None if there is no sign of it."""
         return None
 
     def without_warnings(self) -> Algorithm:
@@ -547,7 +547,7 @@ class Algorithm(RemembersSettings, ABC):
 
     @property
     def checks(self) -> Checks:
-        """What can be asked about its numbers."""
+        """Its numerical diagnostics."""
         return Checks(self)
 
 

@@ -69,11 +69,11 @@ class Federation:
         return parts[agent]
 
     def scoring(self, part: ScoredOn) -> Federation:
-        """The same federation, whose agents are scored on ``part``."""
+        """A copy that scores agents on ``part``."""
         return self if part == self.scored_on else replace(self, scored_on=part)
 
     def on(self, device: torch.device) -> Federation:
-        """The same federation, whose batches and scored samples are on a device."""
+        """A copy that places batches and scored samples on a device."""
         return self if device == self.device else replace(self, device=device)
 
     def scorable(self, agents: Iterable[int]) -> list[int]:
@@ -175,7 +175,7 @@ class AgentBatches:
     ready: Mapping[Draw, list[Picked]] = field(default_factory=dict)
 
     def ahead(self, draws: Iterable[Draw]) -> AgentBatches:
-        """The same batches, these picked at once: faster than one by one between products."""
+        """A copy that has already drawn these: faster than one by one between products."""
         draws = list(draws)
         every = [self.pick(*draw) for draw in draws]
         placed = iter(self._placed([pick for picks in every for pick in picks]))
@@ -260,7 +260,7 @@ class AgentBatches:
         return first[:half]
 
     def _placed(self, picks: list[Picked]) -> list[Picked]:
-        """The same with their indices on the federation's device, in one copy."""
+        """The picks with their indices on the federation's device, moved together."""
         device = self.federation.device
         if device.type == "cpu" or not picks or picks[0].there is not None:
             return picks

@@ -110,7 +110,7 @@ class Measure:
     resamples: int = 0
 
     def resampled(self, agents: int) -> Measure:
-        """The same with resamples, if agents are few: they take time and disk space."""
+        """A copy with bootstrap resamples, if agents are few: they take time and disk space."""
         return replace(self, resamples=RESAMPLES if agents <= FEW_AGENTS else 0)
 
     @property
@@ -421,7 +421,7 @@ def _numbers(scalars: list[Tensor]) -> list[float]:
 
 
 def _on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """The same on the CPU, in one copy if they have one shape."""
+    """Copies on the CPU, moved together if they have one shape."""
     if all(x.device.type == "cpu" for x in tensors):
         return tensors
     if len({(x.shape, x.dtype, x.device) for x in tensors}) > 1:

@@ -1,4 +1,4 @@
-"""All uses of flwr's internals: of whatever is not in its public modules.
+"""All uses of flwr's internals, that is, of anything outside its public modules.
 
 Public are ``flwr.app``, ``flwr.clientapp``, ``flwr.serverapp`` and ``flwr.simulation``; the rest
 may change in any release. Each part says what it relies on, as of flwr 1.41.0;

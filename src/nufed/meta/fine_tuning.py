@@ -64,7 +64,7 @@ def _tuned(
 def descent(
     objective: AnyObjective, w: Tensor, batches: Iterable[AnyBatch], lr: Rate
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same as pairs of the gradient ∇f(w_l, 𝒟_l) and the next iterate w_{l+1}."""
+    """Fine-tuning as pairs of the gradient ∇f(w_l, 𝒟_l) and the next iterate w_{l+1}."""
     rates = by_step(lr, w)
     for step, batch in enumerate(batches):
         gradient = objective.grad(w, batch)

@@ -41,7 +41,7 @@ class AnyObjective(Protocol):
 
     @property
     def double(self) -> AnyObjective:
-        """The same in float64."""
+        """This objective in float64."""
         ...
 
     def grad(self, w: Tensor, batch: AnyBatch) -> Tensor:

@@ -280,7 +280,7 @@ def watched(
 
 
 def _written(module: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> bool:
-    """Whether buffers were replaced or written to, which takes no look at their numbers."""
+    """Whether buffers were replaced or written to, by their identity and version counters."""
     after = dict(module.named_buffers())
     same = after.keys() == buffers.keys() and all(after[n] is b for n, b in buffers.items())
     return not same or any(b._version != versions[n] for n, b in buffers.items())

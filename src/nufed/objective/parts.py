@@ -70,7 +70,7 @@ class Part:
         return values
 
     def keep(self, w: Tensor) -> Tensor:
-        """The same to be kept when w is not: a copy, unless they are most of w."""
+        """The values of this part, copied where a view would keep a much larger w in memory."""
         values = self.take(w)
         return values.clone() if self.contiguous and 2 * self.size < w.shape[-1] else values
 

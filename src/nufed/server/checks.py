@@ -67,7 +67,7 @@ class NormBound:
         self._norms: dict[int, dict[str, float]] = {}  # by agent and vector
 
     def accepts(self, update: AgentUpdate) -> bool:
-        """Note a valid update; whether it is accepted whatever others send."""
+        """Record a valid update; returns whether it is accepted regardless of later ones."""
         if self._factor is None:
             return True
         counted = self._counted

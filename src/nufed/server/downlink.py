@@ -14,7 +14,7 @@ EVALUATION = Context(0, 0, 0)
 
 
 class Downlink(Mapping[str, Tensor]):
-    """``shared`` vectors, the same for all agents, and by agent its ``own``, made when asked for.
+    """The broadcast ``shared`` by all agents, and each agent's ``own`` vectors, made on access.
 
     As a mapping it holds what a newcomer receives.
     """
@@ -26,7 +26,7 @@ class Downlink(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, received: State) -> Downlink:
-        """The same; plain vectors are those of all agents."""
+        """Wrap plain vectors, which all agents receive; a Downlink is returned as it is."""
         return received if isinstance(received, Downlink) else cls(received)
 
     def to(self, agent: int | None) -> State:

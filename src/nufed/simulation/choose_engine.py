@@ -143,7 +143,7 @@ class Engines:
         return self._made[name]
 
     def fresh(self) -> Engines:
-        """The same without the engines made so far, whose caches take memory."""
+        """A copy without the engines made so far, whose caches take memory."""
         return replace(self, _made={})
 
     def choose(

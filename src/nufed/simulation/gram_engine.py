@@ -140,7 +140,7 @@ class GramEngine(Engine):
         used: list[Rows],
         draws: tuple[Draw, ...],
     ) -> _Space:
-        """The same for evaluation; places number the used training, then the scored samples."""
+        """The Gram space of an evaluation; places count training samples, then scored ones."""
         split = federation.split
         both = [
             (split.train[agent][agent_rows], federation.scored_rows(agent))

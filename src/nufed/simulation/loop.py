@@ -146,7 +146,7 @@ class Training:
     def _explained(
         self, rejected: list[UpdateError], progress: Progress, context: Context
     ) -> list[UpdateError]:
-        """The same errors, the likely cause added to the first non-finite update."""
+        """The rejected updates, with the likely cause added to the first non-finite one."""
         explained = list(rejected)
         for place, error in enumerate(rejected):
             if error.fault is Fault.NOT_FINITE:

@@ -135,7 +135,7 @@ class Direction:
 
 
 def largest_gap(flattest: float, steepest: float, nu: int, steps: int, alpha: float) -> float:
-    """The largest gap of ν against k = ``steps`` for curvatures between two, whatever the optima.
+    """The largest gap of ν against k = ``steps`` for curvatures in a range, over all optima.
 
     cosh²((k − ν)·ln((1 − αλ_min)/(1 − αλ_max))), for αλ_max < 1; two types of agents reach it.
     """

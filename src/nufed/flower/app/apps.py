@@ -72,7 +72,7 @@ class App:
         return self.serving(None)
 
     def serving(self, out: Path | None) -> ServerApp:
-        """The same, with a given run directory."""
+        """This app with a given run directory."""
         app = ServerApp()
 
         def main(grid: Grid, context: Context) -> None:

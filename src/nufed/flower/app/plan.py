@@ -140,7 +140,7 @@ class Plan:
             )
 
     def _needs_single_updates(self, compressed: str) -> Sequence[tuple[bool, str]]:
-        """What clipped, noisy or masked updates exclude, and whether it is set."""
+        """Settings that need single updates, which privacy and secure aggregation hide, if set."""
         unknown = set(self.algorithm.sends) - set(self.algorithm.receives)
         return (
             (

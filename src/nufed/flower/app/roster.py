@@ -81,7 +81,7 @@ class Roster:
         return site_label(agent, self.names)
 
     def labels(self, agents: Iterable[int]) -> str:
-        """The same for several."""
+        """The labels of several agents."""
         return ", ".join(map(self.label, agents))
 
     def refresh(self) -> None:

@@ -1,4 +1,4 @@
-"""One site: its node's configuration, its own data, its state, and what the server asks it to do.
+"""One site: its node's configuration, its data, its state, and the server's requests.
 
 Between rounds its state is in one sealed file. A site can't know whether the server accepted its
 last update: it may have been late, rejected, or from a round that was retried or redone after a

@@ -1,4 +1,4 @@
-"""The apps that a site has approved: it runs no other, whatever its server sends.
+"""The apps that a site has approved; it refuses to run any other that a server sends.
 
 Approved is the digest of what is in an app's bundle, the zip file that Flower sends. What is
 unpacked must be what was approved, on every system: a bundle with a name that a system could unpack

@@ -45,7 +45,7 @@ def check_private(path: Path) -> None:
 
 
 def check_server_keys(folder: Path) -> None:
-    """The same for every private key in the server's folder."""
+    """Check every private key in the server's folder."""
     for name in (KEY, CA_KEY):  # the CA's key should be elsewhere
         if (folder / name).exists():
             check_private(folder / name)

@@ -46,7 +46,7 @@ class Link:
 
     @property
     def options(self) -> str:
-        """The same as command-line options."""
+        """The command-line options that give this link."""
         return f"--server {self.address} " + (f"--ca {self.ca}" if self.ca else "--insecure")
 
     def connect(self, flower: Flower) -> None:

@@ -114,7 +114,7 @@ def run_metrics(status: StatusRecord) -> Iterator[Metric]:
 
 
 def site_metrics(site: SiteActivity, connected: bool) -> Iterator[Metric]:
-    """Of a site, by itself."""
+    """The metrics that a site serves about itself."""
     yield _gauge("nufed_site_connected", "1 if this site is connected to its server.", connected)
     yield _gauge("nufed_site_round", "The last round that this site worked on.", site.round)
     yield _gauge("nufed_site_updated_seconds", "Time of its last work.", site.updated)

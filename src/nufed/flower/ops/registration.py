@@ -53,7 +53,7 @@ class Admission:
             self._applied = registry
 
     def keep_applied(self) -> None:
-        """The same while the server runs: a failure is said once, and tried again."""
+        """Apply the registry while the server runs; a failure is logged once and retried."""
         try:
             self.apply()
             self._complaint = ""

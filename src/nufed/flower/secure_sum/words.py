@@ -33,7 +33,7 @@ KEY_BYTES = 32
 
 
 def words_per_number(before: State, sites: int) -> int:
-    """1 if the sum of so many vectors in place of ``before`` fits into 64 bits, else 2."""
+    """Words per number: 1 if the sum over ``sites`` sites fits into 64 bits, else 2."""
     wide = any(vector.dtype == torch.float64 for vector in before.values())
     return 2 if wide or sites << (BOUND_BITS + UNIT_BITS) >= 1 << 63 else 1
 
@@ -56,7 +56,7 @@ def encode(vectors: State, before: State, sites: int) -> Words:
 
 
 def decode_means(total: Words, before: State, sites: int) -> dict[str, Tensor]:
-    """The means of the vectors from the sum of the words of so many sites."""
+    """The mean vectors from the summed words of ``sites`` sites."""
     signed, start, means = total.view(np.int64), 0, {}
     for name, right in before.items():
         part = signed[:, start : start + right.numel()]

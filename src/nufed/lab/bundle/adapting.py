@@ -245,7 +245,7 @@ class Prepare(nn.Module):
 
 
 class PrepareSeveral(nn.Module):
-    """The same for several inputs, and the model that takes them."""
+    """Prepares several inputs, and holds the model that takes them."""
 
     def __init__(self, about: About, model: nn.Module) -> None:
         super().__init__()

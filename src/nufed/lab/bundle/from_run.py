@@ -77,7 +77,7 @@ def bundle_of(
     algorithm: Algorithm,
     carry_base: bool | None = None,
 ) -> Bundle:
-    """The same, from a built objective and algorithm."""
+    """A bundle of a run's method from a built objective and algorithm."""
     check_inputs(run)
     folder = run.path / "methods" / method / f"seed-{seed}"
     received = read_received(folder / "model.safetensors", algorithm, objective)
@@ -381,7 +381,7 @@ def _personal_model(
 def final_state(
     folder: Path, belongs_to: Mapping[str, str], rounds: int, agent: int
 ) -> State | None:
-    """The agent's state after so many rounds; None if it had not taken part."""
+    """The agent's state after ``rounds`` rounds; None if it had not taken part."""
     return StoredStates(folder, belongs_to, [rounds]).get(agent)
 
 

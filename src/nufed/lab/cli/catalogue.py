@@ -42,7 +42,7 @@ def catalogue() -> Catalogue:
 
 
 def live_catalogue() -> Catalogue:
-    """The same from the registries, the schema and the algorithms."""
+    """The catalogue, made from the registries, the schema and the algorithms."""
     from nufed.algorithms import ALGORITHMS
     from nufed.lab.cli.listing import about, listing, values
 

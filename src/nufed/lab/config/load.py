@@ -73,7 +73,7 @@ def no_mixed_precision(config: Config, algorithms: Mapping[str, Algorithm]) -> s
 
 
 def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The same without validating algorithms and their settings: it imports nothing."""
+    """A configuration whose algorithms and their settings are not validated: it imports nothing."""
     tables = read_tables(source)
     for override in overrides:
         key, equals, text = override.partition("=")

@@ -134,7 +134,7 @@ class MethodConfig(BaseModel):
         return dict(self.model_extra or {})
 
     def without_auto(self, keys: Collection[str]) -> MethodConfig:
-        """The same without those of these keys that leave their value open."""
+        """A copy without these keys where their value is "auto"."""
         given = self.model_dump()
         return MethodConfig(**{k: v for k, v in given.items() if k not in keys or v != AUTO})
 
@@ -186,7 +186,7 @@ def make_methods(
 def write_out(
     shared: MethodConfig, methods: Mapping[str, MethodConfig], problem: Known = UNKNOWN
 ) -> tuple[MethodConfig, dict[str, MethodConfig]]:
-    """The same tables with every default written out.
+    """The tables of methods with every default written out.
 
     A default goes to ``[method]`` if all methods that have the key agree on it, else to each.
     Algorithms go to each, so that a method added to these tables may be named after its own.

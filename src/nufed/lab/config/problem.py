@@ -562,7 +562,7 @@ class Problem:
         return cls(config, samples, federations, objectives, algorithms, given)
 
     def with_step_sizes(self) -> Problem:
-        """The same with numbers for the step sizes that the configuration leaves open.
+        """This problem with numbers for the step sizes that the configuration leaves open.
 
         They come from κ, the largest curvature along the first gradients of a few agents of the
         first seed. Where it can't be measured they are the classes' own defaults.

@@ -465,7 +465,7 @@ class Config(_Table):
         return {"rounds": self.rounds, **{key: n for key, n in by_method.items() if n is not None}}
 
     def shortened(self, rounds: int) -> Config:
-        """The same with fewer rounds; methods' own become fewer in proportion."""
+        """A copy with fewer rounds; rounds of single methods shrink in proportion."""
         methods = {
             name: table.model_copy(update={"rounds": -(-table.rounds * rounds // self.rounds)})
             if table.rounds
@@ -526,7 +526,7 @@ class Config(_Table):
     def with_objects(
         self, given: Mapping[str, Algorithm], shared: MethodConfig | None = None
     ) -> Config:
-        """The same with placeholders for algorithms given in Python, which hold their settings.
+        """A copy with placeholders, which hold the settings, for algorithms given in Python.
 
         What an object does not set itself is as recorded, or as in ``shared``.
         """
@@ -535,20 +535,20 @@ class Config(_Table):
         )
 
     def written_out(self, looks: bool = False) -> Config:
-        """The same with the defaults of all settings of methods written out.
+        """A copy with the defaults of all settings of methods written out.
 
-        ``looks``: all but those that are measured on the problem afterwards.
+        ``looks``: step sizes that will be measured on the problem are recorded as "auto".
         """
         method, methods = write_out(self.method, self.methods, replace(self._known(), looks=looks))
         return self.model_copy(update={"method": method, "methods": methods})
 
     @property
     def looks(self) -> bool:
-        """Whether settings are open until a look at the problem."""
+        """Whether step sizes must be measured on the problem before training."""
         return self.written_out() != self
 
     def with_curvature(self, most: float | None) -> Config:
-        """The same with numbers for open settings, by the largest curvature of first gradients.
+        """A copy with step sizes from the largest curvature κ along first gradients.
 
         Where it is not known, not finite or 0 they are the classes' own defaults.
         """

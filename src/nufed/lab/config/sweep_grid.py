@@ -133,7 +133,7 @@ def _config(
 
 
 def of_run(error: InputError, chosen: Mapping[str, Any]) -> InputError:
-    """The same error, which names the run's values unless it is about a swept key."""
+    """This error with the run's values added, unless it is about a swept key."""
     about_swept = any(f"{error.key}.".startswith(f"{key}.") for key in chosen)
     return error if about_swept else InputError(f"{error} (in the run with {in_words(chosen)})")
 

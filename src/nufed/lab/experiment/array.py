@@ -103,7 +103,7 @@ def chosen_parts(parts: Sequence[RunPart], share: Share) -> list[RunPart]:
 
 
 def check_share(share: Share) -> Share:
-    """The same, if it is valid."""
+    """The share itself, if it is valid; else an InputError."""
     whole = len(share) == 2 and all(type(value) is int for value in share)
     if not whole or not 1 <= share[0] <= share[1]:
         raise InputError(
@@ -158,7 +158,7 @@ SAVE_SECONDS = 60  # to finish a round and save it; Slurm signals 90 seconds bef
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks for; None: the cluster's default."""
+    """The resources of a job; None: the cluster's default."""
 
     partition: str | None = None
     minutes: int = 60

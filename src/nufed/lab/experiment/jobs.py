@@ -53,7 +53,7 @@ class Job(ABC):
 
     @abstractmethod
     def __call__(self, listener: Listener, workers: int, stop: Stop) -> None:
-        """Run the rest of it on so many processes; after a stop, save a checkpoint and end."""
+        """Run what is left in ``workers`` processes; after a stop, save a checkpoint and return."""
 
     @abstractmethod
     def files(self) -> dict[str, PartFiles]:
@@ -184,7 +184,7 @@ def _order(name: str) -> tuple[int, str]:
 
 @dataclass
 class Tracked:
-    """A directory whose changes since the last look are wanted."""
+    """Reports what changed in a directory since it was last inspected."""
 
     root: Path
     _seen: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -121,7 +121,7 @@ class Setup:
         return replace(made, workers=_startable_workers(made))
 
     def on_ray(self, address: str | None) -> Setup:
-        """The same on a cluster of Ray, whose nodes get it as spawned processes do."""
+        """This setup on a cluster of Ray, whose nodes get it as spawned processes do."""
         if address is None:
             return self
         config = self.config

@@ -96,7 +96,7 @@ class PreparedRun:
 
 
 def light(setup: Setup) -> Setup:
-    """The same without the engines made for its checks: a sweep holds the setups of all runs."""
+    """A setup without cached engines: a sweep holds the setups of all runs in memory."""
     return replace(setup, engines={seed: e.fresh() for seed, e in setup.engines.items()})
 
 

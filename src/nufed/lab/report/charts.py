@@ -163,7 +163,7 @@ def rounds_chart(run: Run, group: str, look: Look | None = None) -> Any:
 
 
 def gradients_chart(run: Run, group: str, look: Look | None = None) -> Any:
-    """The same by the gradients that all agents together have computed."""
+    """Score by the gradients that all agents together have computed."""
     across = ("gradients", "gradients (a Hessian-vector product counts as two)")
     return _over_training(run, group, look, across, lambda line: line.gradients + 2 * line.hvps)
 

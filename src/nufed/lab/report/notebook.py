@@ -34,7 +34,7 @@ class ShownRun(Run):
 
     @classmethod
     def of(cls, run: Run) -> ShownRun:
-        """The same run."""
+        """A run as shown in notebooks."""
         return cls(**{field.name: getattr(run, field.name) for field in fields(run)})
 
     def _repr_html_(self) -> str:

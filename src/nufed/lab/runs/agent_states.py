@@ -281,7 +281,7 @@ def personal_after(
     steps: int,
     scale: float = 1.0,
 ) -> State:
-    """An agent's personal model after so many fine-tuning steps, as evaluation scores it.
+    """An agent's personal model after ``steps`` fine-tuning steps, as evaluation scores it.
 
     ``scale`` multiplies their step size; results show the scale that evaluation chose. 0: no step.
     """

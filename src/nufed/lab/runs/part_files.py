@@ -277,7 +277,7 @@ class PartFiles:
         self._hash, self._length = hashlib.sha256(), 0
 
     def is_done(self, rounds: int) -> bool:
-        """Whether it was trained for so many rounds; raises if its files have changed since."""
+        """Whether it was trained for ``rounds`` rounds; raises if its files have changed since."""
         if not (self.folder / DONE).exists():
             return False
         about = check_done(self.folder)
@@ -298,7 +298,7 @@ class PartFiles:
             )
 
     def newest(self) -> Checkpoint | None:
-        """The last checkpoint; refused if it is damaged, whatever earlier ones are."""
+        """The newest checkpoint; damage is an error, even if an earlier one is intact."""
         saved = saved_rounds(self.folder)
         checkpoint, problems = load_checkpoint(self.folder, self.belongs_to)
         if saved and (checkpoint is None or saved[-1] != checkpoint.round):
@@ -646,5 +646,5 @@ class Recorder:
 
 
 def is_due(every: int, round: int) -> bool:
-    """Whether something scheduled every so many rounds (0: never) is due after this one."""
+    """Whether what is scheduled every ``every`` rounds (0: never) is due after ``round``."""
     return every > 0 and round > 0 and round % every == 0

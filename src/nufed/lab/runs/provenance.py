@@ -121,7 +121,7 @@ class Provenance:
         return config
 
     def read_to_resume(self, overrides: Sequence[str] = ()) -> Config:
-        """The same with overrides; only ``rounds`` may be larger, and ``workers`` differ.
+        """The configuration with overrides: larger ``rounds``, or other ``workers``.
 
         A kill in :meth:`write_resumed` can leave the larger ``rounds`` in config.toml alone.
         """

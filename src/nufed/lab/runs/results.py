@@ -103,7 +103,7 @@ class Line:
         return self._scores(group, [t.final for t in self.seeds.values()])
 
     def scores_as_trained(self, group: str) -> list[list[AgentScores]]:
-        """The same with the step size as trained."""
+        """The scores of a group's agents by seed, with the step size as trained."""
         return self._scores(group, [t.scores for t in self.seeds.values()])
 
     def scales(self) -> list[float]:

@@ -108,7 +108,7 @@ class Range(Record):
         return None
 
     def wider(self, side: Literal["lower", "upper"]) -> Range:
-        """The same with one end moved by a factor of 10."""
+        """A copy with one end moved by a factor of 10."""
         if side == "upper":
             return self.model_copy(update={"high": self.high * WIDER})
         low = self.low / WIDER
@@ -126,7 +126,7 @@ class Range(Record):
 
 
 class RungScore(Record):
-    """A trial's validation score after so many rounds, and the work of its training so far.
+    """A trial's validation score at a rung, and the work of its training so far.
 
     ``scale`` is that of the step size of fine-tuning, chosen on the same samples.
     ``evaluation_gradients`` and ``evaluation_hvps`` are of this score alone. ``failure`` is why
@@ -185,7 +185,7 @@ class Trial(AskedTrial):
         return self.last.failure
 
     def after(self, rounds: int) -> RungScore | None:
-        """Its score after so many rounds; None if it was not trained so long."""
+        """The score after ``rounds`` rounds; None if it was not trained that long."""
         return next((r for r in self.rungs if r.rounds == rounds and not r.failure), None)
 
 

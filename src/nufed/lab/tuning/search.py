@@ -107,7 +107,7 @@ class _Account:
         return math.ceil(self.allowed / (self.rungs[0] * self.predict(self.name, {})))
 
     def cost(self, asked: AskedTrial, rounds: int) -> float:
-        """The predicted work of training a trial for so many rounds."""
+        """The predicted work of training a trial for ``rounds`` rounds."""
         return self.ratio * rounds * self.predict(self.name, asked.settings)
 
     def affordable(self, asked: Sequence[AskedTrial]) -> int:
@@ -124,7 +124,7 @@ class _Account:
 
 
 def promoted_of(trials: int) -> int:
-    """How many of so many trials are trained further."""
+    """How many of a batch of trials are promoted to the next rung."""
     return max(1, trials // KEEP)
 
 
@@ -134,7 +134,7 @@ def search(
     train: Train,
     discard: Callable[[AskedTrial], None],
 ) -> list[Trial]:
-    """All trials of a search, in the order in which they were asked.
+    """All trials of a search, in the order in which they were proposed.
 
     Args:
         plan: what is searched.

@@ -140,7 +140,7 @@ def rung_path(folder: Path, rounds: int) -> Path:
 
 
 def read_rung(folder: Path, rounds: int) -> RungScore | None:
-    """The score of a trial after so many rounds; None if it is not trained so long."""
+    """The score of a trial after ``rounds`` rounds; None if it is not trained that long."""
     path = rung_path(folder, rounds)
     return read_record(path, RungScore) if path.exists() else None
 
@@ -160,7 +160,7 @@ def discard_training(folder: Path) -> None:
 
 
 def validation_score(job: TrialJob, engine: Engine, progress: Progress) -> RungScore:
-    """The mean score of agents on their validation samples, after the steps that are shown.
+    """The mean score of agents on their validation samples, after the steps that results show.
 
     After the last rung, the step size of fine-tuning is chosen on the validation samples of seen
     agents, as for final results, unless ``eval_lr = "as_trained"``. It costs evaluation, but no
@@ -307,7 +307,7 @@ class Trainer:
         return scores
 
     def __call__(self, asked: Sequence[AskedTrial], rounds: int) -> Sequence[RungScore]:
-        """Train trials further, to so many rounds; their scores.
+        """Train trials until they have ``rounds`` rounds, and return their scores.
 
         Those that have a score of that rung are not trained again. Raises KeyboardInterrupt if
         stopped; checkpoints are then saved.

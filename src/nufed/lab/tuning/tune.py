@@ -185,7 +185,7 @@ class Tuning:
 
     @property
     def trials(self) -> list[Trial]:
-        """All trials, in the order in which they were asked."""
+        """All trials, in the order in which they were proposed."""
         return list(self.record.trials)
 
     def __repr__(self) -> str:

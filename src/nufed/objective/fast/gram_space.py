@@ -257,7 +257,7 @@ class GramObjective:
 
     @cached_property
     def double(self) -> GramObjective:
-        """The same with vectors in float64; K and Z₀ are cast where they are used."""
+        """This objective with vectors in float64; K and Z₀ are cast where they are used."""
         return replace(self, layer=replace(self.layer, rest=self.layer.rest.double))
 
     def initial(self, others: Tensor) -> GramVector:
@@ -344,7 +344,7 @@ class GramObjective:
 
 
 def _one_row_per_place(places: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same vector with the rows of each sample summed."""
+    """An equal vector with one row per sample: the sum of its rows."""
     agents, size = len(places), int(places.max()) + 1
     added = rows.new_zeros(agents, size, rows.shape[2])
     added.scatter_add_(1, places.unsqueeze(2).expand_as(rows), rows)

@@ -73,7 +73,7 @@ class OneDNNLinear(nn.Linear):
 
 
 def with_onednn(objective: Objective) -> Objective:
-    """The same objective with the large products of its linear layers by oneDNN.
+    """A copy of an objective that computes large products of linear layers by oneDNN.
 
     In mixed precision they already are.
     """
@@ -89,7 +89,7 @@ def with_onednn(objective: Objective) -> Objective:
 
 
 def has_large_products(objective: Objective, samples: int) -> bool:
-    """Whether :func:`with_onednn` pays on batches of so many samples, in float32."""
+    """Whether :func:`with_onednn` pays on float32 batches of this number of samples."""
     if objective.dtype != torch.float32 or objective._precision != "float32":
         return False
     layers = _linear_layers(objective._module)

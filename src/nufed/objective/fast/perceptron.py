@@ -100,7 +100,7 @@ class Perceptron:
         targets: Tensor,
         into: Parameters,
     ) -> Tensor | None:
-        """The same for the derivative of the gradient along v and, if given, along ``change``."""
+        """The derivative of the gradient along v and, if given, along ``change`` of the inputs."""
         xs = self._forward(p, inputs)
         dots = [change]  # None: zero, as before the first linear layer unless the inputs change
         for i, link in enumerate(self.links):
