@@ -113,7 +113,7 @@ CODECS: Mapping[str, type[Codec]] = {"bfloat16": Bfloat16, "int8": Int8, "top_k"
 
 
 class Sent(NamedTuple):
-    """What travels, what the server decodes, and the agent's next residuals."""
+    """The codes sent, the vectors that the server decodes, and the agent's next residuals."""
 
     codes: State
     vectors: State
@@ -176,7 +176,7 @@ def codes_like(codec: Codec, before: State, counted: Counted = NO_STATISTICS) ->
 
 
 def update_bytes(codec: Codec | None, before: State, counted: Counted = NO_STATISTICS) -> int:
-    """The bytes of an update in place of these vectors."""
+    """The size in bytes of an update that replaces these vectors."""
     sent = before if codec is None else codes_like(codec, before, counted)
     return sum(tensor.nbytes for tensor in sent.values())
 

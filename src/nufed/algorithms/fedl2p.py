@@ -137,7 +137,7 @@ class FedL2P(LocalTraining):
         return ("model",) if round <= self.pretrain_rounds else ("meta_net", "rates")
 
     def caveat_after(self, rounds: int) -> str | None:
-        """Why results after so few rounds are those of FedAvg."""
+        """Why results after ``rounds`` rounds are those of FedAvg; None if they are not."""
         if rounds > self.pretrain_rounds:
             return None
         return (

@@ -1,8 +1,8 @@
 """The optimiser of local steps: SGD, with Nesterov's momentum, and AdamW, by torch's formulas.
 
 SGD without momentum, weight decay, clipping and a schedule is the default: the steps are then
-bit-equal to the paper's w ← w − η∇f(w). What an optimiser remembers starts anew in every round: an
-agent whose turn comes rarely would continue with gradients of an old model. With
+bit-equal to the paper's w ← w − η∇f(w). The optimiser's state (momentum, moments) is reset in every
+round: an agent that is rarely picked would continue with gradients of an old model. With
 ``optimizer_state = "kept"`` it is part of the agent's state instead, and the next round in which
 the agent takes part continues from it.
 """
@@ -54,22 +54,22 @@ class SGD:
         100, "γ: inverse halves the step size in round γ + 1, cosine ends at 0 there", least=1
     )
     optimizer_state: Literal["fresh", "kept"] = setting(
-        "fresh", "what the optimiser remembers: fresh in every round, or kept in the agent's state"
+        "fresh", "the optimiser's state: fresh in every round, or kept in the agent's state"
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
-        allowed = "SGD without momentum remembers nothing; set momentum, or remove it"
+        allowed = "SGD without momentum has no state to keep; set momentum, or remove it"
         remembers = self.momentum > 0 or isinstance(self, AdamW) or not self.keeps
         require(remembers, "optimizer_state", self.optimizer_state, allowed)
 
     @property
     def keeps(self) -> bool:
-        """Whether what it remembers is part of an agent's state."""
+        """Whether agents keep the optimiser's state from round to round."""
         return self.optimizer_state == "kept"
 
     def initial(self, w: Tensor) -> dict[str, Tensor]:
-        """What it remembers of a vector like w before the first step."""
+        """The optimiser's state for a vector like w before the first step."""
         return {"momentum": torch.zeros_like(w)}
 
     @property
@@ -91,7 +91,7 @@ class SGD:
     ) -> Steps:
         """The optimiser at the start of a loop of steps in a round.
 
-        If it ``keeps`` what it remembers, that is read from and written to ``memory``.
+        With ``optimizer_state = "kept"`` its state is read from and written to ``memory``.
         """
         return Steps(self, objective, self.rate(lr, round), memory)
 
@@ -142,7 +142,7 @@ class AdamW(SGD):
 
 @dataclass(frozen=True)
 class Memory:
-    """What the optimiser of one loop remembers, as part of an agent's state.
+    """The state of one loop's optimiser, as part of an agent's state.
 
     Args:
         state: the agent's next state, which is written to.

@@ -71,7 +71,7 @@ class LocalTraining(Algorithm):
             object.__setattr__(self, "aggregation", Mean(self.notes.averaging))
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
-        """What optimisers remember, if agents keep that."""
+        """The state of the local optimisers, if agents keep it."""
         if not self.optimizer.keeps:
             return {}
         initial = self.optimizer.initial(received["model"])

@@ -227,10 +227,10 @@ class Shipped:
 
 @dataclass(frozen=True)
 class Notes:
-    """What pages and messages say about an algorithm.
+    """Facts about an algorithm for reports and messages.
 
     Args:
-        newcomer: what an agent does that never took part in training.
+        newcomer: what an agent that never took part in training does.
         lost_state: what it means that an agent lost its state.
         optimized: which of its loops ``optimizer`` drives.
         shown_steps: fine-tuning steps after which its personal model is reported; None: the run's
@@ -424,7 +424,7 @@ class Algorithm(RemembersSettings, ABC):
     # a round
 
     def downlink(self, context: Context, server: State, agent: int | None) -> State:
-        """What the server sends this agent alone, beside the vectors in ``receives``.
+        """What the server sends to this agent alone, in addition to the vectors in ``receives``.
 
         At evaluation, ``context`` says no more than round 0. ``agent`` is None for any newcomer, as
         in a bundle; names and shapes are the same for all. It is called for the agents of a cohort

@@ -381,7 +381,7 @@ def exit_lists(module: nn.Module) -> tuple[nn.ModuleList, nn.ModuleList] | None:
 
 
 def exit_number(objective: Objective) -> int:
-    """How many exits the module of an objective has."""
+    """The number of exits of an objective's module."""
     known = _NETWORKS.setdefault(objective, {})
     if "exits" not in known:
         lists = exit_lists(objective.module(objective.initial()))

@@ -77,7 +77,7 @@ class Federation:
         return self if device == self.device else replace(self, device=device)
 
     def scorable(self, agents: Iterable[int]) -> list[int]:
-        """Those of ``agents`` that have samples in the scored part."""
+        """The agents among these that have samples in the scored part."""
         return [agent for agent in agents if len(self.scored_rows(agent))]
 
     def check_batch_size(self, size: int) -> None:
@@ -216,7 +216,7 @@ class AgentBatches:
 
     @property
     def augment(self) -> Augmentation | None:
-        """How inputs of these batches are changed; None: they are not, as outside of training."""
+        """The augmentation of these batches; None: none, as outside of training."""
         return self.federation.augment if self.use == "train" else None
 
     def _batch(self, rows: Rows | Tensor, seed: int | None) -> Batch:

@@ -458,7 +458,7 @@ PARTITIONS: Registry[Partition] = Registry(
 
 
 def settings_taken(partition: Partition, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those settings that a partition has an argument for."""
+    """The settings that are arguments of a partition."""
     arguments = inspect.signature(partition).parameters
     return {name: value for name, value in settings.items() if name in arguments}
 

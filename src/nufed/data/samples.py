@@ -465,7 +465,7 @@ class InputRange:
 
     @classmethod
     def of(cls, inputs: Tensor) -> InputRange:
-        """Of finite numbers; mean and deviation of large data are those of evenly spaced rows."""
+        """The range of finite numbers; mean and deviation of large data use evenly spaced rows."""
         low, high = (float(x) for x in inputs.aminmax())
         unit = max(-low, high) or 1.0  # so that no square overflows
         some = inputs[:: math.ceil(inputs.numel() / MOST_NUMBERS)].double() / unit
@@ -473,7 +473,7 @@ class InputRange:
         return cls(low, high, float(f"{mean:.6g}"), float(f"{std:.6g}"))
 
     def scaled(self, scale: float, shift: float) -> InputRange:
-        """Of x·scale + shift."""
+        """The range of x·scale + shift."""
         low, high = sorted((self.low * scale + shift, self.high * scale + shift))
         return InputRange(low, high, self.mean * scale + shift, self.std * abs(scale))
 

@@ -178,7 +178,7 @@ class PreparedColumn:
 
     @classmethod
     def read(cls, content: Any) -> PreparedColumn:
-        """From a mapping, as JSON or TOML has it; unknown keys and other types are refused."""
+        """Read a mapping from JSON or TOML; unknown keys and other types are refused."""
         return content if isinstance(content, cls) else cls(**_fields_of(cls, content))
 
     def apply(self, column: Column | None, values: Tensor) -> tuple[Tensor, Counter[str]]:
@@ -400,7 +400,7 @@ class ColumnTally:
 
     @classmethod
     def read(cls, content: Any) -> ColumnTally:
-        """From a mapping, as JSON has it; unknown keys and other types are refused."""
+        """Read a mapping from JSON; unknown keys and other types are refused."""
         given = _fields_of(cls, content)
         if lacks := {"present", "missing"} - given.keys():
             raise InputError(f"the tally of column {shown(given['name'])} has no {min(lacks)}")
@@ -408,7 +408,7 @@ class ColumnTally:
 
     @classmethod
     def of(cls, column: Column, values: Tensor, indicator: bool) -> ColumnTally:
-        """Of the training rows of one agent."""
+        """The tally of one agent's training rows."""
         known = values[~values.isnan()]
         missing = len(values) - len(known)
         if column.words:
@@ -421,7 +421,7 @@ class ColumnTally:
         return cls(column.name, len(known), missing, **about)
 
     def plus(self, other: ColumnTally) -> ColumnTally:
-        """Of the rows of both (Chan et al. 1979: stable where the mean is large)."""
+        """The tally of the rows of both (Chan et al. 1979: stable where the mean is large)."""
         if (self.words and other.present and not other.words) or (
             other.words and self.present and not self.words
         ):

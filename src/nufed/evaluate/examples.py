@@ -124,7 +124,7 @@ class Examples:
         return tuple(made)
 
     def guesses(self) -> tuple[Guesses, ...]:
-        """Of a few newcomers, evenly spread over all of them; none if there are none."""
+        """The guesses of a few newcomers, evenly spread over all of them."""
         samples, split = self.federation.samples, self.federation.split
         if not can_be_guessed(samples):
             return ()

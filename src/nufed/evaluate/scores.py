@@ -375,8 +375,8 @@ def _resampled(
     on_host: Sequence[Tensor],
     targets: Tensor,
 ) -> tuple[tuple[float, ...], ...]:
-    """How far scores on each resample are from that of the record, by number of steps; ``there``
-    are the targets where the outputs are."""
+    """The record's score minus that on each resample, by number of steps; ``there`` are the targets
+    on the device of the outputs."""
     picks = _resamples(record.agent, len(targets), measure.resamples)
     if measure.metric is accuracy:
         answers = [each.argmax(dim=1) for each in on_host]

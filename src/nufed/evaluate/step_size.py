@@ -331,7 +331,7 @@ def _means(scores: Sequence[AgentScores], steps: int) -> tuple[float, float]:
 
 
 def _assemble(by_steps: Sequence[tuple[AgentScores, int]]) -> AgentScores:
-    """One agent's record whose entries come from these records and numbers of steps."""
+    """One agent's record, whose entry after s steps is that of the s-th record and step number."""
 
     def pick(name: str) -> tuple[Any, ...]:
         values = [(getattr(scores, name), steps) for scores, steps in by_steps]

@@ -69,7 +69,7 @@ class CheckResult(NamedTuple):
 
 
 def check_configuration(app: App) -> Iterator[CheckResult]:
-    """What an app trains, and the epsilon that it will spend; raises what is wrong."""
+    """What an app trains and the epsilon it will spend; raises an error if it is invalid."""
     plans, config = app.plans(), app.checked
     plan = next(iter(plans.values()))
     yield CheckResult(

@@ -187,7 +187,7 @@ class Plan:
 
     @cached_property
     def counted(self) -> Mapping[str, int]:
-        """Of vectors that end in running statistics, how many numbers are parameters."""
+        """The number of parameters in vectors that end in running statistics, by name."""
         return counted_parameters(self.algorithm, self.objective, self.start())
 
     def update_bytes(self, server: State, round: int) -> int | None:

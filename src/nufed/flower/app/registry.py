@@ -70,7 +70,7 @@ class RegisteredSite(Record):
     ]
 
     def label(self, key: str) -> str:
-        """How logs name it, with the fingerprint of the key that it uses."""
+        """Its name in logs, with the fingerprint of the key that it uses."""
         return f"site {self.number} ({self.name!r}, key {key})"
 
 
@@ -266,7 +266,7 @@ class Authentication:
         return [fingerprint(key) for key in site.keys].index(self._keys[node]) if site else -1
 
     def label(self, node: int) -> str:
-        """How logs name a node: by its site, its key, or only Flower's id if none is known."""
+        """A node's name in logs: its site, its key, or only Flower's id if neither is known."""
         key = self.key_of(node)
         admitted = self.registry.find(key) if self.registry and key else None
         if admitted:

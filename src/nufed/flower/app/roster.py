@@ -77,7 +77,7 @@ class Roster:
         return {agent: reason for agent, reason in reasons if agent is not None}
 
     def label(self, agent: int) -> str:
-        """How messages name an agent's site."""
+        """The name of an agent's site in messages."""
         return site_label(agent, self.names)
 
     def labels(self, agents: Iterable[int]) -> str:

@@ -111,7 +111,7 @@ class Server:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the progress, as plain JSON."""
+        """What a checkpoint must hold in addition to the progress, as plain JSON."""
         taken = {str(agent): round for agent, round in sorted(self._taken.items())}
         return {"taken": taken, **({"ledger": self.account.as_json()} if self.account else {})}
 
@@ -294,7 +294,7 @@ class Server:
 
 @dataclass
 class Collected:
-    """What arrived of a round; ``began`` is by agent the round of the state it started from."""
+    """The replies of a round; ``began``: the round of the state that each agent started from."""
 
     cohort: list[int]
     updates: SummedUpdates | Incoming

@@ -35,7 +35,7 @@ from nufed.server import Downlink
 
 
 def default_folder() -> Path:
-    """Where sites store their states unless told otherwise."""
+    """The default folder of sites' states."""
     return Path.home() / ".nufed" / "sites"
 
 
@@ -163,7 +163,7 @@ class Site:
 
     @property
     def folder(self) -> Path:
-        """Where it stores its state."""
+        """The folder of its state."""
         return Path(self.config.get("folder") or default_folder())
 
     @property

@@ -164,7 +164,7 @@ def train_masked(site: Site, request: RecordDict) -> RecordDict:
 
 
 def _of_round(site: Site, task: Task) -> tuple[AgentContext, State, State]:
-    """What the algorithm's ``agent_update`` takes: the context, what was received, the state."""
+    """The arguments of ``agent_update``: the context, the received vectors, the state."""
     return site.context(task.round), task.received, without_residuals(task.state) or {}
 
 

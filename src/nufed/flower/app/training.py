@@ -325,7 +325,7 @@ class _Run:
 
 
 def _ledger(parts: Iterable[PartFiles]) -> dict[str, Any] | None:
-    """What all methods of a private run have spent so far; None before the first."""
+    """The privacy spent so far by all methods of a private run; None before the first."""
     notes = [saved.about.notes for files in parts if (saved := files.newest())]
     ledgers = [Ledger.from_json(each.get("ledger", "missing")) for each in notes]
     return reduce(Ledger.joined, ledgers).as_json() if ledgers else None

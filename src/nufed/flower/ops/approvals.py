@@ -150,7 +150,7 @@ class Approvals:
 
     @classmethod
     def of_site(cls, folder: Path) -> Approvals:
-        """Those of a site with this folder of its state."""
+        """The approvals of the site whose state is in this folder."""
         return cls(folder / "approved")
 
     def has(self, digest: str) -> bool:
@@ -162,7 +162,7 @@ class Approvals:
         return next((path for path in reversed(self._files()) if _counts(path)), None)
 
     def outdated(self) -> str:
-        """What to add to "not approved" if there are approvals with the digest of the past."""
+        """A hint for the error "not approved", if approvals use the digest of an older release."""
         return "" if all(map(_counts, self._files())) else OUTDATED
 
     def refusal(self, bundle: bytes) -> str:
@@ -227,7 +227,7 @@ def read_app(app: Path) -> bytes:
 
 
 def _beyond(approved: bytes, bundle: bytes) -> str | None:
-    """How a bundle exceeds the bounds of an approved one; None if it is another app."""
+    """Which bounds of an approved app a bundle exceeds; None if it is another app."""
     before, after = bundled_files(approved), bundled_files(bundle)
     texts = before.pop(CONFIG, b""), after.pop(CONFIG, b"")
     if before != after:
@@ -279,7 +279,7 @@ def _changed(old: bytes | None, new: bytes | None) -> str:
 
 
 def _warnings(name: str, content: bytes | None) -> str:
-    """Why the lines that are shown of a file may not be what is in it."""
+    """Why the shown lines of a file may differ from its content."""
     if content is None:
         return ""
     text = _text(content)

@@ -90,7 +90,7 @@ _gauge, _counter, _summary = (partial(_family, kind) for kind in ("Gauge", "Coun
 
 
 def run_metrics(status: StatusRecord) -> Iterator[Metric]:
-    """Of a run, at the server."""
+    """The metrics of a run, at the server."""
     yield _gauge("nufed_round", "Rounds done.", status.round)
     yield _gauge("nufed_rounds_planned", "Rounds of the configuration.", status.rounds)
     yield _gauge("nufed_sites", "Sites of the configuration.", len(status.sites))

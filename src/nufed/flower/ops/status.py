@@ -82,7 +82,7 @@ def has_ended(status: StatusRecord) -> bool:
 
 
 def summary(status: StatusRecord) -> list[str]:
-    """What an operator reads first."""
+    """The state of a run in a few lines."""
     state: str = status.state
     if is_gone(status):
         state = f"stopped without an end (was {state}), resume it with --resume"

@@ -30,7 +30,7 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Monitoring:
-    """How a run is watched: the format of its log, and the loopback port of its metrics, if any."""
+    """Monitoring of a run: the format of its log, and the loopback port of its metrics, if any."""
 
     log_format: LogFormat = "text"
     metrics_port: int | None = None

@@ -40,7 +40,7 @@ class Advert:
 
     @property
     def signed(self) -> list[str]:
-        """What the signature covers, beside the terms and the site."""
+        """What the signature covers in addition to the terms and the site."""
         return [part.hex() for part in (self.encryption, self.masking, self.commitment)]
 
 

@@ -177,7 +177,7 @@ class SecureRound:
         make: Callable[[int], object],
         read: Callable[[int, RecordDict], Found],
     ) -> dict[int, Found]:
-        """What the sites replied; those without a valid reply are added to ``failed``."""
+        """The sites' replies; sites without a valid one are added to ``failed``."""
         kind = f"{MessageType.TRAIN}.{action}"
         replies, offline = self.send(kind, sites, lambda site: secure_record(make(site)))
         if action == ADVERTISE:

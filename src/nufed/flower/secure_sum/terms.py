@@ -1,4 +1,4 @@
-"""What one secure sum is about, the same at the server and at every site."""
+"""The terms of one secure sum, equal at the server and at every site."""
 
 from __future__ import annotations
 

@@ -96,5 +96,5 @@ def subtract(a: Words, b: Words) -> Words:
 
 
 def shape_of(before: Mapping[str, Tensor], sites: int) -> tuple[int, int]:
-    """The shape of the words of vectors in place of ``before``."""
+    """The shape of the words that encode vectors like ``before``."""
     return words_per_number(dict(before), sites), sum(v.numel() for v in before.values())

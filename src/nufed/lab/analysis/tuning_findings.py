@@ -72,7 +72,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Lead:
-    """How far the choice of one method is ahead of another's: mean difference over other seeds, and
+    """The lead of one method's choice over another's: mean difference over other seeds, and
     with how many of them it is better."""
 
     method: str
@@ -141,7 +141,7 @@ def sensitivities(record: TuningRecord) -> list[Sensitivity]:
 
 
 def _lost(record: TuningRecord, method: str, span: Range, value: Any, side: int) -> Lost | None:
-    """What is lost on one side of the chosen value."""
+    """The score lost on one side of the chosen value."""
     trials = record.of(method)
     if span.choices:
         near = [t for t in trials if t.settings[span.setting] == value]

@@ -197,7 +197,7 @@ class PersonalModule(nn.Module):
 
 
 def about_algorithm(method: str, algorithm: Algorithm) -> PersonalAbout:
-    """What a file says about the algorithm that predicts."""
+    """The metadata of the algorithm that predicts."""
     return PersonalAbout(
         algorithm=name_of(type(algorithm), ALGORITHMS),
         settings=table_of(method, algorithm, MethodConfig()).settings,

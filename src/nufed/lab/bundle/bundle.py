@@ -347,7 +347,7 @@ def _opened(path: Path) -> Iterator[tuple[About, Mapping[str, Tensor]]]:
 def base_about(
     module: nn.Module, build: str | None, args: Mapping[str, Any], carried: bool | None
 ) -> BaseAbout | None:
-    """What a bundle says of the frozen parameters; None if there are none."""
+    """A bundle's metadata of the frozen parameters; None if there are none."""
     frozen = base_parameters(module)
     if not frozen:
         return None

@@ -177,7 +177,7 @@ def described(run: Run, objective: Objective, seed: int) -> dict[str, Any]:
 
 
 def trained_as(run: Run, method: str, seed: int, algorithm: Algorithm) -> dict[str, Any]:
-    """How a model was trained, for its metadata."""
+    """The metadata of a model's training."""
     config = run.config
     settings = ((field, getattr(algorithm, field.name)) for field in settings_of(type(algorithm)))
     return {
@@ -200,7 +200,7 @@ def trained_as(run: Run, method: str, seed: int, algorithm: Algorithm) -> dict[s
 
 
 def _like(run: Run) -> Samples:
-    """One sample with the format of the run's, to build models for."""
+    """One sample in the run's format, for which models are built."""
     inputs = check_inputs(run)
     zeros: Any = {
         name: torch.zeros(1, *one.shape, dtype=getattr(torch, one.dtype))

@@ -21,7 +21,7 @@ from nufed.lab.runs import Run
 
 
 def print_results(runs: Sequence[Run]) -> None:
-    """What was found, the results tables, and what went wrong."""
+    """Print findings, the results tables, and warnings."""
     for run in runs:
         name = f"{run_name(run, runs)}: " if len(runs) > 1 else ""
         for group in all_groups([run]) if run.rows() else ():
@@ -55,7 +55,7 @@ def print_results(runs: Sequence[Run]) -> None:
 
 
 def print_files(run: Run) -> None:
-    """Where a finished run's bundles and its report are."""
+    """Print the paths of a finished run's bundles and report."""
     if can_be_bundled(run):
         say(f"models to adapt: {run.path / 'bundles'} (see `nufed adapt --help`)")
         for name in run.methods:

@@ -217,7 +217,7 @@ def _share_of(part: str | None, out: Path | None, resume: Path | None, tuned: bo
 
 
 def _print_part(run: Run) -> None:
-    """What is done of the run so far, and how to collect it."""
+    """Print how much of the run is done, and the command that collects it."""
     from nufed.lab.config.trust import named_code
 
     methods = run.config.algorithms()

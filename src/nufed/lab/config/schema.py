@@ -116,7 +116,7 @@ class TunedTable(_Table):
 
     @property
     def budget_text(self) -> str:
-        """What every method might spend, in words."""
+        """The budget of every method, as text."""
         if self.per == "trial":
             return f"{self.budget:g} trials"
         return f"{self.budget:g} × {self.unit:,.0f} gradients"

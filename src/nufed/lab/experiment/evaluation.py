@@ -66,7 +66,7 @@ class Evaluator:
 
     @classmethod
     def of(cls, setup: Setup, engine: Engine, name: str) -> Evaluator:
-        """Of a method of the run."""
+        """The evaluator of a method of the run."""
         return cls(setup, engine, setup.algorithms[name], setup.config.steps_of(name)[0])
 
     def scorer(

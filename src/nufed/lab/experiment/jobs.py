@@ -73,7 +73,7 @@ JobT = TypeVar("JobT", bound=Job)
 
 @dataclass(frozen=True)
 class _Spread(Generic[JobT]):
-    """Jobs that run at the same time, known by their numbers, whose events are passed on."""
+    """Jobs that run concurrently, identified by number, and the listener of their events."""
 
     jobs: Sequence[JobT]
     listener: Callable[[JobT, Event], None]
@@ -118,7 +118,7 @@ def run_jobs(
 
 @dataclass(frozen=True)
 class _ProcessWork:
-    """What a worker process does: the job of a number."""
+    """The work of a worker process: run the job with a number."""
 
     jobs: Sequence[Job]
     workers: int  # of each process
@@ -207,7 +207,7 @@ class Tracked:
 
 @dataclass(frozen=True)
 class _NodeWork:
-    """What an actor does: one job, in a directory of its own."""
+    """The work of an actor: run one job in a directory of its own."""
 
     jobs: Sequence[Job]
 

@@ -99,7 +99,7 @@ Listener: TypeAlias = Callable[[Event], None]
 
 
 class Observer:
-    """What an observer may do; every method does nothing unless it is overridden.
+    """Base class of observers, whose methods do nothing unless they are overridden.
 
     >>> class Losses(Observer):
     ...     def evaluation(self, event):

@@ -144,7 +144,7 @@ class Session:
 
     @classmethod
     def of(cls, options: Options, **others: Any) -> Session:
-        """From the options that all of these functions take, and some that only this one does."""
+        """From the options common to these functions, and further ones of this call."""
         given: dict[str, Any] = dict(options)
         for name in given:
             if name not in Options.__annotations__:

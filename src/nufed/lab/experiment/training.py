@@ -156,8 +156,8 @@ class MethodJob(Job):
         return entries, finish
 
     def _speed_trial(self) -> dict[str, float]:
-        """How many times as fast a gradient of a convolutional net is in channels-last, in
-        bfloat16, and in both, where that could be set."""
+        """The speed-up of a convolutional net's gradients in channels-last, bfloat16 and both,
+        where these settings are possible."""
         setup, name, seed = self.setup, self.part.method, self.part.seed
         config, engine = setup.config, setup.engine_names[name]
         usual = config.memory_format == "contiguous" and config.device == "cpu"

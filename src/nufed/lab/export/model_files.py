@@ -146,7 +146,7 @@ def _check_module(model: Adapted) -> None:
 
 
 def _about(model: Adapted) -> dict[str, Any]:
-    """What a user without nufed needs to know."""
+    """Metadata for users without nufed."""
     about = model.about
     return {
         "name": about.name,

@@ -1,4 +1,4 @@
-"""What targets of ``nufed export`` share: what one is, and what trackers log of a run."""
+"""The protocol of targets of ``nufed export``, and the scalars of a run that trackers log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nufed.settings import settings_of, text_of
 
 @dataclass(frozen=True)
 class Chosen:
-    """What of a run is exported: None means all methods, or the first seed."""
+    """The exported part of a run; None: all methods, or the first seed."""
 
     method: str | None = None
     seed: int | None = None
@@ -91,7 +91,7 @@ def settings_of_method(config: Config, method: str) -> dict[str, str]:
 
 
 def round_scalars(event: Event) -> dict[str, float]:
-    """What is tracked after every round."""
+    """The scalars logged after every round."""
     return _known(
         {
             "training/update_norm": event.update_norm,
@@ -102,7 +102,7 @@ def round_scalars(event: Event) -> dict[str, float]:
 
 
 def evaluation_scalars(event: Event) -> dict[str, float]:
-    """What is tracked after every evaluation."""
+    """The scalars logged after every evaluation."""
     return _known(
         {
             "seen/personal": event.score,

@@ -132,7 +132,7 @@ class Places(NamedTuple):
 
 
 def places_of(header: Sequence[str], label: str, owner: str | None, labelled: bool) -> Places:
-    """Where labels and owners are; a missing or repeated column is refused."""
+    """The columns of labels and owners; a missing or repeated column is refused."""
     for name, needed in ((label, labelled), (owner, owner is not None)):
         if header.count(str(name)) > 1:
             raise InputError(f"it has {header.count(str(name))} columns {shown(name)}: give one")

@@ -589,7 +589,7 @@ def fits_chart(run: Run) -> Any | None:
 
 
 def fits_caption(run: Run) -> str:
-    """What the chart shows."""
+    """The caption of the chart of fitted curves."""
     _, fits = _fits(run)[0]
     who = "agents" if fits[0].seen else "newcomers, which took no part in training"
     return caption("fits", agents=f"{len(fits)} {who}", seed=run.config.seeds[0])
@@ -640,7 +640,7 @@ def guesses_chart(run: Run, look: Look) -> Any | None:
 
 
 def guesses_caption(run: Run, look: Look) -> str:
-    """What the picture shows."""
+    """The caption of the picture of guesses."""
     shown = _guesses(run)
     assert shown is not None
     method, some = shown
