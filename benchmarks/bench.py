@@ -1,7 +1,7 @@
 """make bench: the cost of a round, all implementations interleaved in one run.
 
-Measures nufed's engines, a plain loop (plain.py) and the matrix-product floor of the direct method
-(floor.py) on the same random data, and the memory of large models (memory.py). Prints ratios with
+Measures nufed's engines, a PyTorch loop (plain.py) and a lower bound, the matrix products
+(floor.py), on the same random data, and the memory of large models (memory.py). Prints ratios with
 their range over repeats, and writes benchmarks/results/bench.json, a chart beside it, and the table
 of methods in docs/performance.md. `--quick` is a smoke test at tiny sizes and keeps nothing unless
 `--out` is given; `--job methods` runs one job and keeps the results of the others.
@@ -51,7 +51,7 @@ from nufed.simulation import DirectEngine, Workers, usable_cores
 
 HERE = Path(__file__).parent
 ROUNDS = 300  # over which one-time costs are amortised
-TARGETS = {  # times faster than the plain loop, amortised
+TARGETS = {  # times faster than the PyTorch loop, amortised
     "FedAvg": 3, "FO nu=1": 4, "FO nu=3": 5, "HF nu=3": 8, "exact nu=3": 8, "evaluation": 3,
 }  # fmt: skip
 FLOOR_TARGETS = {"FO nu=3": 1.0, "HF nu=3": 0.5, "exact nu=3": 0.5}
@@ -95,7 +95,7 @@ def paper_job(sizes, cores):
             "workers": ratio(times["direct, 1 worker"], times[f"direct, {cores} workers"]),
         }
         table(job, times, times[best])
-        print(f"    {job}, steady: {summary['steady']['median']:.2f} x the plain loop's speed")
+        print(f"    {job}, steady: {summary['steady']['median']:.2f} x the PyTorch loop's speed")
         verdict(f"{job}, amortised", summary["amortised"], TARGETS[job])
         if job in FLOOR_TARGETS:
             verdict(f"{job}, of the floor", summary["against floor"], FLOOR_TARGETS[job], True)
@@ -133,7 +133,7 @@ def digits_job(sizes, cores):
             workers.map(longest_first, lambda number, last: str(jobs[number]))
             workers.close()
 
-    works = {"plain loop, 1 thread": by_hand, f"nufed, {cores} workers": ours}
+    works = {"PyTorch loop, 1 thread": by_hand, f"nufed, {cores} workers": ours}
     times = interleaved(works, sizes.few_repeats)
     slow, fast = times.values()
     print("\nquickstart: five methods on digits, one seed, evaluations included")
@@ -193,7 +193,7 @@ def scale_of(sizes, agents):
 
 def memory_job(sizes, cores):
     """Memory above the data and the model, after rounds of exact nu = 3."""
-    names = ["plain loop, 1 thread", "direct, 1 worker", f"direct, {cores} workers",
+    names = ["PyTorch loop, 1 thread", "direct, 1 worker", f"direct, {cores} workers",
              "gram, 1 worker", f"gram, {cores} workers"]  # fmt: skip
     jobs = {"paper": ("memory", names), "cnn": ("memory-cnn", names[:3])}
     result = {

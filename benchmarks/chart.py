@@ -1,4 +1,4 @@
-"""The chart of a benchmark: how many times faster than the plain loop."""
+"""The chart of a benchmark: how many times faster than the PyTorch loop."""
 
 import altair as alt
 
@@ -18,7 +18,7 @@ def ratios(methods):
         for job, found in methods.items()
     ]
     base = alt.Chart(alt.Data(values=rows)).encode(alt.Y("job:N", sort=None, title=None))
-    title = "times faster than the plain loop, amortised over 300 rounds"
+    title = "times faster than the PyTorch loop, amortised over 300 rounds"
     bars = base.mark_bar(color="#0072B2").encode(alt.X("times faster:Q", title=title))
     spread = base.mark_rule(color="black").encode(alt.X("from:Q"), alt.X2("to:Q"))
     return (bars + spread).properties(width=420, height=180)

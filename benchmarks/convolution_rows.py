@@ -1,4 +1,4 @@
-"""The job of `make bench` with a row per convolutional net: nufed, a plain loop, and the floor.
+"""The job of `make bench` with a row per convolutional net: nufed, a PyTorch loop, and the floor.
 
 All run whole rounds of the same sizes on one core, nufed on the engine that `auto` chooses, with
 and without bfloat16 and channels-last; the floor is the convolutions and products alone in float32
@@ -18,7 +18,7 @@ from nufed.simulation.choose_engine import Engines
 
 NETS = {"McMahan CNN": cnn, "ResNet-8": resnet8, "LeNet-5": lenet5}
 METHODS = {"FedAvg": (0, "first_order"), "FO nu=1": (1, "first_order"), "exact nu=1": (1, "exact")}
-TARGET = 1.0  # times faster than the plain loop, in CPU-seconds
+TARGET = 1.0  # times faster than the PyTorch loop, in CPU-seconds
 VARIANTS = {
     "nufed": {},
     "nufed, channels-last": {"memory_format": "channels_last"},
@@ -33,7 +33,7 @@ def contenders(make, data, sizes):
     shape = tuple(data.samples.inputs.shape[1:])
     torch.manual_seed(0)
     module = make(shape, 10)
-    found = {"plain loop": Plain(module, data, sizes.batch, LOCAL_STEPS)}
+    found = {"PyTorch loop": Plain(module, data, sizes.batch, LOCAL_STEPS)}
     for name, settings in VARIANTS.items():
         engines = Engines(Objective(module, **settings), data, 0)
         chosen = engines.choose(GMeta(batch_size=sizes.batch), "auto")
@@ -45,12 +45,12 @@ def contenders(make, data, sizes):
 
 
 def convolutions_job(sizes):
-    """CPU-seconds of a round, and how many times faster than the plain loop it is."""
+    """CPU-seconds of a round, and how many times faster than the PyTorch loop it is."""
     side, cohort = sizes.cnn_side, range(sizes.conv_cohort)
     data = image_data(len(cohort), sizes.cnn_samples, (3, side, side))
     print(
         f"\nconvolutional nets on {side} x {side} x 3, one core, {len(cohort)} agents a round, "
-        f"tau = {LOCAL_STEPS}; CPU-ms, and times faster than the plain loop"
+        f"tau = {LOCAL_STEPS}; CPU-ms, and times faster than the PyTorch loop"
     )
     result = {}
     for net, make in NETS.items():
@@ -64,10 +64,10 @@ def convolutions_job(sizes):
                 "floor": floor,
                 "against floor": ratio(times["nufed"], times[floor], what="cpu"),
                 "against plain": {
-                    name: ratio(times["plain loop"], times[name], what="cpu") for name in VARIANTS
+                    name: ratio(times["PyTorch loop"], times[name], what="cpu") for name in VARIANTS
                 },
             }
-            print(f"  {net}, {method}: plain {1e3 * median(times['plain loop'], 'cpu'):.1f}")
+            print(f"  {net}, {method}: plain {1e3 * median(times['PyTorch loop'], 'cpu'):.1f}")
             for name, speed in row["against plain"].items():
                 print(
                     f"    {name:22} {1e3 * median(times[name], 'cpu'):7.1f}  "

@@ -57,7 +57,7 @@ def _flat(own: Mapping[str, Any], since: int = 10) -> dict[str, Any] | None:
 
 
 def _checks(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rounds, and accuracies in per cent, of plain loops beside nufed's FedAvg."""
+    """Rounds, and accuracies in per cent, of PyTorch loops beside nufed's FedAvg."""
     own = found.get("cifar10", {})
     checks = []
     for key in PLAIN.values():

@@ -134,7 +134,7 @@ def image_data(agents, per_agent, shape):
 
 
 class Plain:
-    """The plain loop of gMeta as a contender."""
+    """The PyTorch loop of gMeta as a contender."""
 
     def __init__(self, module, data, batch_size, local_steps=4):
         inputs, split = data.samples.inputs, data.split
@@ -169,8 +169,8 @@ def paper_contenders(data, sizes, cores, local_steps=4):
     gram = Engines(objective, data, 0).get("gram_onednn")
     yardstick = Plain(module, data, batch, local_steps)
     return {
-        "plain loop, 1 thread": yardstick,
-        f"plain loop, {cores} threads": Threads(yardstick, cores),
+        "PyTorch loop, 1 thread": yardstick,
+        f"PyTorch loop, {cores} threads": Threads(yardstick, cores),
         "direct, 1 worker": Ours(direct, batch, local_steps),
         f"direct, {cores} workers": Ours(WorkerEngine(direct, cores), batch, local_steps),
         "gram, 1 worker": Ours(gram, batch, local_steps),
@@ -186,8 +186,8 @@ def cnn_contenders(sizes, cores):
     direct = DirectEngine(Objective(module), data, 0)
     yardstick = Plain(module, data, batch, local_steps=2)
     return {
-        "plain loop, 1 thread": yardstick,
-        f"plain loop, {cores} threads": Threads(yardstick, cores),
+        "PyTorch loop, 1 thread": yardstick,
+        f"PyTorch loop, {cores} threads": Threads(yardstick, cores),
         "direct, 1 worker": Ours(direct, batch, 2),
         f"direct, {cores} workers": Ours(WorkerEngine(direct, cores), batch, 2),
     }

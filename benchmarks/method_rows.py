@@ -1,4 +1,4 @@
-"""The job of `make bench` with a row per method: nufed against the same method as a plain loop.
+"""The job of `make bench` with a row per method: nufed against the same method as a PyTorch loop.
 
 Both run whole rounds of the same agents on one core, the loops of plain.py, methods.py and
 method_nets.py with the settings of nufed's algorithm.
@@ -118,14 +118,14 @@ class Rounds:
 
 
 def contenders(name, data, sizes):
-    """The plain loop, nufed's engine that `auto` chooses, and the direct one."""
+    """The PyTorch loop, nufed's engine that `auto` chooses, and the direct one."""
     algorithm = ALGORITHMS[name](batch_size=sizes.batch, **SETTINGS.get(name, {}))
     module = module_of(name, sizes.inputs)
     samples = Samples(data.samples.inputs, data.samples.targets, data.split.train, sizes.batch)
     loop = LOOPS[name](module, samples, algorithm)
     engines = Engines(objective_of(module), data, 0, VISITS)
     chosen = engines.choose(algorithm, "auto")
-    found = {"plain loop": partial(loop.round, data.split.seen)}
+    found = {"PyTorch loop": partial(loop.round, data.split.seen)}
     for engine in dict.fromkeys(["direct", chosen]):
         found[engine] = Rounds(algorithm, engines.get(engine)).round
     return found, chosen
@@ -134,12 +134,12 @@ def contenders(name, data, sizes):
 def markdown(result):
     """The rows as the table of docs/performance.md."""
     lines = [
-        "| method | plain loop | `direct` | `auto` | plain loop / `auto` |",
+        "| method | PyTorch loop | `direct` | `auto` | PyTorch loop / `auto` |",
         "|---|---|---|---|---|",
     ]
     for name, row in result.items():
         engine, times, found = row["engine"], row["times"], row["cpu ratio"]
-        cells = [f"{1e3 * median(times[own], 'cpu'):.0f}" for own in ("plain loop", "direct")]
+        cells = [f"{1e3 * median(times[own], 'cpu'):.0f}" for own in ("PyTorch loop", "direct")]
         chosen = f"{1e3 * median(times[engine], 'cpu'):.0f} ({engine})"
         span = f"{found['median']:.2f} × ({found['from']:.2f} to {found['to']:.2f})"
         lines.append(f"| `{name}` | {' | '.join(cells)} | {chosen} | {span} |")
@@ -147,7 +147,7 @@ def markdown(result):
 
 
 def unmeasured():
-    """The algorithms without a plain loop, of which nothing is measured."""
+    """The algorithms without a PyTorch loop, of which nothing is measured."""
     return sorted(set(ALGORITHMS) - set(LOOPS))
 
 
@@ -160,11 +160,11 @@ def write_table(result, path):
 
 
 def methods_job(sizes, names=None):
-    """CPU-seconds and seconds of a round, and the ratio of the plain loop's to nufed's."""
+    """CPU-seconds and seconds of a round, and the ratio of the PyTorch loop's to nufed's."""
     data = image_data(sizes.cohort, sizes.samples, (sizes.inputs,))
     print(
         f"\nevery method on one core: {sizes.cohort} agents a round, the paper's network and data; "
-        "CPU-ms, and times faster than the plain loop (at least 1: not slower)"
+        "CPU-ms, and times faster than the PyTorch loop (at least 1: not slower)"
     )
     print(f"  {'':12} {'plain':>7} {'direct':>7} {'auto':>7}  ratio")
     print("".join(f"  {name:12} unmeasured\n" for name in unmeasured()), end="")
@@ -175,7 +175,7 @@ def methods_job(sizes, names=None):
             for work in works.values():
                 work()
         times = interleaved(works, sizes.method_repeats, warm_up=False)
-        slow, fast = times["plain loop"], times[engine]
+        slow, fast = times["PyTorch loop"], times[engine]
         result[name] = row = {
             "engine": engine,
             "times": times,
@@ -187,9 +187,9 @@ def methods_job(sizes, names=None):
         found = row["cpu ratio"]
         word = "not slower" if found["median"] >= 1 else "SLOWER"
         print(
-            f"  {name:12} {cpu['plain loop']:7.1f} {cpu['direct']:7.1f} {cpu[engine]:7.1f}  "
+            f"  {name:12} {cpu['PyTorch loop']:7.1f} {cpu['direct']:7.1f} {cpu[engine]:7.1f}  "
             f"{found['median']:.2f} ({found['from']:.2f} to {found['to']:.2f}) {engine}: {word}"
         )
     slower = [name for name, row in result.items() if row["cpu ratio"]["median"] < 1]
-    print(f"  slower than the plain loop: {', '.join(slower) or 'none'}")
+    print(f"  slower than the PyTorch loop: {', '.join(slower) or 'none'}")
     return result

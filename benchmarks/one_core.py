@@ -1,8 +1,9 @@
 """The paper's job on one core, in CPU-seconds, through `nufed.run`.
 
-Beside the plain loop there is a lower bound: what every float32 implementation that keeps one model
-per agent has to compute in the wide layer, namely one product with each distinct sample before the
-first step, and one product that writes the agent's model; both as nufed computes them, by oneDNN.
+Beside the PyTorch loop there is a lower bound: what every float32 implementation that keeps one
+model per agent has to compute in the wide layer, namely one product with each distinct sample
+before the first step, and one product that writes the agent's model; both as nufed computes them,
+by oneDNN.
 """
 
 import tempfile
@@ -103,7 +104,7 @@ def one_core_job(sizes):
     names = tuple(map(str, range(10)))
     samples = Samples(data.samples.inputs, data.samples.targets, classes=names, owners=owners)
     cohort, result = range(sizes.cohort), {}
-    print("\none core, CPU-milliseconds of a round: plain loop, nufed.run, wide products alone")
+    print("\none core, CPU-milliseconds of a round: PyTorch loop, nufed.run, wide products alone")
     for name, (nu, curvature) in list(METHODS.items())[-sizes.measured :]:
         contenders = {
             "plain": lambda job: rounds_of(plain, cohort, *job),

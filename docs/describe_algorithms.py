@@ -256,7 +256,7 @@ def proofs(tests: Path) -> list[str]:
 
 
 def wrong_copies(tests: Path, cls: type[Algorithm]) -> list[str]:
-    """The deliberately wrong copies of an algorithm that the checks of a file reject, in words."""
+    """The wrong implementations of an algorithm that the checks of a file reject, in words."""
     body = ast.parse(tests.read_text("utf-8")).body
     bases = {
         node.name: {ast.unparse(base) for base in node.bases}
@@ -275,7 +275,7 @@ def wrong_copies(tests: Path, cls: type[Algorithm]) -> list[str]:
 
 
 def copy_in(entry: ast.expr) -> str:
-    """The name of the wrong copy in an entry: itself, or the one beside the name of a check."""
+    """The wrong implementation that an entry names: itself, or the one beside a check's name."""
     if isinstance(entry, ast.Tuple):
         first, second, *_ = entry.elts
         return copy_in(second if ast.unparse(first).startswith("check") else first)

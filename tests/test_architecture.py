@@ -29,7 +29,7 @@ from nufed.settings import setting, settings_of
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(nufed.__file__).parent
 PAGE = (ROOT / "docs/architecture.md").read_text("utf-8")
-ROOMS = {
+PACKAGES = {
     path.stem
     for folder in (SOURCE, SOURCE / "lab")
     for path in folder.iterdir()
@@ -148,9 +148,9 @@ def test_only_algorithms_know_their_settings():
     assert found == []
 
 
-def test_every_room_has_one_sentence():
+def test_every_package_has_one_sentence():
     listed = re.findall(r"^\| `(?:lab/)?(\w+)(?:/|\.py)` \| .+\. \|$", PAGE, re.MULTILINE)
-    assert set(listed) == ROOMS
+    assert set(listed) == PACKAGES
 
 
 def test_ten_files_explain_the_core():
@@ -161,11 +161,13 @@ def test_ten_files_explain_the_core():
 
 
 def test_the_picture_is_drawn_from_the_code():
-    script = runpy.run_path(str(ROOT / "docs/draw_rooms.py"))
+    script = runpy.run_path(str(ROOT / "docs/draw_packages.py"))
     drawn = script["draw"](script["imports"]())
     same = script["PICTURE"].read_text("utf-8") == drawn
-    assert same, "imports have changed: run `python docs/draw_rooms.py` and look at docs/rooms.svg"
-    assert all(f">{room}</text>" in drawn for room in ROOMS)
+    assert same, (
+        "imports have changed: run `python docs/draw_packages.py` and look at docs/packages.svg"
+    )
+    assert all(f">{package}</text>" in drawn for package in PACKAGES)
 
 
 def test_the_house_does_not_grow_unnoticed(capsys, monkeypatch):
@@ -254,7 +256,7 @@ def test_a_wrong_import_breaks_a_contract(imports, importer, imported, contract)
     assert set(broken(graph)) == {contract}
 
 
-def test_a_room_without_a_place_breaks_the_layers(imports):
+def test_a_package_without_a_place_breaks_the_layers(imports):
     graph = copy.deepcopy(imports)
     graph.add_module("nufed.attic")
     assert list(broken(graph)) == ["layers"]

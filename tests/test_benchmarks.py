@@ -1,4 +1,4 @@
-"""`make bench`: every job at a tiny size, and plain loops that compute what nufed computes."""
+"""`make bench`: every job at a tiny size, and PyTorch loops that compute what nufed computes."""
 
 import json
 import subprocess
@@ -153,7 +153,7 @@ def test_every_job_of_the_benchmark_runs_to_its_end(tmp_path):
 @pytest.mark.skipif(start_method() != "fork", reason="needs Linux")
 def test_peers_are_compared_in_turns_and_skipped_where_not_installed(tmp_path):
     script, out = ROOT / "benchmarks/peers/compare.py", tmp_path / "peers.json"
-    names = ["nufed", "plain loop", "JAX, scan"]
+    names = ["nufed", "PyTorch loop", "JAX, scan"]
     done = subprocess.run(
         [sys.executable, script, "--quick", "--out", out, "--only", *names],
         capture_output=True,

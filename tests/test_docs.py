@@ -24,9 +24,9 @@ from nufed.lab.readers.sources import SOURCES, mnist_writers, omniglot
 
 ROOT = Path(__file__).parent.parent
 BASES = ["", "src", "src/nufed", "tests"]  # paths may be written from any of these
-ROOMS = {path.stem for path in (ROOT / "src/nufed").iterdir()}
+PACKAGES = {path.stem for path in (ROOT / "src/nufed").iterdir()}
 GROUPS = {known.group for known in (ALGORITHMS, AGGREGATIONS, PARTITIONS)}  # of entry points
-TOP = {path.name for path in ROOT.iterdir() if path.is_dir()} | ROOMS | {"nufed"}
+TOP = {path.name for path in ROOT.iterdir() if path.is_dir()} | PACKAGES | {"nufed"}
 MADE_UP = {  # files that a reader makes
     "algorithms/yours.py",
     "tests/algorithms/test_yours.py",
@@ -48,7 +48,7 @@ def text_of(page):
 
 
 def missing_paths(text):
-    """Missing files and folders that a text names, relative to the root or a room.
+    """Missing files and folders that a text names, relative to the root or a package.
 
     A bare file name is looked for in the folders that the same line or table row names, too.
     """
@@ -87,7 +87,7 @@ def missing_names(text):
         for name, called in re.findall(r"(?<![\w./:-])([a-z_]\w*(?:\.\w+)+)(\()?", piece):
             first = name.partition(".")[0]
             if first != "nufed":  # in Python a variable
-                if first not in ROOMS or piece in python or is_key(name) or is_file(name):
+                if first not in PACKAGES or piece in python or is_key(name) or is_file(name):
                     continue
                 name = f"nufed.{name}"
             if name in GROUPS:

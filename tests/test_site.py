@@ -157,7 +157,7 @@ def test_public_names_and_the_version():
 def test_numbers_that_stand_on_several_pages_agree_with_their_source():
     """Each pattern finds a number on a page; all numbers of one fact are that of its source."""
     facts = {
-        # exact meta-gradients, ν = 3, against the plain loop: the tables' own ratios
+        # exact meta-gradients, ν = 3, against the PyTorch loop: the tables' own ratios
         "two workers": [
             ("docs/performance.md", r"^\| exact, ν = 3 \|.*\*\*([\d.]+) ×\*\* .*goal 8\)"),
             ("docs/performance.md", r"^\| above \|.*\| ([\d.]+) × \|$"),

@@ -1,4 +1,4 @@
-"""make peers: the paper's job with nufed, a plain loop, JAX, Flower with Ray, and pfl-research.
+"""make peers: the paper's job with nufed, a PyTorch loop, JAX, Flower with Ray, and pfl-research.
 
 Every contestant has a process of its own; all run in turns on one core and are measured in
 CPU-seconds of their process trees, and in seconds. Prints a table and writes

@@ -16,7 +16,7 @@ from measure import cpu_seconds  # isort: skip
 
 CONTESTANTS = {
     "nufed": "in_torch:nufed",
-    "plain loop": "in_torch:plain_loop",
+    "PyTorch loop": "in_torch:plain_loop",
     "JAX, scan": "in_jax:jax_scan",
     "JAX, vmap": "in_jax:jax_vmap",
     "pfl-research": "in_pfl:pfl_research",

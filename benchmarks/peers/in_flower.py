@@ -1,4 +1,4 @@
-"""Flower's simulation with Ray: agents train with the plain loop of plain.py in Ray's actors."""
+"""Flower's simulation with Ray: agents train with the PyTorch loop of plain.py in Ray's actors."""
 
 import os
 from functools import cache

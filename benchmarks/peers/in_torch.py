@@ -1,4 +1,4 @@
-"""nufed's engine for this job, and the plain loop of plain.py."""
+"""nufed's engine for this job, and the PyTorch loop of plain.py."""
 
 import torch
 from problem import EVALUATION, LOCAL_STEPS, METHODS, load, paper_module

@@ -145,7 +145,7 @@ def test_bounds_do_not_cover_it():
     assert ANIL.notes.theory(ANIL()) is None and gmeta.notes.theory(gmeta()) is not None
 
 
-# wrong copies
+# wrong implementations
 
 
 class BodyFrozen(ANIL):

@@ -186,11 +186,11 @@ def test_both_gradients_of_a_step_are_counted():
     assert result.cost == Cost(2 * 3)
 
 
-# wrong copies
+# wrong implementations
 
 
 class Loop(APFL):
-    """The right loop, of which wrong copies change one line each."""
+    """The right loop, of which wrong implementations change one line each."""
 
     def agent_update(self, context, received, state):
         w, v, alpha = received["model"], state["personal"], state["mixing"]
@@ -354,6 +354,6 @@ def test_a_wrong_copy_is_rejected(mutant):
             check(mutant)
 
 
-def test_the_loop_of_wrong_copies_is_itself_right():
+def test_the_loop_that_wrong_implementations_change_is_right():
     for check in (W, GRADIENTS, ROUNDS, BOUNDS):
         check(Loop)

@@ -120,7 +120,7 @@ def test_proof(check):
     check(Ditto)
 
 
-# wrong copies
+# wrong implementations
 
 
 class TowardsTheTrainedModel(Ditto):

@@ -1,4 +1,4 @@
-"""FedALA: its formulas against autograd and loops written here, its limits, and wrong copies."""
+"""FedALA: its formulas against autograd and loops, its limits, and wrong implementations."""
 
 from itertools import pairwise
 
@@ -209,7 +209,7 @@ def test_proof(check):
     check(FedALA)
 
 
-# wrong copies
+# wrong implementations
 
 
 class OwnInitialise(FedALA):
@@ -390,7 +390,7 @@ MUTANTS = [
 ]
 
 
-def test_the_loop_of_wrong_copies_is_right():
+def test_the_loop_that_wrong_implementations_change_is_right():
     for check in PROOFS:
         check(OwnInitialise)
 

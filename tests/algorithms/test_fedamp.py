@@ -135,7 +135,7 @@ def test_proof(check):
     check(FedAMP)
 
 
-# wrong copies
+# wrong implementations
 
 
 class PenaltyForItsDerivative(FedAMP):

@@ -179,7 +179,7 @@ def test_a_last_layer_that_is_not_linear_is_refused():
         FedDBE(**ALL).server_init(objective, objective.initial())
 
 
-# wrong copies
+# wrong implementations
 
 
 class SumOverFeatures(FedDBE):

@@ -135,7 +135,7 @@ def test_h_is_the_mean_whoever_takes_part(participation):
     check_h_is_the_mean_of_all_corrections(FedDyn, participation, Faults())
 
 
-# wrong copies
+# wrong implementations
 
 
 class Server(FedDyn):

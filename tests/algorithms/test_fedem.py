@@ -190,7 +190,7 @@ def test_predictions_of_numbers_are_means():
     torch.testing.assert_close(algorithm.predict(objective, personal.tensors, x), right)
 
 
-# wrong copies
+# wrong implementations
 
 
 def with_q(change):
@@ -272,7 +272,7 @@ MUTANTS = [
 ]
 
 
-def test_the_skeleton_of_wrong_copies_is_right():
+def test_the_loop_that_wrong_implementations_change_is_right():
     check_a_round_by_hand(
         with_q(
             lambda objective, start, models, pi, batch: responsibilities(

@@ -227,7 +227,7 @@ def test_proof(check):
     check(FedFomo)
 
 
-# wrong copies
+# wrong implementations
 
 
 class Near(Objective):

@@ -1,4 +1,4 @@
-"""FedL2P: its first phase is FedAvg, its hypergradient is right, and wrong copies are rejected."""
+"""FedL2P: its first phase is FedAvg, its hypergradient is right; wrong implementations."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -565,7 +565,7 @@ def test_learning_lowers_the_loss_after_fine_tuning_from_a_step_size_far_too_sma
     assert rounds[-1].server["rates"].mean() > 2 * rounds[2].server["rates"].mean()
 
 
-# wrong copies
+# wrong implementations
 
 
 class ModelMovesOn(FedL2P):

@@ -186,7 +186,7 @@ def test_equal_steps_are_fedavg_on_a_stack_and_with_momentum():
     check_equal_steps_are_fedavg(FedNova, optimizer=SGD(momentum=0.5))
 
 
-# wrong copies
+# wrong implementations
 
 
 class IsFedAvg(FedNova):

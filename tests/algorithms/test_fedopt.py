@@ -288,7 +288,7 @@ def test_optimiser_states_stay_at_the_server():
     assert torch.equal(server[VARIANCE], torch.full_like(server["model"], 1e-3**2))
 
 
-# wrong copies
+# wrong implementations
 
 
 class Dampened(AvgM):
@@ -330,7 +330,7 @@ class FromCombined(AvgM):
 
 @dataclass(frozen=True)
 class Adaptive(Adam):
-    """The right step in other words, of which wrong copies change one line each."""
+    """The right step in other words, of which wrong implementations change one line each."""
 
     def step(self, before, after, state):
         delta = after - before
@@ -472,7 +472,7 @@ def test_a_wrong_copy_is_rejected(mutant, check):
         check(mutant)
 
 
-def test_the_step_of_wrong_copies_is_itself_right():
+def test_the_step_that_wrong_implementations_change_is_right():
     check_adam(Adaptive)
 
 

@@ -255,7 +255,7 @@ def test_proof(check):
     check(FedPAC)
 
 
-# wrong copies
+# wrong implementations
 
 
 class MeansForMoments(FedPAC):

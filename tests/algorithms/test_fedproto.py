@@ -242,7 +242,7 @@ def test_there_is_no_bundle_for_newcomers(tmp_path):
         nufed.make_bundle(nufed.load_run(tmp_path / "run"), "fedproto")
 
 
-# wrong copies
+# wrong implementations
 
 
 class AbsentClassesAreZero(FedProto):

@@ -85,7 +85,7 @@ def test_agents_keep_nothing_and_steps_are_counted():
     assert not result.state and result.cost == Cost(3)
 
 
-# wrong copies
+# wrong implementations
 
 
 class Wrong(FedProx):

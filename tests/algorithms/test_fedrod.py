@@ -1,6 +1,6 @@
 """FedRoD: the shared model under the balanced loss, the personal head beside it, and nothing else.
 
-The proofs are functions of the class, so that wrong copies can be shown to fail them.
+The proofs are functions of the class, so that wrong implementations can be shown to fail them.
 """
 
 import math
@@ -236,7 +236,7 @@ def test_fedrod(check):
     check(FedRoD)
 
 
-# wrong copies
+# wrong implementations
 
 
 class GradientIntoTheBody(FedRoD):

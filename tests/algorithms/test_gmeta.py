@@ -408,7 +408,7 @@ def test_without_learning_state_and_messages_hold_the_model_only():
         assert algorithm.combines == "linearly" and algorithm.rate(objective, {}) == 0.4
 
 
-# wrong copies
+# wrong implementations
 
 
 class GraphIsCut(GMeta):

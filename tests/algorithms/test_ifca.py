@@ -1,4 +1,4 @@
-"""IFCA: FedAvg with one model, planted clusters recovered, its server by hand, and wrong copies."""
+"""IFCA: FedAvg with one model, planted clusters recovered, its server; wrong implementations."""
 
 import numpy as np
 import pytest
@@ -127,7 +127,7 @@ def test_what_it_can_not_do_is_refused():
     IFCA(models=1).server_init(objective, objective.initial())
 
 
-# wrong copies
+# wrong implementations
 
 
 class MeanOverTheCohort(IFCA):

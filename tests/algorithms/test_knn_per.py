@@ -1,6 +1,6 @@
 """kNN-Per: FedAvg's model, mixed in probability with a brute-force search of nearest neighbours.
 
-The proofs are functions of the class, so that wrong copies can be shown to fail them.
+The proofs are functions of the class, so that wrong implementations can be shown to fail them.
 """
 
 import math
@@ -195,7 +195,7 @@ def test_knn_per(check):
     check(KNNPer)
 
 
-# wrong copies
+# wrong implementations
 
 
 class Mixing(KNNPer):

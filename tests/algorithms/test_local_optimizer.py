@@ -331,7 +331,7 @@ def test_steps_leave_statistics_alone():
     check_steps_leave_statistics_alone(SGD)
 
 
-# wrong copies
+# wrong implementations
 
 
 class Wrong(SGD):

@@ -150,7 +150,7 @@ def test_dropout_masks_are_those_of_the_batch():
     torch.testing.assert_close(found, objective.grad(y, batch), rtol=0, atol=1e-8)
 
 
-# wrong copies
+# wrong implementations
 
 
 class Exchanged(MOON):

@@ -1,8 +1,8 @@
 """FedPer, FedRep, FedBABU, LG-FedAvg, FedBN, FedSA-LoRA: masked methods against torch, and limits.
 
 The oracle trains real modules with torch's own optimiser and moves tensors by their names; it knows
-neither flat vectors nor parts. Every proof is a function of the algorithm's class, and wrong copies
-must fail one of them.
+neither flat vectors nor parts. Every proof is a function of the algorithm's class, and wrong
+implementations must fail one of them.
 """
 
 import copy
@@ -326,7 +326,7 @@ def test_proof(cls, check):
     check(cls)
 
 
-# wrong copies
+# wrong implementations
 
 
 class HeadIsAveraged(FedPer):

@@ -194,7 +194,7 @@ def test_inner_steps_are_counted():
     assert result.cost == Cost(3 * 4)
 
 
-# wrong copies
+# wrong implementations
 
 
 class LocalIsTested(PFedMe):
@@ -333,5 +333,5 @@ def test_a_wrong_copy_is_rejected(mutant):
             check(mutant)
 
 
-def test_the_loop_of_wrong_copies_is_itself_right():
+def test_the_loop_that_wrong_implementations_change_is_right():
     check_rounds_are_the_formula(Loop)

@@ -65,7 +65,7 @@ def test_agents_keep_nothing_and_fine_tune_the_global_model():
     torch.testing.assert_close(tuned["model"], right, rtol=0, atol=1e-14)
 
 
-# wrong copies
+# wrong implementations
 
 
 class Wrong(Reptile):

@@ -187,7 +187,7 @@ def test_proof(check):
     check(Scaffold)
 
 
-# wrong copies
+# wrong implementations
 
 
 class ControlIsNeverStored(Scaffold):

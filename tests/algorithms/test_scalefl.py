@@ -294,7 +294,7 @@ def test_proof(proof):
     proof(ScaleFL)
 
 
-# wrong copies
+# wrong implementations
 
 
 def by_units(units):

@@ -107,7 +107,7 @@ def test_adapting_through_a_file_gives_the_bits_of_adapting_in_memory(run, some,
 
 
 def test_adapting_is_plain_steps_on_the_training_data_in_its_own_units(run, some):
-    """Against a plain loop with the same batches."""
+    """Against a PyTorch loop with the same batches."""
     bundle = nufed.make_bundle(run, "gmeta-fo")
     from nufed.lab.bundle.adapting import fine_tuned
 

@@ -1,7 +1,7 @@
-"""Draws docs/rooms.svg: the rooms of nufed and their imports, from the import graph.
+"""Draws docs/packages.svg: the packages of nufed and their imports, from the import graph.
 
-Run it from any directory: `python docs/draw_rooms.py`. A room is drawn above all that it imports.
-Arrows that others imply (a → c beside a → b → c) are omitted (transitive reduction).
+Run it from any directory: `python docs/draw_packages.py`. A package is drawn above all that it
+imports. Arrows that others imply (a → c beside a → b → c) are omitted (transitive reduction).
 """
 
 from itertools import pairwise
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import grimp
 
-PICTURE = Path(__file__).with_name("rooms.svg")
+PICTURE = Path(__file__).with_name("packages.svg")
 SOURCE = Path(__file__).parent.parent / "src" / "nufed"
 WIDTH, FLOOR, BOX, HEIGHT, GAP = 360, 62, 78, 28, 6  # pixels: a phone's width, or more if needed
-BEND = 10  # width of an arrow where it passes a floor
+BEND = 10  # width of an arrow where it passes a layer
 SWEEPS, PULL = 40, 4  # iterations of the layout; weight of neighbours relative to the centre
 STYLE = """
   .ground { fill: #ffffff } .core { fill: #e8f1fa; stroke: #2f6ea5 } .arrow { stroke: #8a8f98 }
@@ -27,66 +27,69 @@ STYLE = """
 
 
 def imports():
-    """The rooms (packages directly in nufed and nufed.lab), and which others each imports."""
+    """The packages directly in nufed and nufed.lab, and which others each imports."""
     graph = grimp.build_graph("nufed", cache_dir=None)
     outside = {"nufed", "nufed.lab", "nufed.__main__"}
-    rooms = graph.find_children("nufed") | graph.find_children("nufed.lab")
-    found = {room_of(room): set() for room in rooms - outside}
+    packages = graph.find_children("nufed") | graph.find_children("nufed.lab")
+    found = {package_of(package): set() for package in packages - outside}
     for module in graph.modules - outside:
-        room, used = room_of(module), graph.find_modules_directly_imported_by(module) - outside
-        found[room] |= {room_of(name) for name in used} - {room}
-    return {room: sorted(found[room]) for room in sorted(found)}
+        package, used = (
+            package_of(module),
+            graph.find_modules_directly_imported_by(module) - outside,
+        )
+        found[package] |= {package_of(name) for name in used} - {package}
+    return {package: sorted(found[package]) for package in sorted(found)}
 
 
-def room_of(module):
+def package_of(module):
     """The package of a module, directly in nufed or in nufed.lab."""
     return module.removeprefix("nufed.").removeprefix("lab.").split(".")[0]
 
 
-def floor_of(room):
+def layer_of(package):
     """Core, lab or flower."""
-    in_lab = any((SOURCE / "lab").glob(f"{room}*"))
-    return "flower" if room == "flower" else "lab" if in_lab else "core"
+    in_lab = any((SOURCE / "lab").glob(f"{package}*"))
+    return "flower" if package == "flower" else "lab" if in_lab else "core"
 
 
-def below(room, used):
-    """Everything that a room imports, directly or indirectly."""
-    return set(used[room]).union(*(below(other, used) for other in used[room]))
+def below(package, used):
+    """Everything that a package imports, directly or indirectly."""
+    return set(used[package]).union(*(below(other, used) for other in used[package]))
 
 
 def reduced(used):
     """The transitive reduction of the imports."""
     return {
-        room: [o for o in own if not any(o in below(third, used) for third in own)]
-        for room, own in used.items()
+        package: [o for o in own if not any(o in below(third, used) for third in own)]
+        for package, own in used.items()
     }
 
 
-def floors(used):
-    """The floor of each room: one below the lowest room that imports it; 0 is the lowest."""
+def layers(used):
+    """The layer of each package: one below the lowest package that imports it; 0 is the lowest."""
 
-    def depth(room):
-        return max((depth(other) + 1 for other in used if room in used[other]), default=0)
+    def depth(package):
+        return max((depth(other) + 1 for other in used if package in used[other]), default=0)
 
     deepest = max(map(depth, used))
-    return {room: deepest - depth(room) for room in used}
+    return {package: deepest - depth(package) for package in used}
 
 
 def layout(used):
-    """The positions of rooms, and for each arrow the points that it passes.
+    """The positions of packages, and for each arrow the points that it passes.
 
-    Arrows over several floors get a position on each; neighbours are moved towards the mean of
+    Arrows over several layers get a position on each; neighbours are moved towards the mean of
     their positions (barycentre heuristic for layered graphs).
     """
-    level = floors(used)
+    level = layers(used)
     rows = [[] for _ in range(max(level.values()) + 1)]
-    for room, floor in level.items():
-        rows[floor].append(room)
+    for package, layer in level.items():
+        rows[layer].append(package)
     chains = []
-    for room, own in used.items():
+    for package, own in used.items():
         for other in own:
-            between = range(level[room] - 1, level[other], -1)
-            chain = [room, *((room, other, floor) for floor in between), other]
+            between = range(level[package] - 1, level[other], -1)
+            chain = [package, *((package, other, layer) for layer in between), other]
             for bend in chain[1:-1]:
                 rows[bend[2]].append(bend)
             chains.append(chain)
@@ -111,7 +114,7 @@ def size(place):
 
 
 def arrange(row, at, wanted, width):
-    """Place the nodes of one floor side by side, as near to their wanted positions as possible.
+    """Place the nodes of one layer side by side, as near to their wanted positions as possible.
 
     Least squares in the given order: nodes that would overlap are merged and moved by their mean.
     """
@@ -142,7 +145,7 @@ def draw(used):
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img">',
-        "<title>The rooms of nufed: arrows point to what a room imports</title>",
+        "<title>The packages of nufed: arrows point to what a package imports</title>",
         f"<style>{STYLE}</style>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         'markerHeight="7" orient="auto"><path class="tip" d="M0 0 8 4 0 8z"/></marker></defs>',
@@ -156,12 +159,13 @@ def draw(used):
             path += f"C{at[a]:.0f} {half:.0f} {at[b]:.0f} {half:.0f} {at[b]:.0f} {end:.0f}"
             path += "" if b == chain[-1] else f"v{HEIGHT}"
         lines.append(f'<path class="arrow" fill="none" marker-end="url(#tip)" d="{path}"/>')
-    for room in used:
-        x, middle = at[room], y(room)
+    for package in used:
+        x, middle = at[package], y(package)
         lines.append(
-            f'<rect class="{floor_of(room)}" x="{x - BOX / 2:.0f}" y="{middle - HEIGHT / 2:.0f}" '
+            f'<rect class="{layer_of(package)}" x="{x - BOX / 2:.0f}" '
+            f'y="{middle - HEIGHT / 2:.0f}" '
             f'width="{BOX}" height="{HEIGHT}" rx="5"/>'
-            f'<text x="{x:.0f}" y="{middle + 4:.0f}" text-anchor="middle">{room}</text>'
+            f'<text x="{x:.0f}" y="{middle + 4:.0f}" text-anchor="middle">{package}</text>'
         )
     return "\n".join([*lines, "</svg>", ""])
 
