@@ -28,7 +28,6 @@ class Aggregation(Protocol):
 
         There is at least one update; all have passed the checks and are sorted by agent.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -45,15 +45,12 @@ class Codec(Protocol):
     @property
     def feedback(self) -> bool:
         """Whether what is lost is added to the agent's next change."""
-        ...
 
     def encode(self, change: Tensor) -> dict[str, Tensor]:
         """The tensors that are sent."""
-        ...
 
     def decode(self, codes: State, like: Tensor) -> Tensor:
         """The change, with the length and dtype of ``like``; raises :class:`CodeError`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,7 @@ class FedDBE(LocalTraining):
         shown_steps=0,
         averaging="samples",
     )
-
-    @property
-    def combines(self) -> None:
-        """None: features are of one model at a time."""
-        return None
+    combines: ClassVar[None] = None  # features are of one model at a time
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         return {"model": w, "mean": w.new_zeros(linear_head(objective.base).in_features)}

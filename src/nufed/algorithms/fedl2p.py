@@ -129,9 +129,7 @@ class FedL2P(LocalTraining):
         number = not isinstance(self.adapt_lr, Tensor)
         require(number, "adapt_lr", self.adapt_lr, "must be a number, the initial η̃")
 
-    @property
-    def combines(self) -> None:
-        """None: an agent's draws depend on its number of samples."""
+    combines: ClassVar[None] = None  # an agent's draws depend on its number of samples
 
     def sent_in(self, round: int) -> Sequence[str]:
         return ("model",) if round <= self.pretrain_rounds else ("meta_net", "rates")

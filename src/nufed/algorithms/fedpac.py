@@ -87,11 +87,7 @@ class FedPAC(FedRep):
         newcomer="takes head_steps steps from the mean of the last cohort's heads",
         averaging="samples",
     )
-
-    @property
-    def combines(self) -> None:
-        """None: features are of one model at a time."""
-        return None
+    combines: ClassVar[None] = None  # features are of one model at a time
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         head, private = linear_head(objective.base), self.parts(objective)[0].take(w).clone()

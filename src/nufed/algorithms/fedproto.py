@@ -92,11 +92,7 @@ class FedProto(LocalTraining):
         shown_steps=0,
         averaging="samples",
     )
-
-    @property
-    def combines(self) -> None:
-        """None: features are of one model at a time."""
-        return None
+    combines: ClassVar[None] = None  # features are of one model at a time
 
     def server_init(self, objective: AnyObjective, w: Tensor) -> State:
         head = linear_head(objective.base)

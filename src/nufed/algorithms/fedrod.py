@@ -75,11 +75,7 @@ class FedRoD(LocalTraining):
         shown_steps=0,
         averaging="samples",
     )
-
-    @property
-    def combines(self) -> None:
-        """None: every agent has its own loss."""
-        return None
+    combines: ClassVar[None] = None  # every agent has its own loss
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
         base = objective.base

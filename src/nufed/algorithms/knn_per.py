@@ -70,11 +70,7 @@ class KNNPer(LocalTraining):
         personal_data="features and labels of the agent's training samples",
         averaging="samples",
     )
-
-    @property
-    def combines(self) -> None:
-        """None: datastores differ in size."""
-        return None
+    combines: ClassVar[None] = None  # datastores differ in size
 
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         w = self.descend(context, received["model"])

@@ -67,11 +67,7 @@ class MOON(LocalTraining):
         optimized="the local steps",
         averaging="samples",
     )
-
-    @property
-    def combines(self) -> None:
-        """None: features are of one model at a time."""
-        return None
+    combines: ClassVar[None] = None  # features are of one model at a time
 
     def agent_init(self, objective: AnyObjective, received: State) -> State:
         return {"previous": received["model"]}

@@ -119,7 +119,6 @@ class BatchSource(Protocol):
     @property
     def agent(self) -> int | Tensor:
         """The agent's number; for a stack of agents, a column of numbers."""
-        ...
 
     def draw(
         self, purpose: str, size: int, number: int = 1, step: int = 0, pool: Pool = "all"
@@ -130,7 +129,6 @@ class BatchSource(Protocol):
         only appends to them. From another ``pool`` than all samples, a batch of ``"resampled"``
         ones is drawn with replacement, and one from a half has at most half of the samples.
         """
-        ...
 
     def epoch(self, purpose: str, size: int, index: int = 0, share: float = 1.0) -> list[Batch]:
         """All training samples, shuffled, as batches of ``size``; the last may be smaller.
@@ -138,26 +136,21 @@ class BatchSource(Protocol):
         ``index`` numbers the epochs of a round. With a ``share`` below 1, a random subset of that
         share, rounded up. Not defined for a stack of agents.
         """
-        ...
 
     def take(self, places: Places, seed: int | None = None) -> Batch:
         """Samples of the training part, by their places in it, as a batch with this seed.
 
         Not defined for a stack of agents.
         """
-        ...
 
     def whole(self) -> Batch:
         """The agent's whole training part, in a fixed order. Not defined for a stack of agents."""
-        ...
 
     def targets(self) -> Tensor:
         """The targets of the whole training part. Not defined for a stack of agents."""
-        ...
 
     def stream(self, purpose: str, step: int = 0) -> np.random.Generator:
         """A random generator of this agent and round, for anything that is not a batch."""
-        ...
 
 
 @dataclass(frozen=True)

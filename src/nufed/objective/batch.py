@@ -37,31 +37,24 @@ class AnyObjective(Protocol):
     @property
     def base(self) -> Objective:
         """The objective on the module's own parameters."""
-        ...
 
     @property
     def double(self) -> AnyObjective:
         """This objective in float64."""
-        ...
 
     def grad(self, w: Tensor, batch: AnyBatch) -> Tensor:
         """∇f(w, batch)."""
-        ...
 
     def hvp(self, w: Tensor, batch: AnyBatch, v: Tensor) -> Tensor:
         """∇²f(w, batch)·v."""
-        ...
 
     def beside(
         self, w: Tensor, batch: AnyBatch, v: Tensor, step: float | Tensor
     ) -> tuple[Tensor, Tensor]:
         """∇f(w+δv) and ∇f(w−δv) with δ = ``step``."""
-        ...
 
     def predict(self, w: Tensor, inputs: Inputs) -> Tensor:
         """The module's outputs for ``inputs`` in evaluation mode."""
-        ...
 
     def norm(self, w: Tensor) -> Tensor:
         """‖w‖, or an upper bound, in a shape that broadcasts with w."""
-        ...

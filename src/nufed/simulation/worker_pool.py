@@ -66,11 +66,9 @@ class Buffer(Protocol):
 
     def write(self, state: State, span: range) -> Any:
         """Make a state readable for the other side; returns what a task or result holds of it."""
-        ...
 
     def read(self, layout: Any) -> State:
         """A copy of the state that :meth:`write` was given."""
-        ...
 
 
 class SharedBuffer:
