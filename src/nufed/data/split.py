@@ -209,7 +209,7 @@ def _cut(
 
 
 def _ranks(classes: Rows) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Where every sample stands among those of its class, between 0 and 1.
+    """The relative rank of every sample within its class, between 0 and 1.
 
     >>> _ranks(np.array([3, 3, 5, 3, 5])).round(2).tolist()
     [0.17, 0.5, 0.25, 0.83, 0.75]

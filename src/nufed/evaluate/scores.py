@@ -388,7 +388,7 @@ def _resampled(
                 on = _losses(objective, ((each[p], there[p]) for p in picks.to(there.device)))
             else:
                 on = [float(measure.metric(host[picked], targets[picked])) for picked in picks]
-        except Exception:  # a metric of one's own may need, say, samples of every class
+        except Exception:  # a user's metric may fail, for example without samples of every class
             return ()
         resampled.append(_rounded(score - value for value in on))
     return tuple(resampled)

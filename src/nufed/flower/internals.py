@@ -151,7 +151,7 @@ def read_error(reason: str) -> tuple[str, str] | None:
 # The ServerApp's access to replies.
 #
 # Outside of Flower's simulation the grid is an HttpGrid, with an API client in `_runtime_client`,
-# whose httpx client is `_client`. The grid's `pull_messages` assembles a reply whatever its size.
+# whose httpx client is `_client`. The grid's `pull_messages` assembles a reply of any size.
 class Replies:
     """The replies of a run that wait at the SuperLink, as objects.
 

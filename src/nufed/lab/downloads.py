@@ -32,7 +32,7 @@ OnProgress: TypeAlias = Callable[[int, int | None], None]  # bytes so far, bytes
 
 MAX_BYTES = 400_000_000  # the archives have 170 million
 FIRST_BACKOFF = 0.5  # seconds before the first retry; doubles with each further one
-RETRIABLE = (408, 429)  # statuses, beside all from 500
+RETRIABLE = (408, 429)  # statuses, in addition to all from 500
 OTHERWISE = "give another address with --url, or the archive itself with --from"
 
 

@@ -114,7 +114,7 @@ def known_zero(tensor: Tensor) -> bool:
         return True
     if tensor.device.type != "cpu":
         return False
-    if tensor.reshape(-1)[0] != 0:  # usually so, and then a look at one number is enough
+    if tensor.reshape(-1)[0] != 0:  # the usual case, decided by one number
         return False
     low, high = torch.aminmax(tensor)
     return bool(low == 0) and bool(high == 0)

@@ -88,7 +88,7 @@ def sums_suffice(algorithm: Algorithm, context: Context, server: State) -> bool:
             algorithm.server_update(context, tried, SummedUpdates((0,), sent))
         except SingleUpdateError:
             return False
-        except Exception:  # whatever is wrong shows when the round is closed
+        except Exception:  # the error is raised when the round is closed
             continue
         return True
     return False

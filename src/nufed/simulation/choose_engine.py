@@ -235,7 +235,7 @@ class Engines:
                         f"{type(algorithm).__name__} gives other results than the direct engine, "
                         f"although it declares that it combines vectors {algorithm.combines}"
                     )
-        except Exception as error:  # whatever fails for several agents
+        except Exception as error:  # anything that fails for several agents at once
             cause = error.__cause__ or error
             return f"{needs} ({in_short(cause)})"
         return ""

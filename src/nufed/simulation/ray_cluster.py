@@ -32,7 +32,7 @@ from nufed.simulation.worker_pool import Notify, perform, receive
 LOG = logging.getLogger("nufed")
 MAX_LOSSES = 3  # of actors that one task may cost
 AGAIN_SECONDS = (1.0, 20.0)  # before a failed start is tried again; Ray sees a death after about 15
-POLL_SECONDS = 0.05  # between looks at what actors have sent
+POLL_SECONDS = 0.05  # between polls of the mailbox
 KEPT_WORKS = 2  # that an actor holds: a part may use two engines in turns
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import nufed
 from nufed.algorithms import ALGORITHMS
 from nufed.lab.config import load_config
-from nufed.lab.config.problem import LOOKED_AT, LOOKS, Given, Problem
+from nufed.lab.config.problem import PROBED_AGENTS, PROBES, Given, Problem
 from nufed.meta.curvature import curvature_along
 from nufed.objective import Batch
 from support import quadratic
@@ -49,9 +49,9 @@ def test_curvature_along_gradients_of_quadratics():
 def test_step_sizes_that_are_not_given_are_half_of_the_inverse_curvature():
     problem = looked(method=SMALL, methods={"gmeta": {}, "ditto": {}, "fixed": {**FIXED}})
     objective, federation, most = problem.objectives[3], problem.federations[3], 0.0
-    for agent in federation.split.seen[:LOOKED_AT]:
+    for agent in federation.split.seen[:PROBED_AGENTS]:
         w = objective.initial()
-        for batch in federation.batches(agent, 3, "look").draw("outer", 8, LOOKS):
+        for batch in federation.batches(agent, 3, "look").draw("outer", 8, PROBES):
             batch = Batch(batch.inputs, batch.targets)
             g = objective.grad(w, batch)
             most = max(most, abs(float(g @ objective.hvp(w, batch, g) / (g @ g))))

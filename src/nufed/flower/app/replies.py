@@ -179,7 +179,7 @@ def _failure(text: str, code: int = internals.ErrorCode.UNKNOWN) -> NoReply:
 RECORDS = {"ArrayRecord", "ConfigRecord", "MetricRecord"}
 LEVELS = ({"Message"}, {"RecordDict"}, RECORDS, {"Array"})
 CHUNK = "ArrayChunk"
-RESPONSE_OVERHEAD = 64  # bytes of a response beside the object's content
+RESPONSE_OVERHEAD = 64  # bytes of a response in addition to the object's content
 MIB = 2**20
 
 

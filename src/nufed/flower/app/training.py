@@ -114,7 +114,7 @@ def _opened(
     if plan.privacy:
         check_plan(plan.privacy, len(plan.seen), plan.cohort, len(plans) * plan.rounds)
     resuming = out is not None and (out / "run.json").exists()
-    asking = out is not None and (out / AUDIT).exists()  # it was killed while it asked sites
+    asking = out is not None and (out / AUDIT).exists()  # it was killed while it queried sites
     known = out if resuming or asking else None
     directory = RunDirectory(known) if known else RunDirectory.create(config.name, out)
     if resuming:

@@ -28,7 +28,7 @@ from nufed.lab.files import canonical, make_private, sha256, write_durably
 MANIFEST = ".info/CONTENT"  # derived from the other files, and not unpacked to the app
 MAX_BYTES = 50 * 2**20  # unpacked; Flower's limit of a bundle is 10 MiB
 FORMAT = "nufed app 2"  # of the digest; the first was over lines "SHA-256 NAME"
-DEVICES = {  # that Windows opens instead of a file, whatever the extension
+DEVICES = {  # names that Windows opens instead of a file, with any extension
     *("con", "prn", "aux", "nul", "conin$", "conout$"),
     *(f"{device}{number}" for device in ("com", "lpt") for number in "0123456789¹²³"),
 }

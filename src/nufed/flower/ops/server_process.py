@@ -108,9 +108,9 @@ def _start_server_app(command: list[str], token: str) -> subprocess.Popen[bytes]
     file = os.memfd_create("token")
     os.write(file, token.encode())
     command = [*command, "--token-file", f"/proc/self/fd/{file}", "--parent-pid", str(os.getpid())]
-    silent = subprocess.DEVNULL  # its log is in the run directory
+    discarded = subprocess.DEVNULL  # its log is in the run directory
     try:
-        return subprocess.Popen(command, stdout=silent, stderr=silent, pass_fds=[file])
+        return subprocess.Popen(command, stdout=discarded, stderr=discarded, pass_fds=[file])
     finally:
         os.close(file)
 

@@ -16,7 +16,7 @@ from nufed.lab.cli.catalogue import complete_bounds, complete_run
 from nufed.lab.cli.options import AsJson, FinishedRun, NoFigures, Trust
 from nufed.lab.cli.terminal import console, print_plain, say, styled
 
-POLL_SECONDS = 0.5  # between looks for a run that is yet to start
+POLL_SECONDS = 0.5  # between checks whether a run has started
 
 
 def report(

@@ -61,7 +61,7 @@ from nufed.objective.modules import copied, has_kernels
 from nufed.registry import import_named, suggest
 from nufed.seeding import stream, torch_seed
 
-LOOKED_AT, LOOKS = 8, 3  # agents, and gradients of each, from which default step sizes come
+PROBED_AGENTS, PROBES = 8, 3  # agents, and gradients of each, for default step sizes
 
 
 def build_samples(config: DataConfig) -> Samples:
@@ -573,7 +573,7 @@ class Problem:
         objective, federation = self.objectives[seed].base, self.federations[seed]
         size, most = max(a.batch_size for a in self.algorithms.values()), 0.0
         try:
-            for agent in federation.split.seen[:LOOKED_AT]:
+            for agent in federation.split.seen[:PROBED_AGENTS]:
                 most = first_curvature(objective, federation, agent, (seed, size), most)
         except Exception:  # the user's model or loss may raise anything; it is tried later
             most = 0.0
@@ -631,7 +631,7 @@ def first_curvature(
     ``how``: the seed, and the number of samples in a batch.
     """
     seed, size = how
-    drawn = federation.batches(agent, seed, "look").draw("outer", size, LOOKS)
+    drawn = federation.batches(agent, seed, "look").draw("outer", size, PROBES)
     batches = [batch._replace(seed=None) for batch in drawn]
     return curvature_along(objective, objective.initial(), batches, most)
 

@@ -202,7 +202,7 @@ class Command:
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def __call__(self) -> None:
-        # the signal goes to all processes of a job: only submitit handles it, and calls checkpoint
+        # all processes of a job get the signal: only submitit handles it, and calls checkpoint
         ignored = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         self._process = subprocess.Popen(self.words)
         signal.signal(signal.SIGUSR2, ignored)

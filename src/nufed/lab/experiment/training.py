@@ -101,7 +101,9 @@ class MethodJob(Job):
                     if recorder.is_evaluated(progress):
                         entries, finish = self.evaluate(engine, progress, recorder)
                     due = is_due(config.checkpoint_every, progress.round)
-                    last = stop() or finish is not None  # asked once: the round it ends at is saved
+                    last = (
+                        stop() or finish is not None
+                    )  # evaluated once: the last round must be saved
                     save = due or last or recorder.is_kept(progress)
                     recorded = recorder.record(progress, entries, checkpoint=save)
                     if finish is not None:

@@ -165,7 +165,7 @@ class Look:
     def of(cls, runs: Sequence[Run]) -> Look:
         """Of runs that are shown on one page."""
         lines = [line for run in runs for line in run.lines() if line.kind == "method"]
-        # a method, in charts by number of steps, looks like the first of its lines
+        # in charts by number of steps, a method has the style of the first of its lines
         methods = {line.name: line.label for line in reversed(lines)}
         first, limits = runs[0], _limits(runs)
         better = first.measure.higher_is_better

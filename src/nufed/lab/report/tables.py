@@ -204,7 +204,7 @@ def samples_per_agent(run: Run) -> str:
     """The number of samples of an agent, all parts: one number, or minimum, median and maximum."""
     listed = [agent for split in run.splits.values() for agent in split.agents]
     sizes = [agent.train + agent.validation + agent.test for agent in listed]
-    if run.federated:  # sites that sent no scores have not told their number
+    if run.federated:  # sites that sent no scores have not reported their number
         sizes = [size for size in sizes if size]
     if not sizes:
         return NOT_SENT

@@ -34,7 +34,7 @@ from nufed.server import on_device
 FOLDER = "states"
 CACHE_BYTES = 32 * 2**20
 SYNC_THREADS = 16
-OVERHEAD = 1024  # approximate bytes of a cached state beside its vectors
+OVERHEAD = 1024  # approximate bytes of a cached state in addition to its vectors
 KEEP_LAST = 2  # checkpoints
 
 

@@ -259,7 +259,7 @@ def _format_without_seal(path: Path) -> Any:
         written = None if "about" in content else content.get("content", content).get("format")
         return None if written == FORMAT else written
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        return None  # read_about says what is wrong with it
+        return None  # read_about raises the error
 
 
 def _versions() -> dict[str, str]:

@@ -38,7 +38,7 @@ from nufed.seeding import stream
 KEEP = 3  # one in so many trials is promoted
 LONGER = 2  # factor between the rounds of rungs
 LEAST_ROUNDS = 5  # of a rung: after fewer, scores hardly depend on training
-BATCH = 9  # trials of a method asked together, whatever the number of workers
+BATCH = 9  # trials of a method proposed together, for any number of workers
 MAX_DRAWS = 200  # at random, for one proposal that was not tried before
 TPE_DRAWS = 3  # per proposal
 
