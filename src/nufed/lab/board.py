@@ -52,7 +52,7 @@ from nufed.lab.runs.records import round_line
 from nufed.lab.runs.tuning_record import HVP_WORK, AskedTrial, RungScore
 from nufed.lab.tuning.ranges import Predictor, active_settings, agent_update, matters
 from nufed.lab.tuning.search import search
-from nufed.lab.tuning.trials import quiet, setup_of
+from nufed.lab.tuning.trials import errors_only, setup_of
 from nufed.lab.tuning.tune import make_plan
 from nufed.objective import Inputs
 from nufed.registry import suggest
@@ -343,7 +343,7 @@ class Trained:
         rate, label = setup.config.participation, f"{name}, seed {seed}"
         training = Training(algorithm, engine, rate, setup.rules, setup.faults, label)
         cost = dict.fromkeys(("gradients", "hvps", "bytes"), 0)
-        with quiet():
+        with errors_only():
             for progress in training.rounds(training.start(engine.objective.initial()), last):
                 if progress.round:
                     line = round_line(algorithm, progress)

@@ -198,9 +198,7 @@ def _release(site: Site, task: Task, privacy: Privacy) -> Release:
     if site.limit is not None:
         sent += site.releases_in_other_runs(task.releases, privacy.server_noise)
         check_release(replace(privacy, epsilon_server=site.limit), sent)
-    _ = (
-        site.samples
-    )  # raises, with a message for the server, on a mismatch with the federation's format
+    _ = site.samples  # raises on a mismatch with the federation's format
     try:
         result = site.plan.algorithm.agent_update(*_of_round(site, task))
     except InputError:  # its message may reveal the number of samples

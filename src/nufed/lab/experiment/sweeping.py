@@ -95,7 +95,7 @@ class PreparedRun:
                 yield job
 
 
-def light(setup: Setup) -> Setup:
+def without_engines(setup: Setup) -> Setup:
     """A setup without cached engines: a sweep holds the setups of all runs in memory."""
     return replace(setup, engines={seed: e.fresh() for seed, e in setup.engines.items()})
 
@@ -135,13 +135,13 @@ def prepare_again(
     if not (directory.path / "run.json").exists():
         recorded = Recorded(path, point.config, "", {})
         recorded.check_given(session.given, ("data.source", "data.partition", "model.name", "loss"))
-        setup = light(session.setup(point.config, loaded(point.config.data)))
+        setup = without_engines(session.setup(point.config, loaded(point.config.data)))
         if not directory.path.exists():
             RunDirectory.create(point.name, directory.path)
         stack.enter_context(locked(directory.path))
         return PreparedRun(point, setup, directory, new=True)
     stack.enter_context(locked(directory.path))
-    setup = light(
+    setup = without_engines(
         reopen_run(directory, (), session.given, trust=session.trust, load_samples=loaded)
     )
     then, now = point.config, setup.config
@@ -210,7 +210,9 @@ def sweep(
         for point in grid.points:
             check_simulated(point.config)
             with naming(point):
-                setups.append(light(session.setup(point.config, loaded(point.config.data))))
+                setups.append(
+                    without_engines(session.setup(point.config, loaded(point.config.data)))
+                )
         check_comparable(grid, setups)
         configs = zip(grid.points, setups, strict=True)
         grid = replace(grid, points=[replace(p, config=s.config) for p, s in configs])

@@ -101,9 +101,7 @@ class MethodJob(Job):
                     if recorder.is_evaluated(progress):
                         entries, finish = self.evaluate(engine, progress, recorder)
                     due = is_due(config.checkpoint_every, progress.round)
-                    last = (
-                        stop() or finish is not None
-                    )  # evaluated once: the last round must be saved
+                    last = stop() or finish is not None  # once: the last round is saved
                     save = due or last or recorder.is_kept(progress)
                     recorded = recorder.record(progress, entries, checkpoint=save)
                     if finish is not None:

@@ -72,7 +72,7 @@ class TrialJob(MethodJob):
         files, algorithm = self.files()[name], self.setup.algorithms[name]
         try:
             with (
-                quiet(),
+                errors_only(),
                 Recorder(self.directory, files, config, name, algorithm, seed) as recorder,
             ):
                 yield recorder
@@ -230,7 +230,7 @@ def scored_agents(setup: Setup, seed: int, agents: ScoredAgents) -> list[int]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def errors_only() -> Iterator[None]:
     """Without log messages about updates that are left out: a bad trial has many."""
     log = logging.getLogger("nufed")
     before = log.level
