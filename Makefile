@@ -68,8 +68,9 @@ peers:                   ## nufed beside JAX, Flower with Ray and pfl-research, 
 attacks: $(READY)        ## every attack against every aggregation rule: about half an hour
 	$(BIN)/python benchmarks/attacks.py
 
-external: $(READY)       ## published numbers of NIID-Bench, and ours in its setting: about four hours of a core
+external: $(READY)       ## published numbers of NIID-Bench and MAML, and ours in their settings: about five hours of a core
 	$(BIN)/python benchmarks/external.py
+	$(BIN)/python benchmarks/external_maml.py
 
 paper: $(READY)          ## the paper's experiments and extensions, in stages: about nine hours of two cores
 	$(BIN)/python -m paper

@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.func import functional_call
 
 from nufed import Objective, Samples, load_run
 from nufed.models import lenet5
+from nufed.simulation import DirectEngine, train
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,6 +110,97 @@ def test_the_score_is_the_accuracy_on_all_held_out_images(external, monkeypatch)
 
 
 def test_data_sets_hold_out_what_is_scored(external, real_data):
-    for name, (train, scored) in {"cifar10": (40_000, 10_000), "mnist": (60_000, 10_000)}.items():
+    for name, sizes in {"cifar10": (40_000, 10_000), "mnist": (60_000, 10_000)}.items():
         agents, held_out = external.DATA[name]()
-        assert (len(agents), len(held_out)) == (train, scored) and held_out.owners is None
+        assert (len(agents), len(held_out)) == sizes and held_out.owners is None
+
+
+@pytest.fixture
+def maml(monkeypatch):
+    """The module, six tasks and two newcomers of random drawings, and its network, small."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import external_maml
+
+    monkeypatch.setattr(external_maml, "COHORT", 3)
+    monkeypatch.setattr(external_maml, "VALIDATION", 2)
+    images = torch.randint(0, 256, (20, 4, 4, 5, 5), dtype=torch.uint8)
+    torch.manual_seed(0)
+    objective = Objective(external_maml.network(25, (6, 4)))
+    return external_maml, external_maml.tasks(images, 6, 2, 8, seed=0), objective
+
+
+def test_a_round_is_an_iteration_of_maml(maml):
+    """Against autograd through the unrolled step, and Adam without bias correction."""
+    maml, federation, objective = maml
+    w = objective.initial()
+    engine = DirectEngine(objective, federation, seed=0)
+    *_, last = train(maml.method(), engine, w, rounds=1, participation=0.5)
+    module = objective.module(w, training=True)
+    parameters = {n: p.detach().requires_grad_() for n, p in module.named_parameters()}
+
+    def loss(parameters, inputs, targets):
+        return F.cross_entropy(functional_call(module, parameters, (inputs,)), targets)
+
+    total = 0
+    for agent in last.cohort:
+        batches = federation.batches(agent, 0, "train", 1)
+        ((x, y, _),) = batches.draw("adapt", 5, pool="support")
+        ((asked, wanted, _),) = batches.draw("outer", 5, pool="query")
+        assert sorted(y.tolist()) == sorted(wanted.tolist()) == list(range(5))
+        gradients = torch.autograd.grad(
+            loss(parameters, x, y), list(parameters.values()), create_graph=True
+        )
+        pairs = zip(parameters.items(), gradients, strict=True)
+        total = total + loss({n: p - 0.4 * g for (n, p), g in pairs}, asked, wanted) / 3
+    assert len(last.cohort) == 3
+    every = torch.autograd.grad(total, list(parameters.values()))
+    d = torch.cat([g.flatten() for g in every])
+    m, v = (last.server[f"optimizer_{name}"] for name in ("momentum", "variance"))
+    scale = d.abs().max().item()
+    torch.testing.assert_close(m, -0.1 * d, rtol=1e-3, atol=1e-5 * scale)
+    torch.testing.assert_close(v, 0.001 * d**2, rtol=1e-3, atol=1e-6 * scale**2)
+    torch.testing.assert_close(last.server["model"], w + 0.001 * m / (v.sqrt() + 1e-8))
+
+
+def test_tasks_share_no_character_with_newcomers(maml):
+    maml, federation, _ = maml
+    split, images = federation.split, 20 * 4 * 4
+    split.check(len(federation.samples))
+    seen, new = (
+        {int(row) % images // 16 for agent in group for row in split.train[agent]}
+        for group in (split.seen, split.unseen)
+    )
+    assert len(split.unseen) == 2 and not seen & new
+    for agent in split.seen:
+        rows = split.train[agent]
+        turned, labels = rows % 4, federation.samples.targets[rows].tolist()
+        assert labels == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+        assert (turned[::2] == turned[1::2]).all() and len(set(rows)) == 10
+
+
+def test_training_on_tasks_resumes_and_is_on_the_page(maml, tmp_path):
+    import external_page
+
+    maml, federation, objective = maml
+
+    def curve(folder, *rounds):
+        for number in rounds:
+            found = maml.trained(federation, objective, number, 0, tmp_path / folder, every=2)
+        return [(at["round"], at["accuracy"]) for at in found], found
+
+    whole, found = curve("whole", 4)
+    assert curve("parts", 2, 4)[0] == whole and [k for k, _ in whole] == [2, 4]
+    results = {"maml": {"0": {"curve": found, "centroid": maml.centroid(federation)}}}
+    external_page.write(results, tmp_path / "external.md")
+    text = (tmp_path / "external.md").read_text("utf-8")
+    assert f"| nufed, seed 0 | 4 | {100 * whole[-1][1][1]['mean']:.1f} ±" in text
+    assert "| Finn et al. 2017, table 1 (± over tasks) | 60,000 |  | 89.7 ± 1.1 |" in text
+
+
+def test_drawings_are_shrunk_by_a_lanczos_filter(maml):
+    weights = maml[0].lanczos()
+    assert weights.shape == (28, 105)
+    np.testing.assert_allclose(weights.sum(1), 1, atol=1e-6)
+    np.testing.assert_allclose(weights, weights.flip(0, 1), atol=1e-6)
+    ramp = (torch.arange(105) + 0.5) / 105  # is kept but for the edges
+    np.testing.assert_allclose((weights @ ramp)[4:-4], (torch.arange(4, 24) + 0.5) / 28, atol=1e-3)
