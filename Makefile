@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run federation docs test test-slow test-lowest test-cluster test-federation test-deployment test-offline soak bench peers attacks external paper board package format clean
+.PHONY: run federation docs test test-slow test-lowest test-cluster test-federation test-deployment test-offline soak bench peers attacks external paper board board-advice package format clean
 
 run: $(READY)-run        ## train four methods on handwritten characters and print the path of the report
 	$(BIN)/nufed run omniglot
@@ -80,6 +80,9 @@ paper-%: $(READY)        ## one stage of it: make paper-fig1
 
 board: $(READY)          ## every method, tuned, on every problem: up to 16 hours of a core, resumable
 	$(BIN)/python -m board
+
+board-advice: $(READY)   ## checks `nufed advise CONFIG` against the board: two minutes per problem without a pilot
+	$(BIN)/python -m board --advice
 
 board-%: $(READY)        ## one problem of it: make board-sensors
 	$(BIN)/python -m board $*

@@ -6,6 +6,7 @@
     python -m board --plan           the predicted cost of every stage, from short measurements
     python -m board --quick          tiny versions of all stages, in a temporary directory
     python -m board --page           only the page
+    python -m board --advice         only the check of `nufed advise CONFIG` on what is measured
 
 A finished method is in board/results and is not trained again; an interrupted one is resumed. To
 repeat one, remove it there.
@@ -20,9 +21,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from board import campaign, page, plan, presets
+from board import advice, campaign, page, plan, presets
 from board.problems import ORDER, WHERE, Stage, stages
 from nufed.errors import NufedError
+from nufed.lab.config.devices import torch_threads
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
         argument = rest.pop(0)
         if argument == "--part":
             part = part_of(rest.pop(0) if rest else "")
-        elif argument in ("--plan", "--quick", "--page"):
+        elif argument in ("--plan", "--quick", "--page", "--advice"):
             flags.add(argument)
         elif argument in ORDER or any(argument == stage.name for stage in stages()):
             names.append(argument)
@@ -45,6 +47,10 @@ def main(arguments: Sequence[str]) -> None:
     wanted = chosen(stages(), names)
     if "--plan" in flags:
         plan.show(wanted, print)
+        return
+    if "--advice" in flags:
+        with torch_threads(1):
+            advice.write(say=say)
         return
     if "--page" not in flags:
         campaign.run(wanted, part, say)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from board import campaign, page, presets, problems, records
+from board import advice, campaign, page, presets, problems, records
 from board.__main__ import chosen, part_of
 from board.problems import ORDER, QUICK, WHERE, read_methods, stages
 
@@ -15,6 +15,7 @@ from nufed.errors import InputError, RunError
 from nufed.lab import board
 from nufed.lab.analysis import places
 from nufed.lab.analysis.places import bootstrap, differences, holm, pack, unpack
+from nufed.lab.analysis.recommend import PilotRecord, Tried, board_check
 from nufed.lab.board import Contender, compare
 from nufed.lab.config import load_config
 from nufed.lab.config.load import only_methods
@@ -272,3 +273,81 @@ def test_a_row_of_the_page_is_recomputed_from_saved_scores(path):
 
 def test_the_records_are_small():
     assert sum(path.stat().st_size for path in MEASURED) < 3 * 2**20
+
+
+def test_the_rule_of_advise_is_checked_with_one_problem_held_out(tiny, where, monkeypatch):
+    wanted = [
+        replace(stage, about={**stage.about, "baselines": ["local"]})
+        for stage in tiny
+        if stage.name in ("cifar-10", "sensors")
+    ]
+    rng = np.random.default_rng(0)
+    for stage in wanted:
+        for name, level in zip(
+            ["fedavg-5", "gmeta-3", "pooled", "local"], rng.normal(size=4), strict=True
+        ):
+            scores = {g: pack(level + 0.1 * rng.normal(size=(4, 4))) for g in ("seen", "unseen")}
+            record = {"digest": "", "seeds": [{"seed": seed, **scores} for seed in QUICK.seeds]}
+            if name in (*stage.methods, "local"):
+                records.write(stage.name, name, record)
+    measured = [page.Shown(stage.problem, [stage]) for stage in wanted]
+    monkeypatch.setattr(advice, "problems", lambda of: measured)
+    asked = []
+
+    def pilot(tables, **how):
+        asked.append(tables)
+        tried = [
+            Tried(method=name, score=score, scores=[score, score])
+            for name, score in (("local", 0.0), ("fedavg-5", 0.5), ("gmeta-3", 0.5))
+        ]
+        about = dict.fromkeys(
+            ("agents", "trained", "scored", "classes", "parameters", "steps", "cohort", "rounds"), 2
+        )
+        return PilotRecord(
+            **about, source="x", seed=1000, minutes=2.0, seconds=1.0, measure="accuracy",
+            higher_is_better=True, newcomers=True, samples=(2, 2.0, 2), rounds_configured=2,
+            smooth=True, heterogeneity=[], tried=tried,
+        )  # fmt: skip
+
+    monkeypatch.setattr(advice, "pilot", pilot)
+    said: list[str] = []
+    paths = {"folder": where / "pilots", "target": where / "check.json"}
+    found = advice.write(wanted, said.append, **paths)
+    assert [tables["seeds"] for tables in asked] == [[1000], [1000]]
+    assert json.loads((where / "check.json").read_text("utf-8")) == found.record()
+    for shown, other, row in zip(measured, measured[::-1], found.checked, strict=True):
+        ranks = found.standing[shown.name]
+        means = advice._means(shown)
+        three = sorted(("local", "fedavg-5", "gmeta-3"), key=lambda n: -means[n])
+        assert [ranks[name] for name in three] == [1, 2, 3] and ranks["ifca"] == 8
+        # of two that are alike in the pilot, the other problem's ranks decide, not its own
+        theirs = found.standing[other.name]
+        assert row.recommended == min(("fedavg-5", "gmeta-3"), key=lambda name: theirs[name])
+        assert row.best == next(iter(shown.ranked))
+        assert row.tied == shown.ranked[row.recommended].tied
+        assert row.rank == 1 + sum(means[n] > means[row.recommended] for n in shown.ranked)
+    again = advice.write(wanted, said.append, **paths)  # pilots are read
+    assert again == found and len(asked) == 2
+    with pytest.raises(RunError, match="is a pilot of another problem"):
+        advice.write(wanted, said.append, minutes=0.3, **paths)
+
+
+def test_the_shipped_check_of_advise_follows_from_the_records():
+    """Recomputed for the problems whose records are smallest, from ranks and pilots."""
+    shipped = board_check()
+    shown = {each.name: each for each in page.problems(stages())}
+    for row in shipped.checked:
+        content = json.loads((advice.PILOTS / f"{row.problem}.json").read_text("utf-8"))
+        record = advice.PilotRecord.model_validate_json(json.dumps(content["pilot"]))
+        others = {k: v for k, v in shipped.standing.items() if k != row.problem}
+        assert advice.recommend(record, others).method == row.recommended
+        assert shown[row.problem].complete
+    row = min(shipped.checked, key=lambda each: each.of)
+    of = shown[row.problem]
+    assert advice.ranks(of) == shipped.standing[row.problem]
+    assert (row.tied, row.fedavg) == tuple(
+        advice._tied(of, name) for name in (row.recommended, "fedavg-5")
+    )
+    assert (
+        f"on {sum(r.tied for r in shipped.checked)} of {len(shipped.checked)}" in shipped.sentence
+    )

@@ -98,9 +98,11 @@ class Estimator:
 
     def smoothness(self, models: Sequence[Tensor]) -> ConstantRecord:
         """L: the largest absolute eigenvalue of ∇²f_i, by Lanczos."""
-        return ConstantRecord.largest(
-            [self._norm(self._hessian(w, s.full)) for w in models for s in self.parts]
-        )
+        return ConstantRecord.largest([value for w in models for value in self.curvatures(w)])
+
+    def curvatures(self, w: Tensor, iterations: int = 16) -> list[float]:
+        """The largest absolute eigenvalue of each agent's ∇²f_i, by Lanczos."""
+        return [self._norm(self._hessian(w, part.full), iterations) for part in self.parts]
 
     def hessian_lipschitz(self, models: Sequence[Tensor]) -> ConstantRecord:
         """ρ: ‖∇²f_i(w + r) − ∇²f_i(w)‖/‖r‖ over short steps r where curvature changes most."""
@@ -182,7 +184,7 @@ class Estimator:
 
     def gradient_dissimilarity(self, models: Sequence[Tensor]) -> ConstantRecord:
         """γ_G: the standard deviation of ∇f_i over agents."""
-        return ConstantRecord.largest([spread(self._gradients(w)) for w in models])
+        return ConstantRecord.largest([spread(self.gradients(w)) for w in models])
 
     def hessian_dissimilarity(self, models: Sequence[Tensor]) -> ConstantRecord:
         """γ_H: the root mean square over agents of ‖∇²f_i − ∇²f‖, by Lanczos."""
@@ -250,7 +252,8 @@ class Estimator:
             self.objective, w.double(), batch, lr=algorithm.adapt_lr, curvature=algorithm.curvature
         )
 
-    def _gradients(self, w: Tensor) -> Tensor:
+    def gradients(self, w: Tensor) -> Tensor:
+        """∇f_i(w) of the measured agents, one row for each."""
         return torch.stack([self.objective.grad(w, part.full) for part in self.parts])
 
     def _hessian(self, w: Tensor, batch: Batch) -> Operator:

@@ -135,6 +135,11 @@ def complete_bounds(incomplete: str) -> list[str]:
     return [*_runs(incomplete), *_paths(incomplete, "*.toml")]
 
 
+def complete_advised(incomplete: str) -> list[str]:
+    """Run directories, presets and configuration files."""
+    return [*_runs(incomplete), *complete_source(incomplete)]
+
+
 def complete_bundle(incomplete: str) -> list[str]:
     """Bundles, also those of runs."""
     of_runs = [str(p) for run in _runs("") for p in sorted(Path(run).glob("bundles/*.nufed"))]

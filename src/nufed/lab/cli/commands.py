@@ -124,7 +124,11 @@ EXAMPLES = {  # at the end of help texts
         "nufed bounds runs/quickstart-001 --report",
         "nufed bounds constants.toml",
     ),
-    "advise": ("nufed advise runs/quickstart-001", "nufed advise runs/mine --max-steps 20"),
+    "advise": (
+        "nufed advise mine.toml  (before training: which method, ν and step sizes)",
+        "nufed advise sensors rounds=300 --minutes 5",
+        "nufed advise runs/quickstart-001 --max-steps 20",
+    ),
     "list": (
         "nufed list",
         "nufed list presets",

@@ -194,6 +194,22 @@ class TuneDisplay(Display):
         self.show(event.share, f"{line}  round {event.round}/{event.rounds}", left, plain)
 
 
+class PilotDisplay(Display):
+    """Shows what a pilot does, and how much of its time is over."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._bar.start()
+        self._task = self._bar.add_task("", total=1.0, left="")
+        self._shown = 0.0
+
+    def update(self, what: str, share: float) -> None:
+        plain = None
+        if share >= self._shown + PLAIN_EVERY:
+            self._shown, plain = share, f"{share:.0%} of the time  {what}"
+        self.show(share, what, "", plain)
+
+
 def time_left(seconds: float) -> str:
     """Remaining time, as text."""
     return f"about {seconds / 60:.1f} min left" if seconds > 90 else f"about {seconds:.0f} s left"

@@ -1,4 +1,7 @@
-"""The commands on finished runs: ``report``, ``bounds``, ``advise``, ``watch`` and ``export``."""
+"""The commands on finished runs: ``report``, ``bounds``, ``advise``, ``watch`` and ``export``.
+
+``advise`` also takes a configuration: it then asks a pilot which method to start with.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,14 @@ from typing import Annotated
 import typer
 
 from nufed.errors import InputError
-from nufed.lab.cli.catalogue import complete_bounds, complete_run
-from nufed.lab.cli.options import AsJson, FinishedRun, NoFigures, Trust
-from nufed.lab.cli.terminal import console, print_plain, say, styled
+from nufed.lab.cli.catalogue import (
+    complete_advised,
+    complete_bounds,
+    complete_run,
+    complete_source,
+)
+from nufed.lab.cli.options import AsJson, NoFigures, Overrides, Trust
+from nufed.lab.cli.terminal import console, print_line, print_plain, say, styled
 
 POLL_SECONDS = 0.5  # between checks whether a run has started
 
@@ -106,14 +114,54 @@ def bounds(
 
 
 def advise(
-    run: FinishedRun,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CONFIG",
+            help="A finished run directory; or, before training, a preset or a TOML file.",
+            autocompletion=complete_advised,
+        ),
+    ],
+    overrides: Overrides = None,
     max_steps: Annotated[
-        int | None, typer.Option(min=1, help="Largest number of fine-tuning steps to try.")
+        int | None,
+        typer.Option(min=1, help="Of a run: largest number of fine-tuning steps to try."),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=600, help="Of a configuration: time of the pilot; default: 2."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Of a configuration: the JSON file to write; default: in runs/."),
     ] = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Advise on number and size of fine-tuning steps and amount of data, from held-out agents."""
+    """Of a run, advise on fine-tuning: number and size of steps, amount of data. Of a
+    configuration, advise on the method to start with, from a pilot of two minutes.
+
+    Test samples are not read.
+    """
+    run = Path(source)
+    if run.is_dir() or not (run.suffix == ".toml" or _is_preset(source)):
+        if overrides or minutes is not None or out is not None:
+            raise InputError(
+                "key=value, --minutes and --out are for the advice from a configuration, and "
+                f"{source} is none: leave them out, or give a preset or a TOML file"
+            )
+        _advise_on_run(run, max_steps, trust, as_json)
+        return
+    if max_steps is not None:
+        raise InputError("--max-steps is for the advice from a finished run: leave it out")
+    _advise_before(source, overrides or [], minutes, out, as_json)
+
+
+def _is_preset(source: str) -> bool:
+    return source in complete_source(source)
+
+
+def _advise_on_run(run: Path, max_steps: int | None, trust: bool, as_json: bool) -> None:
     from nufed.lab.analysis.advise import write_advice
     from nufed.lab.cli.printed_results import print_notes
     from nufed.lab.report.analysis_tables import advice_notes, advice_tables
@@ -134,6 +182,49 @@ def advise(
     print_notes(advice_tables(advice), advice_notes(advice))
     for figure in save_figures(advice_charts(advice), run / "figures"):
         say(f"chart: {figure}")
+
+
+def _advise_before(
+    source: str, overrides: list[str], minutes: float | None, out: Path | None, as_json: bool
+) -> None:
+    """Advice from a pilot: printed, and written as JSON. Ctrl-C ends the pilot early."""
+    from nufed.lab.analysis.recommend import board_check, recommend
+    from nufed.lab.cli.printed_results import print_numbers
+    from nufed.lab.cli.progress import PilotDisplay, shown
+    from nufed.lab.pilot import MINUTES, pilot
+    from nufed.lab.report.pilot_tables import advice_record, pilot_table, sentences, start_with
+    from nufed.lab.runs.directory import new_file
+    from nufed.lab.runs.json_files import write_json
+
+    minutes, check = MINUTES if minutes is None else minutes, board_check()
+    path = None if out is None else new_file("", "", out)
+    with shown(PilotDisplay(console(stderr=True))) as display:
+        try:
+            record = pilot(
+                source,
+                overrides,
+                minutes=minutes,
+                on_progress=display.update,
+                standing=check.standing,
+            )
+        except KeyboardInterrupt:
+            say("stopped before anything was measured", error=True)
+            raise typer.Exit(130) from None
+    advice = recommend(record, check.standing)
+    path = path or new_file(f"{record.source}-advice", ".json")
+    content = advice_record(record, advice, check).record()
+    write_json(path, content)
+    if as_json:
+        print(json.dumps(content))
+        return
+    title = f"pilot on {record.source}, {record.measure} after"
+    print_numbers(title, pilot_table(record, advice))
+    say("")
+    for sentence in sentences(record, advice, check):
+        print_line(sentence)
+    say("")
+    print_plain(start_with(record, advice))
+    say(f"advice: {path}")
 
 
 def watch(

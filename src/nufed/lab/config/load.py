@@ -74,14 +74,7 @@ def no_mixed_precision(config: Config, algorithms: Mapping[str, Algorithm]) -> s
 
 def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """A configuration whose algorithms and their settings are not validated: it imports nothing."""
-    tables = read_tables(source)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not (key.strip() and equals):
-            raise InputError(
-                f"{shown(override)} is not an override: write key=value, for example rounds=50"
-            )
-        tables = with_value(tables, key.strip(), parse_value(text), override)
+    tables = with_overrides(source, overrides)
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
@@ -193,6 +186,21 @@ def read_tables(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also huge numbers and deep nesting
         raise InputError(f"{source} is not valid TOML: {error}") from None
+
+
+def with_overrides(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str]
+) -> dict[str, Any]:
+    """The tables of a source with ``key=value`` set, not validated."""
+    tables = read_tables(source)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not (key.strip() and equals):
+            raise InputError(
+                f"{shown(override)} is not an override: write key=value, for example rounds=50"
+            )
+        tables = with_value(tables, key.strip(), parse_value(text), override)
+    return tables
 
 
 def _is_file(path: Path) -> bool:

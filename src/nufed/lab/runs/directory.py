@@ -225,6 +225,20 @@ def class_counts(split: Split, samples: Samples, agent: int) -> list[int]:
     return counts
 
 
+def new_file(stem: str, suffix: str, out: Path | None = None) -> Path:
+    """``out``, or the next free ``runs/STEM-001``; no older file is overwritten."""
+    if out is not None:
+        if out.exists():
+            raise RunError(f"{out} exists, and nothing is overwritten: give another --out")
+        _make(out.parent)
+        return out
+    folder = _make(Path("runs"))
+    number = 1
+    while (path := folder / f"{stem}-{number:03d}{suffix}").exists():
+        number += 1
+    return path
+
+
 def _make(path: Path) -> Path:
     try:
         make_private(path)
