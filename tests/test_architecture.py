@@ -177,7 +177,7 @@ def test_the_house_does_not_grow_unnoticed(capsys, monkeypatch):
     core = [module for module in found if module.floor == "core"]
     assert len(found) <= 253 and len(core) <= 108
     assert sum(module.lines for module in core) <= 12_500
-    assert sum(module.lines for module in found) <= 38_200
+    assert sum(module.lines for module in found) <= 39_100  # `nufed advise` before training: 900
     assert house["members"](found, "Objective") <= 24
     assert house["members"](found, "Algorithm") <= 24
     assert not [place for module in found for place in house["parsed_messages"](module)]

@@ -15,7 +15,7 @@ from nufed.errors import InputError, RunError
 from nufed.lab import board
 from nufed.lab.analysis import places
 from nufed.lab.analysis.places import bootstrap, differences, holm, pack, unpack
-from nufed.lab.analysis.recommend import PilotRecord, Tried, board_check
+from nufed.lab.analysis.recommend import PilotRecord, Tried
 from nufed.lab.board import Contender, compare
 from nufed.lab.config import load_config
 from nufed.lab.config.load import only_methods
@@ -330,24 +330,3 @@ def test_the_rule_of_advise_is_checked_with_one_problem_held_out(tiny, where, mo
     assert again == found and len(asked) == 2
     with pytest.raises(RunError, match="is a pilot of another problem"):
         advice.write(wanted, said.append, minutes=0.3, **paths)
-
-
-def test_the_shipped_check_of_advise_follows_from_the_records():
-    """Recomputed for the problems whose records are smallest, from ranks and pilots."""
-    shipped = board_check()
-    shown = {each.name: each for each in page.problems(stages())}
-    for row in shipped.checked:
-        content = json.loads((advice.PILOTS / f"{row.problem}.json").read_text("utf-8"))
-        record = advice.PilotRecord.model_validate_json(json.dumps(content["pilot"]))
-        others = {k: v for k, v in shipped.standing.items() if k != row.problem}
-        assert advice.recommend(record, others).method == row.recommended
-        assert shown[row.problem].complete
-    row = min(shipped.checked, key=lambda each: each.of)
-    of = shown[row.problem]
-    assert advice.ranks(of) == shipped.standing[row.problem]
-    assert (row.tied, row.fedavg) == tuple(
-        advice._tied(of, name) for name in (row.recommended, "fedavg-5")
-    )
-    assert (
-        f"on {sum(r.tied for r in shipped.checked)} of {len(shipped.checked)}" in shipped.sentence
-    )

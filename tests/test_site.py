@@ -16,6 +16,7 @@ from torch import nn
 import nufed
 from nufed.algorithms import ALGORITHMS
 from nufed.data import PARTITIONS, Federation, Samples, make_split
+from nufed.lab.analysis.recommend import board_check
 from nufed.lab.config import load_config
 from nufed.objective import Objective
 from nufed.simulation import DirectEngine, train
@@ -52,7 +53,10 @@ def scripts():
     return sorted(path.stem for path in (ROOT / "examples/tutorials").glob("*.py"))
 
 
-@pytest.mark.parametrize("name", scripts())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "advise" else n for n in scripts()],
+)
 def test_a_tutorial_prints_what_its_page_says(name, tmp_path, monkeypatch):
     """Up to rounding: other processors give other last digits."""
     monkeypatch.chdir(tmp_path)
@@ -62,6 +66,11 @@ def test_a_tutorial_prints_what_its_page_says(name, tmp_path, monkeypatch):
     assert NUMBER.sub("#", now) == NUMBER.sub("#", page), "run docs/render_tutorials.py"
     numbers = [[float(n.replace("−", "-")) for n in NUMBER.findall(text)] for text in (now, page)]
     np.testing.assert_allclose(*numbers, rtol=0.02, atol=0.3)
+
+
+def test_the_page_on_advice_has_the_figure_that_nufed_ships_with():
+    page = (DOCS / "tutorials/advise.md").read_text("utf-8")
+    assert board_check().sentence in page, "run docs/render_tutorials.py advise"
 
 
 def test_a_page_that_says_something_else_is_found(tmp_path, monkeypatch):

@@ -148,7 +148,7 @@ def pilot(
     """
     clock = _Clock(minutes, on_progress, now)
     tables = with_overrides(source, overrides)
-    name = tables.get("name") or (source if isinstance(source, str) else "configuration")
+    name = tables.get("name") or ("mine" if isinstance(source, Mapping) else Path(source).stem)
     check_simulated(read_config(tables))
     with warnings.catch_warnings(), torch_threads(int(tables.get("threads", 1))):
         warnings.simplefilter("ignore", NumericalWarning)  # large steps are tried on purpose
@@ -205,8 +205,8 @@ class _Pilot:
         about = {"rounds": config.rounds, "participation": config.participation}
         samples: Samples = build_samples(config.data)
         first = next(n for n in KINDS if n != LOCAL)
-        own = _config({**kept, **about}, first, config.seeds[0], config.steps_shown)
-        base = Problem.make(own, samples=samples)
+        first_config = _config({**kept, **about}, first, config.seeds[0], config.steps_shown)
+        base = Problem.make(first_config, samples=samples)
         return cls(base, {**kept, **about}, name, clock)
 
     @property
@@ -220,12 +220,12 @@ class _Pilot:
             with clock.limited():
                 self._alone()
                 self._methods()
-            found: list[Heterogeneity] = []
+            measured: list[Heterogeneity] = []
             smooth = False
             if self.fedavg is not None:
                 with clock.limited():
-                    smooth, found = self._heterogeneity()
-            record = self._record(found, smooth)
+                    smooth, measured = self._heterogeneity()
+            record = self._record(measured, smooth)
             if not self.stage:
                 self.left_out.append(
                     "some step sizes: the time ended before every method had trained "
@@ -308,8 +308,8 @@ class _Pilot:
                 self.tried[method] = Tried(method=method, score=None, failure=in_short(error))
                 continue
             for factor in FACTORS:
-                own = _scaled(setup, method, factor)
-                made.append(_Entry(own, method, factor, _start(own, method, self.seed)))
+                sized = _scaled(setup, method, factor)
+                made.append(_Entry(sized, method, factor, _start(sized, method, self.seed)))
         return sorted(made, key=lambda entry: FACTORS.index(entry.factor))
 
     def _fits(self, entries: Sequence[_Entry], stage: int, last: bool) -> bool:
@@ -407,7 +407,7 @@ class _Pilot:
     def _heterogeneity(self) -> tuple[bool, list[Heterogeneity]]:
         """γ_G, γ_H and curvatures at the initial model and at FedAvg's, on as many agents as the
         time allows."""
-        problem, found = self.problem, list[Heterogeneity]()
+        problem, measured = self.problem, list[Heterogeneity]()
         objective, federation = problem.objectives[self.seed], problem.federations[self.seed]
         for agents in (MEASURED, MEASURED // 2, 2):
             estimator = Estimator(objective, federation, self.seed, agents=agents, samples=1)
@@ -419,14 +419,14 @@ class _Pilot:
                 break
         else:
             self.left_out.append("γ_G and γ_H: a Hessian-vector product takes too long")
-            return False, found
+            return False, measured
         assert self.fedavg is not None
         trained = self.fedavg.server["model"].double()
         models: list[tuple[Any, Any]] = [("initial", w), ("fedavg", trained)]
         for name, at in models:
             self.clock.show("curvature of agents")
             gradients = estimator.gradients(at)
-            found.append(
+            measured.append(
                 Heterogeneity(
                     model=name,
                     agents=count,
@@ -436,7 +436,7 @@ class _Pilot:
                     curvatures=estimator.curvatures(at),
                 )
             )
-        return estimator.is_smooth(w), found
+        return estimator.is_smooth(w), measured
 
     def _halve(self, record: PilotRecord, standing: Standing | None) -> None:
         """The recommended method again, with half of the agents in training, and of the samples."""
@@ -476,7 +476,7 @@ class _Pilot:
                 about = {"what": what, "difference": lost.mean, "noise": lost.noise}
                 self.halved.append(Halved.model_validate(about))
 
-    def _record(self, found: list[Heterogeneity], smooth: bool) -> PilotRecord:
+    def _record(self, measured: list[Heterogeneity], smooth: bool) -> PilotRecord:
         sizes = [len(self.whole.train[agent]) for agent in self.trained]
         measure = self.problem.measure
         return PilotRecord(
@@ -498,7 +498,7 @@ class _Pilot:
             rounds=self.stage or self.first,
             rounds_configured=int(self.tables["rounds"]),
             smooth=smooth,
-            heterogeneity=found,
+            heterogeneity=measured,
             tried=[self.tried[name] for name in KINDS if name in self.tried],
         )
 

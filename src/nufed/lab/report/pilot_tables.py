@@ -165,9 +165,8 @@ def _scope(pilot: PilotRecord) -> str:
     left = f" Left out: {'; '.join(pilot.left_out)}." if pilot.left_out else ""
     return (
         f"The pilot trained on {pilot.trained} of {pilot.agents} agents, with {sizes} training "
-        f"samples each, for {pilot.rounds} of {pilot.rounds_configured} rounds, in "
-        f"{pilot.seconds:.0f} s; it scored validation samples of {pilot.scored} {who}, and read no "
-        f"test sample.{left}"
+        f"samples each, for {pilot.rounds} of {pilot.rounds_configured} rounds; it scored "
+        f"validation samples of {pilot.scored} {who}, and read no test sample.{left}"
     )
 
 
@@ -188,5 +187,7 @@ def _gap(pilot: PilotRecord, gap: Gap) -> str:
 def _signed(pilot: PilotRecord, value: float, noise: float) -> str:
     """A difference with its 95 % interval."""
     if pilot.measure == "accuracy":
-        return f"{100 * value:.1f} ± {196 * noise:.1f} points"
-    return f"{value:.2g} ± {1.96 * noise:.2g}"
+        text = f"{100 * value:.1f} ± {196 * noise:.1f} points"
+    else:
+        text = f"{value:.2g} ± {1.96 * noise:.2g}"
+    return text.replace("-", "−")
