@@ -1,16 +1,19 @@
 """Folders of LEAF: numbers and texts, their users, and what is refused."""
 
 import json
+import tomllib
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
 import nufed
 from nufed import InputError, load_run
+from nufed.lab.cli.data_commands import data_app
 from nufed.lab.config.trust import named_code
 from nufed.lab.readers import leaf as reader
-from nufed.lab.readers.sources import SOURCES
+from nufed.lab.readers.sources import SOURCES, source_of
 from support import without_report
 
 leaf = SOURCES["leaf"]
@@ -83,6 +86,74 @@ def test_a_run_on_a_folder(tmp_path):
         nufed.run(config, [f"data.source=leaf:{tmp_path / 'empty'}"], out=tmp_path / "other")
     with without_report(), pytest.raises(InputError, match=r"data.args.path = '': must name a"):
         nufed.run(config, ["data.source=leaf:"], out=tmp_path / "other")
+
+
+@pytest.mark.parametrize("people", ["numbers", "texts"])
+def test_an_imported_folder_is_the_same_data(people, tmp_path, monkeypatch, capsys):
+    train, test = {"ann": numbers(0), "bob": numbers(1, samples=2)}, {"eve": numbers(2)}
+    if people == "texts":
+        train, test = {"ann": (["to b", "o be"], ["e", " "])}, {"eve": (["be t"], ["ö"])}
+    write(tmp_path / "leaf" / "train", train)
+    write(tmp_path / "leaf" / "test", test)
+    monkeypatch.chdir(tmp_path)
+    out = command(monkeypatch, capsys, "leaf", "leaf")
+    source, partition = tomllib.loads(out)["data"].values()
+    (name, place), right = source_of(source), leaf(str(tmp_path / "leaf"))
+    assert partition == "given"
+    assert name == "leaf" and place == {"path": "leaf.npz"}
+    found = leaf(**place)
+    assert found.fingerprint == right.fingerprint and found.unseen_owners == ("eve",)
+    assert torch.equal(found.inputs, right.inputs) and found.inputs.dtype == right.inputs.dtype
+    with pytest.raises(InputError, match=r"--out leaf.npz: exists already; name another"):
+        command(monkeypatch, capsys, "leaf", "leaf")
+    with pytest.raises(InputError, match=r"--out a.json: must end in .npz"):
+        command(monkeypatch, capsys, "leaf", "leaf", "--out", "a.json")
+    with pytest.raises(InputError, match=r"--out no/a.npz: there is no folder no; name another"):
+        command(monkeypatch, capsys, "leaf", "leaf", "--out", "no/a.npz")
+    with pytest.raises(InputError, match="'csv': must be leaf"):
+        command(monkeypatch, capsys, "csv", "leaf")
+
+
+def command(monkeypatch, capsys, *words):
+    """What ``nufed data import`` prints on standard output."""
+    data_app(["import", *words], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"owner": np.array([0, 9])}, "not made by `nufed data import leaf`"),
+        ({"owner": np.array([0, -1])}, "owner must hold a number of owners per sample"),
+        ({"owner": np.array([0.0, 0.0])}, "owner must hold a number"),
+        ({"owner": np.array([0])}, "must have the same number of rows"),
+        ({"owners": np.array([3])}, "must hold names"),
+        ({"targets": np.array([0, 7])}, "class numbers run from 0 to 7"),
+        ({"unseen": np.array(["eve"])}, "unseen_owners names 'eve'"),
+        ({"inputs": np.array([[0.0], [np.nan]])}, "holds NaN"),
+        ({"inputs": np.array([["a"], ["b"]])}, "not made by `nufed data import leaf`"),
+        ({"inputs": None}, "it has no array inputs"),
+    ],
+)
+def test_other_files_are_refused_in_one_sentence(changed, sentence, tmp_path):
+    arrays = {
+        "inputs": np.zeros((2, 1), np.float32),
+        "targets": np.array([0, 1]),
+        "owner": np.array([0, 0]),
+        "owners": np.array(["ann"]),
+        "classes": np.array(["a", "b"]),
+        "unseen": np.array([], dtype=np.str_),
+    }
+    file = tmp_path / "a.npz"
+    np.savez(file, **arrays)
+    assert leaf(str(file)).owners.tolist() == ["ann", "ann"]
+    np.savez(file, **{name: x for name, x in (arrays | changed).items() if x is not None})
+    with pytest.raises(InputError, match=sentence) as caught:
+        leaf(str(file))
+    assert str(caught.value).startswith(f"{file} can't be used: ") and "\n" not in str(caught.value)
+    file.write_bytes(b"PK")
+    with pytest.raises(InputError, match="not made by `nufed data import leaf`"):
+        leaf(str(file))
 
 
 GOOD = {"ann": numbers(0)}

@@ -100,6 +100,36 @@ def data_get(
     say(f"{name}: {where}" + ("" if fetched else " (already complete)"))
 
 
+@data_app.command("import")
+def data_import(
+    form: Annotated[str, typer.Argument(metavar="FORMAT", help="leaf.")],
+    folder: Annotated[Path, typer.Argument(help="The folder with LEAF's JSON files.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write, a .npz.")] = None,
+) -> None:
+    """Make one file of a folder of LEAF, and print how a configuration names it.
+
+    The file is small and quickly read; its owners are LEAF's users. By default it is called like
+    the folder, and written to the current directory.
+    """
+    from nufed.lab.readers.leaf import import_leaf
+
+    if form != "leaf":
+        raise InputError(f"{form!r}: must be leaf; tables and arrays are read as they are")
+    out = Path(f"{folder.resolve().name}.npz") if out is None else out
+    if out.suffix != ".npz":
+        raise InputError(f"--out {out}: must end in .npz")
+    if out.exists() or not out.parent.is_dir():
+        wrong = "exists already" if out.exists() else f"there is no folder {out.parent}"
+        raise InputError(f"--out {out}: {wrong}; name another file")
+    samples = import_leaf(str(folder), out)
+    assert samples.owners is not None
+    unseen = f" ({len(samples.unseen_owners)} of them unseen)" if samples.unseen_owners else ""
+    about = f"{len(samples)} samples of {len(set(samples.owners.tolist()))} users{unseen}"
+    say(f"{out}: {about}; to train on them, write", error=True)
+    source = json.dumps(f"leaf:{out}", ensure_ascii=False)  # TOML has the same escapes
+    print_plain(f'[data]\nsource = {source}\npartition = "given"')
+
+
 @data_app.command("show")
 def data_show(
     source: Source = "quickstart",

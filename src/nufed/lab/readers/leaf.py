@@ -1,7 +1,11 @@
-"""Reads folders of LEAF (Caldas et al. 2018): JSON files of users with their samples."""
+"""Reads folders of LEAF (Caldas et al. 2018): JSON files of users with their samples.
+
+:func:`import_leaf` makes one file of a folder, which is smaller and read without parsing JSON.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,15 +15,19 @@ import torch
 
 from nufed.data.samples import Samples, as_samples
 from nufed.errors import InputError, in_short, require, shown
-from nufed.lab.readers.files import check_size, data_limit, read_bounded
+from nufed.lab.files import write_durably
+from nufed.lab.readers.files import check_size, data_limit, read_bounded, read_npz
 
 # what a value of a JSON file takes in memory, compared with its bytes there (measured:
 # tests/lab/readers/test_leaf.py): "[0]," takes 100 bytes, '{"":0},' 240
 JSON_GROWTH = 40
+ARRAYS = ("inputs", "targets", "owner", "owners", "classes", "unseen")  # of an imported folder
 
 
 def leaf(path: str = "") -> Samples:
     """A folder of LEAF's JSON files, one agent per user: data.args.path, or "leaf:DIR".
+
+    It may also be a file that ``nufed data import leaf DIR`` made of such a folder.
 
     The folder holds the files themselves, or folders ``train`` and ``test`` (also in one called
     ``data``). If these have different users, those of ``test`` are held out from training; if they
@@ -29,10 +37,12 @@ def leaf(path: str = "") -> Samples:
     of all characters of inputs and targets.
 
     Args:
-        path: the folder.
+        path: the folder or file.
     """
     require(isinstance(path, str) and bool(path), "data.args.path", path, "must name a folder")
     folder = Path(path)
+    if folder.is_file():
+        return _imported(folder)
     parts = [folder / "data", folder]
     folder = next((each for each in parts if (each / "train").is_dir()), folder)
     by_part: dict[str, dict[str, tuple[Any, Any]]] = {}
@@ -49,6 +59,55 @@ def leaf(path: str = "") -> Samples:
         if not by_part[part]:
             raise InputError(f"{folder / part} holds no .json file of users: give a folder of LEAF")
     return _joined(path, by_part)
+
+
+def import_leaf(folder: str, file: Path) -> Samples:
+    """Write the samples of a folder into one NPZ file, which :func:`leaf` reads as the same."""
+    samples = leaf(folder)
+    assert samples.owners is not None
+    owners, owner = np.unique(samples.owners, return_inverse=True)
+    arrays: dict[str, Any] = {
+        "inputs": np.asarray(samples.inputs),
+        "targets": samples.targets.numpy(),
+        "owner": owner,
+        "owners": owners,
+        "classes": np.array(samples.classes, dtype=np.str_),
+        "unseen": np.array(samples.unseen_owners, dtype=np.str_),
+    }
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    write_durably(file, [content.getbuffer()])
+    return samples
+
+
+def _imported(file: Path) -> Samples:
+    """What :func:`import_leaf` wrote."""
+    try:
+        arrays = read_npz(read_bounded(file, data_limit()), ARRAYS)
+        if missing := [name for name in ARRAYS if name not in arrays]:
+            raise ValueError(f"it has no array {missing[0]}")
+        owner, *names = (arrays[name] for name in ("owner", "owners", "classes", "unseen"))
+        if owner.dtype.kind not in "iu" or owner.ndim != 1 or not len(owner) or owner.min() < 0:
+            raise ValueError("owner must hold a number of owners per sample")
+        if any(each.ndim != 1 or (each.dtype.kind != "U" and len(each)) for each in names):
+            raise ValueError("owners, classes and unseen must hold names")
+        owners, classes, unseen = names
+        inputs, targets = (torch.from_numpy(arrays[name].copy()) for name in ARRAYS[:2])
+        samples = Samples(
+            inputs,
+            targets,
+            tuple(classes.tolist()),
+            owners[owner],
+            unseen_owners=tuple(unseen.tolist()),
+        )
+        return as_samples(samples)
+    except (InputError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{file} can't be used: {reason}") from None
+    except Exception as error:  # of a foreign file
+        raise InputError(
+            f"{file} can't be used: it was not made by `nufed data import leaf` ({in_short(error)})"
+        ) from None
 
 
 def _users(file: Path) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
@@ -122,7 +181,9 @@ def _of_characters(x: Any, y: Any, owners: Any, unseen: tuple[str, ...]) -> Samp
     alphabet = np.unique(np.concatenate([x.reshape(-1), y.reshape(-1)]))
     inputs, targets = (torch.from_numpy(np.searchsorted(alphabet, each)) for each in (x, y))
     if y.shape[1] == 1:
-        return Samples(inputs, targets[:, 0], tuple(alphabet), owners, unseen_owners=unseen)
+        return Samples(
+            inputs, targets[:, 0], tuple(alphabet.tolist()), owners, unseen_owners=unseen
+        )
     return Samples(inputs, targets, (), owners, unseen_owners=unseen)
 
 
