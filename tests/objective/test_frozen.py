@@ -96,3 +96,47 @@ def test_one_operation_at_a_time_holds_its_parameters_in_float64():
     finally:
         torch.Tensor.double = double
     assert len(made) == 4 and set(alive) == {1}  # forwards and backwards, one at a time
+
+
+class Kept(torch.autograd.Function):
+    """Keeps a view of its weight where no hook sees it, and uses it in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight.T
+        return x @ ctx.weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.weight.T, None
+
+
+class Layers(nn.Module):
+    """Large frozen layers, two of which keep views of their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        transposed = self.layers[0].weight.T  # used when another layer's weight is converted
+        x = torch.tanh(self.layers[1](x)) @ transposed
+        return self.layers[3](torch.tanh(Kept.apply(x, self.layers[2].weight)))
+
+
+def test_memory_is_used_again_only_when_no_tensor_refers_to_it(monkeypatch):
+    monkeypatch.setattr("nufed.objective.frozen.LARGE", 1)
+    torch.manual_seed(0)
+    module = Layers()
+    train_only(module, "first.*")
+    double, copied = Objective(module).double, Objective(copy.deepcopy(module).double())
+    w, batch = copied.initial(), (torch.rand(4, 3), torch.arange(4))
+    torch.testing.assert_close(double.grad(w, batch), copied.grad(w, batch), rtol=1e-12, atol=0)
+    around = double._in_double
+    with around:
+        places = {around._double(layer.weight).data_ptr() for layer in module.layers}
+        kept = around._double(module.layers[0].weight)
+        assert around._double(module.layers[1].weight).data_ptr() != kept.data_ptr()
+    assert len(places) == 1 and torch.equal(kept, module.layers[0].weight.double())

@@ -8,9 +8,11 @@ converted by each operation that uses it: at any time only those of one operatio
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,6 +40,27 @@ def doubled(module: nn.Module, replaced: Mapping[int, Any]) -> nn.Module:
     return wide
 
 
+LARGE = 2**16  # numbers of a parameter, from which the memory of its copy is used again
+
+
+class _Memory:
+    """Memory for one large parameter in float64, used again once no tensor refers to it.
+
+    Otherwise small tensors that are made meanwhile would keep most of it from being used again, and
+    every process would grow by many times the size of a parameter.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.numbers = np.empty(size)
+        self.unused = sys.getrefcount(self.numbers)
+
+    def fits(self, size: int) -> bool:
+        return len(self.numbers) >= size and sys.getrefcount(self.numbers) == self.unused
+
+    def double(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(self.numbers)[: x.numel()].view(x.shape).copy_(x)
+
+
 class _Saved(NamedTuple):
     """A view of a converted parameter that a backward pass needs, without its numbers."""
 
@@ -58,11 +81,23 @@ class InDouble(TorchFunctionMode):
         frozen = (p for p in module.parameters() if not p.requires_grad)
         self.parameters = [p for p in frozen if p.is_floating_point() and p.dtype != torch.float64]
         self._frozen: set[int] = set()
+        self._memory = _Memory(0)
 
     def __enter__(self) -> InDouble:
         self._frozen = {id(p) for p in self.parameters}  # not those of another process
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *error: object) -> None:
+        self._memory = _Memory(0)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _double(self, x: Tensor) -> Tensor:
+        if x.numel() < LARGE or x.device.type != "cpu":
+            return x.double()
+        if not self._memory.fits(x.numel()):
+            self._memory = _Memory(x.numel())
+        return self._memory.double(x)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -79,7 +114,7 @@ class InDouble(TorchFunctionMode):
         def converted(x: Tensor) -> Tensor:
             if id(x) not in self._frozen:
                 return x
-            wide = x.double()
+            wide = self._double(x)
             sources[wide.data_ptr()] = x
             return wide
 
@@ -90,11 +125,10 @@ class InDouble(TorchFunctionMode):
         args, kwargs = tree_map_only(Tensor, converted, (args, kwargs))
         if not sources:
             return func(*args, **kwargs)
-        with saved_tensors_hooks(pack, _unpack):
+        with saved_tensors_hooks(pack, self._unpack):
             return func(*args, **kwargs)
 
-
-def _unpack(saved: Tensor | _Saved) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    return saved.source.double().as_strided(saved.size, saved.stride, saved.offset)
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        return self._double(saved.source).as_strided(saved.size, saved.stride, saved.offset)
