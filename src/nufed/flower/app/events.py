@@ -25,7 +25,7 @@ from nufed.lab.runs.audit_log import Audit, not_audited
 from nufed.lab.runs.federation_records import (
     STATUS,
     TRAFFIC,
-    LastLeftOut,
+    RoundReason,
     SiteStatus,
     State,
     StatusRecord,
@@ -284,7 +284,7 @@ class EventLog:
             kind = error.fault.value
             self._update(left_out={**kinds, kind: kinds.get(kind, 0) + 1})
             if 0 <= error.agent < len(self._status.sites):
-                last = LastLeftOut(round=error.round, reason=error.reason)
+                last = RoundReason(round=error.round, reason=error.reason)
                 left_out = self._status.sites[error.agent].left_out + 1
                 self._update_site(error.agent, left_out=left_out, last_left_out=last)
 

@@ -31,7 +31,7 @@ from nufed.flower.app.registry import Authentication
 from nufed.flower.app.replies import POLL_INTERVAL, Pending
 from nufed.flower.logs import LOG
 from nufed.lab.files import read_sealed, write_sealed
-from nufed.lab.runs.federation_records import Exclusion, ExclusionsRecord
+from nufed.lab.runs.federation_records import ExclusionsRecord, RoundReason
 from nufed.lab.runs.json_files import checked
 
 EXCLUDED = "excluded.json"
@@ -231,7 +231,7 @@ class Exclusions:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._path = folder and folder / EXCLUDED
-        self._agents: dict[int, Exclusion] = {}
+        self._agents: dict[int, RoundReason] = {}
         if self._path and self._path.exists():
             record = checked(ExclusionsRecord, read_sealed(self._path).about, self._path)
             self._agents = {int(agent): each for agent, each in record.agents.items()}
@@ -246,7 +246,7 @@ class Exclusions:
 
     def add(self, agent: int, round: int, reason: str) -> None:
         """Exclude an agent from now on."""
-        self._agents[agent] = Exclusion(round=round, reason=reason)
+        self._agents[agent] = RoundReason(round=round, reason=reason)
         if self._path:
             agents = {str(agent): each for agent, each in sorted(self._agents.items())}
             write_sealed(self._path, ExclusionsRecord(agents=agents).model_dump())

@@ -17,7 +17,7 @@ from torch import Tensor
 from nufed.algorithms import GMeta
 from nufed.data import Federation
 from nufed.errors import require
-from nufed.lab.runs.records import ConstantRecord
+from nufed.lab.runs.records import ConstantRecord, GradientErrors
 from nufed.meta.curvature import Exact, Operator, spectral_norm
 from nufed.meta.fine_tuning import adapt
 from nufed.meta.meta_gradient import MetaBatch, meta_gradient
@@ -39,14 +39,6 @@ class TrainingPart:
 
     full: Batch
     singles: list[Batch]
-
-
-@dataclass(frozen=True)
-class MetaGradientErrors:
-    """Errors of a meta-gradient at one model, over agents and repeats (root mean squares)."""
-
-    bias: float
-    error: float
 
 
 class Estimator:
@@ -225,8 +217,10 @@ class Estimator:
             values.append(float(self.objective.value(adapted, full)))
         return float(np.mean(values))
 
-    def measure(self, w: Tensor, algorithm: GMeta, repeats: int = 64) -> MetaGradientErrors:
+    def measure(self, w: Tensor, algorithm: GMeta, repeats: int = 64) -> GradientErrors:
         """Bias and error of the algorithm's stochastic meta-gradient against ∇F_i, over agents.
+
+        Both are root mean squares over agents and repeats.
 
         The bias is the distance of the mean over repeats from ∇F_i, less the part due to sampling
         (its expectation and two standard errors over agents).
@@ -243,7 +237,8 @@ class Estimator:
             biases.append(float(off.mean(dim=0).square().sum() - sampling))
             errors.append(float(off.square().sum(dim=1).mean()))
         bias = np.mean(biases) - 2 * np.std(biases) / np.sqrt(len(biases))
-        return MetaGradientErrors(max(0.0, float(bias)) ** 0.5, float(np.mean(errors)) ** 0.5)
+        error = float(np.mean(errors)) ** 0.5
+        return GradientErrors(bias=max(0.0, float(bias)) ** 0.5, error=error)
 
     def _sample(self, w: Tensor, algorithm: GMeta, agent: int, repeat: int) -> Tensor:
         batches = self.federation.batches(agent, self.seed, "estimate", repeat)

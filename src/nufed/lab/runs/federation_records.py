@@ -73,7 +73,9 @@ class FederationRecord(Record):
     cohort_seed: Annotated[int, Field(ge=0, lt=2**128)] | None = None
 
 
-class Exclusion(Record):
+class RoundReason(Record):
+    """A round, and why a site was excluded, or its update or scores left out, in it."""
+
     round: Whole
     reason: str
 
@@ -81,7 +83,7 @@ class Exclusion(Record):
 class ExclusionsRecord(Record):
     """``excluded.json``: agents that are not sent requests any more, by their numbers."""
 
-    agents: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Exclusion]
+    agents: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], RoundReason]
 
 
 STATUS, TRAFFIC = "status.json", "traffic.jsonl"
@@ -89,13 +91,6 @@ Seconds = Annotated[float, Field(ge=0)]
 Time = Annotated[float, Field(ge=0)]  # seconds since 1970
 Phase: TypeAlias = Literal["query", "train", "secure sum", "evaluate"]
 State: TypeAlias = Literal["waiting for sites", "training", "evaluating", "finished", "failed"]
-
-
-class LastLeftOut(Record):
-    """When and why an update or scores of a site were left out."""
-
-    round: Whole
-    reason: str
 
 
 class SiteStatus(Record):
@@ -112,7 +107,7 @@ class SiteStatus(Record):
     excluded: str | None = None
     last_seen: Time | None = None
     left_out: Whole = 0
-    last_left_out: LastLeftOut | None = None
+    last_left_out: RoundReason | None = None
 
 
 class StatusRecord(Record):

@@ -364,7 +364,7 @@ class ConstantRecord(UnboundedRecord):
 
 
 class GradientErrors(UnboundedRecord):
-    """Upper bounds on the bias and error of a meta-gradient: μ_F and σ_F."""
+    """The bias and error of a meta-gradient: their upper bounds μ_F and σ_F, or as measured."""
 
     bias: Number
     error: Number
