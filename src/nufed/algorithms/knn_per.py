@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nufed.algorithms.local_training import LocalTraining, labelled_features
-from nufed.algorithms.protocol import AgentContext, AgentResult, Cost, Notes, Personal, State
+from nufed.algorithms.protocol import AgentContext, Notes, Personal, State
 from nufed.objective import AnyObjective, Inputs
 from nufed.objective.objective import features_of
 from nufed.settings import Search, setting
@@ -71,10 +71,6 @@ class KNNPer(LocalTraining):
         averaging="samples",
     )
     combines: ClassVar[None] = None  # datastores differ in size
-
-    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        w = self.descend(context, received["model"])
-        return AgentResult({"model": w}, state, Cost(self.steps_per_round(context)))
 
     def personal_model(
         self, context: AgentContext, received: State, state: State | None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nufed.algorithms.aggregation import AGGREGATIONS, Aggregation, Mean
 from nufed.algorithms.local_optimizer import LOCAL_OPTIMIZERS, SGD, AdamW, Memory, Steps
-from nufed.algorithms.protocol import AgentContext, Algorithm, Draw, Notes, State
+from nufed.algorithms.protocol import AgentContext, AgentResult, Algorithm, Cost, Draw, Notes, State
 from nufed.algorithms.server_optimizer import SERVER_OPTIMIZERS, Plain
 from nufed.errors import InputError, require
 from nufed.meta.fine_tuning import Rate
@@ -25,7 +25,7 @@ Gradient: TypeAlias = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining(Algorithm):
-    """An algorithm whose agents take gradient steps.
+    """An algorithm whose agents take gradient steps; by default as in FedAvg.
 
     Args:
         meta_lr: β, the step size of a local update.
@@ -76,6 +76,12 @@ class LocalTraining(Algorithm):
             return {}
         initial = self.optimizer.initial(received["model"])
         return {f"{loop}.{name}": x for loop in self.kept_loops for name, x in initial.items()}
+
+    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
+        """Local steps from the received model, whose result the agent sends, as in FedAvg."""
+        state = {**state}
+        w = self.descend(context, received["model"], memory=Memory(state))
+        return AgentResult({"model": w}, state, Cost(self.steps_per_round(context)))
 
     @property
     def in_step(self) -> bool:

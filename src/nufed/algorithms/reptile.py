@@ -22,17 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from nufed.algorithms.local_optimizer import Memory
 from nufed.algorithms.local_training import LocalTraining
-from nufed.algorithms.protocol import (
-    AgentContext,
-    AgentResult,
-    Context,
-    Cost,
-    Notes,
-    State,
-    Updates,
-)
+from nufed.algorithms.protocol import Context, Notes, State, Updates
 from nufed.settings import Search, setting
 
 
@@ -50,11 +41,6 @@ class Reptile(LocalTraining):
     kept_loops: ClassVar[tuple[str, ...]] = ("local",)
     notes: ClassVar[Notes] = replace(LocalTraining.notes, newcomer="fine-tunes the global model")
     combines = LocalTraining.combines_linearly
-
-    def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
-        state = {**state}
-        w = self.descend(context, received["model"], memory=Memory(state))
-        return AgentResult({"model": w}, state, Cost(self.steps_per_round(context)))
 
     def server_update(self, context: Context, server: State, updates: Updates) -> State:
         w = server["model"]
