@@ -49,7 +49,7 @@ from nufed.lab.config.problem import Problem, algorithms_of, build_samples
 from nufed.lab.experiment.evaluation import Evaluator
 from nufed.lab.experiment.setup import Setup, check_simulated
 from nufed.lab.tuning.ranges import active_settings
-from nufed.lab.tuning.trials import quiet, setup_of
+from nufed.lab.tuning.trials import errors_only, setup_of
 from nufed.seeding import stream
 from nufed.server import Progress, cohort_size
 from nufed.simulation import Training
@@ -216,7 +216,7 @@ class _Pilot:
     def measure(self, standing: Standing | None) -> PilotRecord:
         """Everything, in order of importance, until the time is over."""
         clock = self.clock
-        with quiet():
+        with errors_only():
             with clock.limited():
                 self._alone()
                 self._methods()
