@@ -114,12 +114,18 @@ def _one_thread_and_fixed_seed():
     torch.manual_seed(0)
 
 
+looked_at = {}  # modules that no test wrote
+
+
 @pytest.fixture(autouse=True)
 def _own_modules(tmp_path_factory, monkeypatch):
     """Forget the modules that a test wrote and imported: the next test may use the same name."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     written = str(tmp_path_factory.getbasetemp())
-    for name, module in sys.modules.copy().items():  # threads may import meanwhile
+    now = sys.modules.copy()  # threads may import meanwhile
+    for name, module in [(n, m) for n, m in now.items() if looked_at.get(n) is not m]:
         if (getattr(module, "__file__", None) or "").startswith(written):
             del sys.modules[name]
+        else:
+            looked_at[name] = module

@@ -1,4 +1,4 @@
-"""Runs the tests in ``tests/accelerated`` in processes of their own, where the test accelerator is
+"""Runs the tests in ``tests/accelerated`` in a process of their own, where the test accelerator is
 registered (``accelerator.py`` says why)."""
 
 import os
@@ -9,33 +9,30 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "accelerated"
-FILES = sorted(file.name for file in FOLDER.glob("test_*.py"))
 SOME = "fedavg-kept or gmeta-exact or ditto or moon or fedproto- or fedamp or samples or sums"
-EVERY_ALGORITHM = ("test_algorithms.py", "test_copies.py")
+EVERY_ALGORITHM = "test_algorithms or test_copies"
 """Files whose tests run for every algorithm, of which `make test` takes some."""
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("file", FILES)
-def test_on_the_test_accelerator(file, tmp_path):
-    run(file, tmp_path, ["-k", SOME] if file in EVERY_ALGORITHM else [])
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("file", EVERY_ALGORITHM)
-def test_every_algorithm_on_the_test_accelerator(file, tmp_path):
-    run(file, tmp_path, [])
-
-
-def run(file, tmp_path, options):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+@pytest.mark.parametrize(
+    "chosen",
+    [f"not ({EVERY_ALGORITHM}) or {SOME}", pytest.param(EVERY_ALGORITHM, marks=pytest.mark.slow)],
+    ids=["some", "every algorithm"],
+)
+def test_on_the_test_accelerator(chosen, tmp_path):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, *options, "--basetemp", tmp_path / "own", FOLDER / file],
+        [*command, "-k", chosen, "--basetemp", tmp_path / "own", FOLDER],
         cwd=FOLDER.parents[1],
         env=os.environ | {"NUFED_TEST_ACCELERATOR": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
-    assert " passed" in done.stdout
+    ran = {
+        file.name
+        for file in FOLDER.glob("test_*.py")
+        if f"accelerated/{file.name} ." in done.stdout
+    }
+    assert len(ran) == (2 if chosen == EVERY_ALGORITHM else 5), done.stdout

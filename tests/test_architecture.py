@@ -170,9 +170,13 @@ def test_the_picture_is_drawn_from_the_code():
     assert all(f">{package}</text>" in drawn for package in PACKAGES)
 
 
-def test_the_house_does_not_grow_unnoticed(capsys, monkeypatch):
+@pytest.fixture(scope="module")
+def house():
+    return runpy.run_path(str(ROOT / "tools/house.py"))
+
+
+def test_the_house_does_not_grow_unnoticed(house, capsys, monkeypatch):
     """Upper bounds near today's figures: whoever raises one says what it bought."""
-    house = runpy.run_path(str(ROOT / "tools/house.py"))
     found = house["modules"]()
     core = [module for module in found if module.floor == "core"]
     assert len(found) <= 254 and len(core) <= 108
@@ -187,8 +191,7 @@ def test_the_house_does_not_grow_unnoticed(capsys, monkeypatch):
     assert f"all         {len(found)} files" in capsys.readouterr().out
 
 
-def test_functions_are_short_and_names_say_what_things_are():
-    house = runpy.run_path(str(ROOT / "tools/house.py"))
+def test_functions_are_short_and_names_say_what_things_are(house):
     files = house["modules"]()
     assert not [name for module in files for name in house["vague_names"](module)]
     every = [pair for module in files for pair in house["functions"](module)]
@@ -200,8 +203,7 @@ def test_functions_are_short_and_names_say_what_things_are():
     assert not [name for name, node in others if house["parameters"](node) > 8]
 
 
-def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings():
-    house = runpy.run_path(str(ROOT / "tools/house.py"))
+def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(house):
     text = '"""A.\n\nB."""\n\n# c\ndef f(a, b=1):\n    """D."""\n    return a  # e\n'
     assert house["code_lines"](text, ast.parse(text)) == 2
     assert house["parameters"](ast.parse("def f(self, a, *, b): ...").body[0]) == 2

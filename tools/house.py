@@ -11,6 +11,7 @@ import argparse
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ class Module(NamedTuple):
     lines: int
 
 
+@cache
 def modules() -> list[Module]:
     """All files of the package."""
     files = []

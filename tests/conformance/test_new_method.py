@@ -1,25 +1,51 @@
 """Adding a method changes no other file: suite, listing, runs and pages take it as it is."""
 
+import inspect
 import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import nufed
+from conformance import cases
+from conformance import test_algorithms as suite
 from conformance.toy_method import Toy
+from nufed import Objective
 from nufed.algorithms import ALGORITHMS
 from nufed.lab.cli.listing import about, listing
+from nufed.simulation import DirectEngine
+from support import federation, mlp
 
 ROOT = Path(__file__).parents[2]
 
 
+def test_a_method_that_no_file_names_is_a_case_and_conforms(monkeypatch, tmp_path):
+    monkeypatch.setitem(ALGORITHMS._built_in, "toy", Toy)
+    monkeypatch.setitem(suite.CASES, "toy", runpy.run_path(cases.__file__)["CASES"]["toy"])
+    tests = [test for name, test in vars(suite).items() if name.startswith("test_")]
+    assert len(tests) >= 8
+    for number, test in enumerate(tests):
+        data = federation(unseen=1)
+        given = {
+            "algorithm": suite.CASES["toy"],
+            "case": "toy",
+            "spread": "all",
+            "engine": DirectEngine(Objective(mlp()), data, seed=5),
+            "tmp_path": tmp_path / str(number),
+        }
+        (tmp_path / str(number)).mkdir()
+        test(**{name: given[name] for name in inspect.signature(test).parameters})
+
+
+@pytest.mark.slow
 def test_the_conformance_suite_runs_a_method_that_no_file_names():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conformance.toy_method", "-k", "toy"]
-    suite = "tests/conformance/test_algorithms.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", suite],
+        [*command, "-p", "no:cacheprovider", suite.__file__],
         cwd=ROOT,
         env=environment,
         capture_output=True,

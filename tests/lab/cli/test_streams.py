@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lab.cli.test_commands import QUICK
+from lab.cli.test_commands import QUICK as SHORT
 from processes import NUFED
 
+QUICK = [*SHORT, "methods={gmeta={}}", "baselines=[]", "workers=1", "--no-figures"]
 NOT_UTF8 = os.fsdecode(b"run-\xff")
 
 
@@ -82,7 +83,7 @@ def test_a_directory_whose_name_is_not_utf8(done, nufed):
     assert Path(printed[0]["directory"]) == Path(NOT_UTF8)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_what_an_encoding_lacks_is_escaped(done, tmp_path, encoding):
     run = str(done[0] / NOT_UTF8)
     commands = (["report", run, "--no-figures"], ["list"], ["data", "show"])
@@ -108,7 +109,7 @@ def test_a_full_device_is_one_sentence(done, tmp_path, unbuffered):
 
 def test_a_full_device_for_progress_does_not_end_a_run(tmp_path):
     with Path("/dev/full").open("wb") as full:
-        arguments = ["run", "quickstart", *QUICK, "--no-figures", "--out", "run"]
+        arguments = ["run", "quickstart", *QUICK, "--out", "run"]
         process = start(*arguments, cwd=tmp_path, stderr=full)
         out, _ = process.communicate()
     assert process.returncode == 0 and b"report: run/report.html" in out
@@ -125,7 +126,7 @@ def test_a_broken_pipe_ends_a_command_silently(tmp_path, unbuffered):
 
 
 def test_a_run_whose_progress_nobody_reads_can_be_resumed(tmp_path, nufed):
-    arguments = ["run", "quickstart", *QUICK, "--no-figures", "--out", "run"]
+    arguments = ["run", "quickstart", *QUICK, "--out", "run"]
     process = start(*arguments, cwd=tmp_path, stderr=subprocess.STDOUT)
     process.stdout.close()
     assert process.wait() == 141

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, RecordDict
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from nufed.algorithms.protocol import State
 from nufed.errors import InputError, RunError
@@ -44,6 +44,7 @@ from nufed.flower.secure_sum.messages import (
     Confirmations,
     SealedShares,
     Survivors,
+    adapter,
     read_secure,
     secure_record,
     words_record,
@@ -263,7 +264,7 @@ def _load(path: Path, empty: Kept) -> Kept:
     if PROTOCOL_KEY not in about:  # secrets of version 1: nothing of theirs is valid any more
         return empty
     try:
-        return TypeAdapter(type(empty)).validate_json(json.dumps(about))
+        return adapter(type(empty)).validate_json(json.dumps(about))
     except ValidationError as error:
         raise RunError(f"{path} is damaged: {error.error_count()} invalid fields") from None
 
@@ -271,4 +272,4 @@ def _load(path: Path, empty: Kept) -> Kept:
 def _save(path: Path, record: Kept) -> None:
     make_private(path.parent.parent)
     make_private(path.parent)
-    write_sealed(path, json.loads(TypeAdapter(type(record)).dump_json(record)))
+    write_sealed(path, json.loads(adapter(type(record)).dump_json(record)))
