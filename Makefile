@@ -22,9 +22,9 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)           ## all checks: format, lint, types, import rules, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q -n 2 --dist loadscope --no-loadscope-reorder
+	$(BIN)/mypy & $(BIN)/pytest -q -n 2 --dist loadscope --no-loadscope-reorder; \
+	  tests=$$?; wait $$! && exit $$tests
 
 test-slow: test-federation ## slow tests too, with more hypothesis examples, and those of federations
 	NUFED_HYPOTHESIS=search $(BIN)/pytest -q -m "slow or not slow" --timeout 3600 \

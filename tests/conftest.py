@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -22,6 +23,20 @@ UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("repeatable", derandomize=True, max_examples=60, **UNTIMED)
 settings.register_profile("search", max_examples=1000, **UNTIMED)
 settings.load_profile(os.environ.get("NUFED_HYPOTHESIS", "repeatable"))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """What is imported and collected stays: the garbage collector need not look at it."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of whole programs first: no long one is left to a single worker at the end."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
 
 
 @pytest.fixture

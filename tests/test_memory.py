@@ -54,7 +54,8 @@ def test_exact_grows_by_one_vector_per_step():
 
 @linux
 @pytest.mark.parametrize(
-    ("curvature", "engine", "most"), [("first_order", "direct", 9), ("exact", "auto", 17)]
+    ("curvature", "engine", "most"),
+    [("first_order", "direct", 9), pytest.param("exact", "auto", 17, marks=pytest.mark.slow)],
 )
 def test_a_run_takes_few_times_the_memory_of_its_model(monkeypatch, curvature, engine, most):
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")

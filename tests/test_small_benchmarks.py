@@ -37,6 +37,7 @@ def test_the_cost_of_compression_is_a_row_for_every_codec_and_method(capsys):
     assert names[4:] == [["| int8", m] for m in methods]
 
 
+@pytest.mark.slow
 def test_a_federation_is_measured_in_seconds_and_memory():
     import large_federation
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import nufed
-from conformance import cases
-from conformance import test_algorithms as suite
+from conformance import cases, test_algorithms as suite
 from conformance.toy_method import Toy
 from nufed import Objective
 from nufed.algorithms import ALGORITHMS

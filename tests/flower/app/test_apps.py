@@ -312,12 +312,13 @@ def test_the_report_says_what_a_lost_state_means(algorithm, tmp_path):
 
 
 @pytest.mark.usefixtures("no_report")
-def test_killed_at_any_message_it_resumes_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_any_message_it_resumes_to_the_same_bits(tmp_path, step):
     app = app_of(tmp_path)
     whole = start(app, tmp_path, tmp_path / "whole")
     messages = len(whole.requested)
     right = files_of(tmp_path / "whole")
-    for number in range(1, messages + 1):
+    for number in range(1, messages + 1, step):
         left = [number]
 
         def kill(agent, message, reply, left=left):

@@ -134,8 +134,9 @@ def test_with_scores_a_private_run_has_the_results_of_any_other(tmp_path, no_rep
     assert {row.group for row in run.rows()} == {"seen", "unseen"} and run.privacy().scores_sent
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_message_it_charges_what_it_would_have_charged(
-    tmp_path, no_report, monkeypatch
+    tmp_path, no_report, monkeypatch, step
 ):
     monkeypatch.setattr("secrets.randbits", lambda bits: 5)  # the same cohorts in every run
     app = app_of(tmp_path, PRIVATE)
@@ -149,7 +150,7 @@ def test_killed_at_any_message_it_charges_what_it_would_have_charged(
     messages = len(run("whole", untouched).requested)
     right, own = notes_of(tmp_path / "whole" / "run"), kept(tmp_path / "whole" / "sites")
     assert releases(right) == own and sum(own.values()) == 6 and messages == 2 * AGENTS + 6
-    for number in range(1, messages + 1):
+    for number in range(1, messages + 1, step):
         left, replies, name = [number], [], f"killed-{number}"
 
         def kill(agent, message, reply, left=left):

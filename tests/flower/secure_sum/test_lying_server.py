@@ -549,6 +549,7 @@ def test_what_the_explorer_calls_known_is_what_the_server_can_compute(begin):
         assert (total == true_sum(outcome.known, 5)).all()
 
 
+@pytest.mark.slow
 def test_with_the_old_rule_for_attempts_the_sum_over_three_of_six_sites_is_found(begin):
     """Attempts that are begun again yield confirmations of several lists, which are replayed."""
     explorer = Explorer(begin(6, rules=Rules(old_attempts=True)), whole=True)

@@ -16,7 +16,7 @@ from nufed.errors import NumericalWarning, RunError
 from nufed.lab.report.tables import methods_table
 from nufed.lab.runs import load_run
 from processes import NUFED, wait_for
-from support import Killed, file_hashes
+from support import Killed, file_hashes, without_report
 
 CONFIG = {
     "rounds": 9,
@@ -124,13 +124,18 @@ def test_finished_parts_are_skipped(tmp_path, whole):
     assert file_hashes(path) == file_hashes(whole)
 
 
+@pytest.fixture(scope="module")
+def seven_rounds(tmp_path_factory):
+    with without_report():
+        return nufed.run({**CONFIG, "rounds": 7}, out=tmp_path_factory.mktemp("seven") / "run").path
+
+
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.parametrize("rounds", [7, 8])
-def test_training_longer_gives_the_bits_of_a_longer_run(tmp_path, whole, rounds):
+def test_training_longer_gives_the_bits_of_a_longer_run(tmp_path, whole, seven_rounds):
     """Round 8 is evaluated by schedule, round 7 only because it is the last."""
-    path = tmp_path / "run"
-    nufed.run({**CONFIG, "rounds": rounds}, out=path)
-    nufed.resume(path, ["rounds=9"])
+    path = shutil.copytree(seven_rounds, tmp_path / "run")
+    for rounds in (8, 9):
+        nufed.resume(path, [f"rounds={rounds}"])
     assert file_hashes(path) == file_hashes(whole)
 
 
@@ -150,9 +155,8 @@ def test_a_part_killed_between_its_last_checkpoint_and_its_end_is_finished(tmp_p
 
 
 @pytest.mark.usefixtures("no_report")
-def test_such_a_part_can_be_trained_longer(tmp_path, whole):
-    path = tmp_path / "run"
-    nufed.run({**CONFIG, "rounds": 7}, out=path)
+def test_such_a_part_can_be_trained_longer(tmp_path, whole, seven_rounds):
+    path = shutil.copytree(seven_rounds, tmp_path / "run")
     undo_the_end(path / "methods" / "fo" / "seed-1")
     nufed.resume(path, ["rounds=9"])
     assert file_hashes(path) == file_hashes(whole)
