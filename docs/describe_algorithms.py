@@ -103,6 +103,7 @@ COSTS = {  # of methods whose rounds do not cost τ gradients; a test compares t
     "fedpac": "τ_h + τ gradients",
     "fedem": "k·τ gradients",
 }
+MISTAKES = "Known mistakes elsewhere:"  # begins the last paragraph of a docstring
 TWINS = {"gmeta": "adapt_steps = 3\n"}  # settings without which a method is another one
 
 
@@ -168,15 +169,16 @@ def page_of(name: str) -> str:
     if type(cls().server_optimizer) is not Plain:  # FedOpt: what it is is said there
         modules.append(Plain.__module__)
     texts = [plain(sys.modules[each].__doc__) for each in modules]
-    parts = [text.partition("Known mistakes elsewhere:") for text in texts]
-    own = plain(cls.__doc__).partition("\n\n")[2]
+    parts = [text.partition(MISTAKES) for text in texts]
+    own, _, own_mistakes = plain(cls.__doc__).partition("\n\n")[2].partition(MISTAKES)
     if "    " in own and "Args:" not in own:  # a special case, defined in the class
         definition = own
     else:
         definition = "\n\n".join(part[0].strip() for part in parts)
     if definition.startswith(f"{heading_of(name)}:"):  # the title again
         definition = definition.partition("\n\n")[2]
-    mistakes = "\n\n".join(part[2].strip() for part in parts if part[2])
+    listed = [own_mistakes] if own_mistakes else [part[2] for part in parts if part[2]]
+    mistakes = "\n\n".join(map(str.strip, listed))
     lines = [f"# {heading_of(name)}", "", title, ""]
     lines += ["## At a glance", "| | |", "|---|---|", f"| name | `{name}` |"]
     lines += [f"| paper | {paper_of(name)} |"] if paper_of(name) else []

@@ -1,6 +1,6 @@
 """From one machine to a cluster
 
-A run consists of parts: every method, and the null baselines, with every seed. Parts are independent, and what trains them changes no bit. This
+A run consists of trainings: one for each method and seed, and the null baselines of each seed. They are independent, and where they run changes no bit. This
 trains a run in three tasks that share a directory, as a job array does, loses one of them, and collects; then it compares with the same run in one go.
 """
 
@@ -23,7 +23,7 @@ whole = nufed.run(config, out="whole", figures=False)
 
 # %%
 # ## 2. Three tasks
-# Task k of 3 trains every third part, the longest first. On a cluster each is a process of its own: `nufed run FILE --out shared --part 1/3`, or
+# Task k of 3 does every third training, the longest first. On a cluster each is a process of its own: `nufed run FILE --out shared --part 1/3`, or
 # `nufed submit FILE --out shared --parts 3` for Slurm, and the tasks may start at the same moment. Here two of them run, and the third is lost.
 for task in (1, 2):
     nufed.run(config, out="shared", part=(task, 3), figures=False)
@@ -31,7 +31,7 @@ print(sorted(str(p.parent.relative_to("shared")) for p in Path("shared").rglob("
 
 # %%
 # ## 3. Collect
-# `nufed run --resume shared` trains what no task did, and writes the results. A lost task costs time and nothing else.
+# `nufed run --resume shared` does the trainings that are missing, and writes the results. A lost task costs time and nothing else.
 collected = nufed.resume("shared", figures=False)
 print(sorted(str(p.parent.relative_to("shared")) for p in Path("shared").rglob("done.json")))
 

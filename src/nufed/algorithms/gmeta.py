@@ -287,9 +287,15 @@ class FedAvg(GMeta):
     samples, which training does not depend on; a newcomer does the same. With several local steps
     it is close to Reptile, and fine-tunes well without having been trained for it. The paper
     weights agents by their samples (``averaging = "samples"``).
+
+    Known mistakes elsewhere: FedAvg before fine-tuning is compared with other methods after it;
+    FedAvg is fine-tuned with the step size that suits another method; fine-tuning on the test
+    samples that are then evaluated.
     """
 
-    notes: ClassVar[Notes] = replace(GMeta.notes, averaging="samples")
+    notes: ClassVar[Notes] = replace(
+        GMeta.notes, averaging="samples", optimized="the local updates"
+    )
 
     adapt_steps: int = field(default=0, init=False)
     curvature: Curvature = field(default=FirstOrder(), init=False)
