@@ -102,8 +102,13 @@ def _maml(seeds: Mapping[str, Any], most: int = 5) -> dict[str, Any] | None:
             rows.append([f"nufed, seed {seed}", f"{at['round']:,}", after[1], after[3]])
         rows.append([f"nearest drawing, no training, seed {seed}", "0", "", _percent(own)])
     last = [own["curve"][-1] for own in seeds.values()]
+    curve = next(iter(seeds.values()))["curve"]
+    before = curve[(len(curve) - 1) // 2]
+    gain = curve[-1]["accuracy"][-1]["mean"] - before["accuracy"][-1]["mean"]
     return {
         "rows": rows,
+        "before": f"{before['round']:,}",
+        "gain": f"{100 * gain:+.1f}",
         "seeds": len(seeds),
         "rounds": f"{min(each['round'] for each in last):,}",
         "seconds": max(each["seconds"] / each["round"] for each in last),
