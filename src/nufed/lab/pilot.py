@@ -6,10 +6,10 @@ step sizes. Where the configuration holds out newcomers, a third of the sample s
 they take no part in training and are scored. Only training and validation parts are read; test
 parts are removed before anything is built, and the configuration's own newcomers are not touched.
 
-Trainings go in stages, a sixteenth and a quarter of the rounds for all step sizes, then all rounds
-with the best of them. All methods are compared after the last stage that every one of them
-completed within the time. So the time decides how far the pilot gets; its numbers follow from the
-seed and the stage alone.
+Trainings go in stages: a sixteenth of the rounds with all step sizes, a quarter with the best two
+of each method, then all rounds with the best one. All methods are compared after the last stage
+that every one of them completed within the time. So the time decides how far the pilot gets; its
+numbers follow from the seed and the stage alone.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ from nufed.simulation import Training
 MINUTES = 2.0
 TRAINED, SCORED = 60, 20  # agents at most
 FEWEST = 12  # agents from which some stand for newcomers
-COHORT, ROUNDS = 10, 200  # at most
+COHORT, ROUNDS = 10, 100  # at most
 SHARES = (16, 4, 1)  # of all rounds that a stage ends at: a sixteenth, …
+KEPT = (len(KINDS), 2, 1)  # step sizes of each method that are trained in a stage
 FACTORS = (1.0, 3.0, 1 / 3, 9.0)  # of the step size
 LOCAL_STEPS, LOCAL_FACTORS = 50, tuple(3.0**k for k in range(-3, 4))
 MEASURED = 8  # agents whose curvature is measured
@@ -181,6 +182,7 @@ class _Pilot:
         self.halved: list[Halved] = []
         self.left_out: list[str] = []
         self.stage = 0  # rounds of the last stage that all methods completed
+        self.done = 0  # rounds of all trainings
         self.first = max(1, self.rounds // SHARES[0])
         self.fedavg: Progress | None = None
 
@@ -208,6 +210,10 @@ class _Pilot:
         first_config = _config({**kept, **about}, first, config.seeds[0], config.steps_shown)
         base = Problem.make(first_config, samples=samples)
         return cls(base, {**kept, **about}, name, clock)
+
+    @property
+    def sign(self) -> int:
+        return 1 if self.problem.measure.higher_is_better else -1
 
     @property
     def _rate(self) -> float:
@@ -281,13 +287,11 @@ class _Pilot:
     def _methods(self) -> None:
         """Stage by stage, all methods with all step sizes, then the best of these."""
         entries = self._entries()
-        stages = sorted({max(1, self.rounds // share) for share in SHARES})
-        for stage in stages:
-            last = stage == stages[-1]
-            if self.stage and not self._fits(entries, stage, last):
+        for stage, most in self._stages().items():
+            kept = self._best(entries, most) if self.stage else entries
+            if self.stage and not self._fits(kept, stage):
                 self.left_out.append(f"trainings of {stage} rounds: they would take too long")
                 break
-            kept = self._best(entries) if last and self.stage else entries
             for entry in kept:
                 self.clock.show(f"{entry.method}, {stage} rounds")
                 self._advance(entry, stage)
@@ -312,22 +316,29 @@ class _Pilot:
                 made.append(_Entry(sized, method, factor, _start(sized, method, self.seed)))
         return sorted(made, key=lambda entry: FACTORS.index(entry.factor))
 
-    def _fits(self, entries: Sequence[_Entry], stage: int, last: bool) -> bool:
-        """Whether a stage would end in time, at the pace so far."""
-        trained = sum(entry.progress.round for entry in entries)
-        more = sum(stage - entry.progress.round for entry in entries) / (
-            len(FACTORS) if last else 1
-        )
-        return self.clock.seconds * more / max(1, trained) <= self.clock.left
+    def _stages(self) -> dict[int, int]:
+        """The rounds of each stage, and how many step sizes of a method are trained in it."""
+        return {
+            max(1, self.rounds // share): most for share, most in zip(SHARES, KEPT, strict=True)
+        }
 
-    def _best(self, entries: Sequence[_Entry]) -> list[_Entry]:
-        """Each method with its best step size so far."""
-        return [
-            entry
-            for entry in entries
-            if self.tried[entry.method].failure is None
-            and self.tried[entry.method].factor == entry.factor
-        ]
+    def _fits(self, kept: Sequence[_Entry], stage: int) -> bool:
+        """Whether a stage would end in time, at the pace so far."""
+        more = sum(stage - entry.progress.round for entry in kept)
+        return self.clock.seconds * more / max(1, self.done) <= self.clock.left
+
+    def _best(self, entries: Sequence[_Entry], most: int) -> list[_Entry]:
+        """Each method with its best step sizes so far."""
+        kept: list[_Entry] = []
+        for method in dict.fromkeys(entry.method for entry in entries):
+            able = [
+                entry
+                for entry in entries
+                if entry.method == method and entry.by_stage[self.stage].failure is None
+            ]
+            able.sort(key=lambda e: _rank(e.by_stage[self.stage], self.sign), reverse=True)
+            kept += able[:most]
+        return kept
 
     def _advance(self, entry: _Entry, stage: int) -> None:
         """Train a method to a stage, and score it."""
@@ -340,6 +351,7 @@ class _Pilot:
         )
         try:
             for progress in training.rounds(entry.progress, stage):
+                self.done += progress.round - entry.progress.round
                 entry.progress = progress
                 if self.clock.left <= 0:
                     raise _OutOfTimeError
@@ -390,7 +402,6 @@ class _Pilot:
 
     def _note(self, entries: Sequence[_Entry], stage: int) -> None:
         """Record the best step size of every method that has completed a stage."""
-        sign = 1 if self.problem.measure.higher_is_better else -1
         for method in dict.fromkeys(entry.method for entry in entries):
             done = [
                 (e, e.by_stage[stage])
@@ -399,7 +410,7 @@ class _Pilot:
             ]
             if not done:
                 continue
-            entry, best = max(done, key=lambda pair: _rank(pair[1], sign))
+            entry, best = max(done, key=lambda pair: _rank(pair[1], self.sign))
             self.tried[method] = best
             if method == "fedavg-5":
                 self.fedavg = entry.progress
