@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nufed.algorithms import ALGORITHMS
-from nufed.data import Federation
 from nufed.errors import InputError, NufedError, in_short, shown
 from nufed.evaluate import (
     AgentScores,
@@ -28,6 +26,7 @@ from nufed.evaluate import (
     choose_step_sizes,
     evaluate_with_choice,
     majority_class,
+    nearest_centroid,
     preferred,
 )
 from nufed.lab.analysis.places import (
@@ -54,7 +53,6 @@ from nufed.lab.tuning.ranges import Predictor, active_settings, agent_update, ma
 from nufed.lab.tuning.search import search
 from nufed.lab.tuning.trials import errors_only, setup_of
 from nufed.lab.tuning.tune import make_plan
-from nufed.objective import Inputs
 from nufed.registry import suggest
 from nufed.server import Progress, cohort_size
 from nufed.simulation import Training
@@ -269,11 +267,23 @@ class Contender:
 
     def majority(self, seed: int) -> dict[str, Any]:
         """The scores of always predicting the agent's most frequent class."""
-        agents, federation = self.setup.evaluated[seed], self.setup.federations[seed]
-        few = self.setup.measure.resampled(len(agents)).resamples
-        scores = [majority_class(federation, agent, 0, few) for agent in agents]
+        few = self.setup.measure.resampled(len(self.setup.evaluated[seed])).resamples
+        return self._guessed(majority_class, seed, few)
+
+    def centroid(self, seed: int) -> dict[str, Any]:
+        """The scores of the nearest class mean of an agent's raw training inputs."""
+        if not isinstance(self.setup.samples.inputs, Tensor):
+            raise InputError("the baseline centroid needs inputs of one tensor")
+        return self._guessed(nearest_centroid, seed)
+
+    def _guessed(
+        self, guess: Callable[..., AgentScores], seed: int, resamples: int = 0
+    ) -> dict[str, Any]:
+        """The record of a null baseline that no model predicts."""
+        federation = self.setup.federations[seed]
+        scores = [guess(federation, a, 0, resamples) for a in self.setup.evaluated[seed]]
         validation = federation.scoring("validation")
-        seen = [majority_class(validation, a, 0) for a in sorted(self.setup.validated(seed))]
+        seen = [guess(validation, agent, 0) for agent in sorted(self.setup.validated(seed))]
         return self._constant(seed, scores, 0, _column(seen, 0))
 
     def _constant(
@@ -305,20 +315,6 @@ class Contender:
         (scores,) = scorer(trained.progress, "test", agents, int(stop), measure)([scales[best]])
         record = self._constant(seed, scores, int(stop), _column(tried[best], int(stop)))
         return {**record, "chosen": {"adapt_lr": _short(rates[best]), "steps": int(stop)}}
-
-    def centroid(self, seed: int) -> dict[str, Any]:
-        """The scores of the nearest class mean of an agent's raw training inputs."""
-        test, agents = self.setup.federations[seed], self.setup.evaluated[seed]
-        seen = sorted(self.setup.validated(seed))
-        rows = _nearest(test, agents)
-        unseen = set(test.split.unseen)
-        result = {"seed": seed, "validation": pack(_nearest(test.scoring("validation"), seen))}
-        for group in ("seen", "unseen"):
-            kept = [
-                r for a, r in zip(agents, rows, strict=True) if (a in unseen) == (group == "unseen")
-            ]
-            result[group] = pack([value * len(self.protocol.steps) + [np.nan] for value in kept])
-        return result
 
 
 @dataclass(frozen=True)
@@ -412,34 +408,12 @@ def packed_scores(scores: Sequence[AgentScores], at: Sequence[int]) -> dict[str,
     return packed
 
 
-def as_rows(inputs: Inputs) -> Tensor:
-    """Inputs of one tensor, flattened."""
-    if not isinstance(inputs, Tensor):
-        raise InputError("the baseline centroid needs inputs of one tensor")
-    return inputs.flatten(1)
-
-
 def _rung(record: Mapping[str, Any], rounds: int) -> RungScore:
     """A trial's record as the search knows it."""
     values = {
         k: record[k] for k in ("score", "loss", "gradients", "hvps", "failure") if k in record
     }
     return RungScore(rounds=rounds, **values)
-
-
-def _nearest(federation: Federation, agents: Sequence[int]) -> list[list[float]]:
-    """The accuracy of the nearest class mean at every agent, on the samples that are scored."""
-    accuracies = []
-    for agent in agents:
-        rows, scored = federation.split.train[agent], federation.scored_rows(agent)
-        inputs, targets = federation.take(rows)
-        asked, right = federation.take(scored)
-        points, queries = (as_rows(each).double() for each in (inputs, asked))
-        classes = torch.tensor(sorted(set(targets.tolist())))
-        means = torch.stack([points[targets == each].mean(dim=0) for each in classes])
-        guess = classes[torch.cdist(queries, means).argmin(dim=1)]
-        accuracies.append([float((guess == right).double().mean())])
-    return accuracies
 
 
 def _column(scores: Sequence[AgentScores], step: int) -> list[list[float]]:
