@@ -128,6 +128,18 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
         raise InputError(f"= {shown(value)}: {allowed}", name)
 
 
+def require_whole(least: int = 1, /, **numbers: object) -> None:
+    """Raise an :class:`InputError` for the first that is no whole number of at least ``least``.
+
+    >>> require_whole(samples=5, tasks=0)
+    Traceback (most recent call last):
+    nufed.errors.InputError: tasks = 0: must be a whole number, at least 1
+    """
+    for name, value in numbers.items():
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        require(whole, name, value, f"must be a whole number, at least {least}")
+
+
 def shown(value: object) -> str:
     """The ``repr`` of a value, truncated if it is long.
 

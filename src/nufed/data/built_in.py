@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nufed.data.samples import Samples
-from nufed.errors import require
+from nufed.errors import require, require_whole
 from nufed.seeding import stream
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -64,10 +64,8 @@ def sinusoid(agents: int = 100, samples: int = 50, noise: float = 0.0, seed: int
 
 def check_generated(*, noise: float, seed: int, **counts: int) -> None:
     """Refuse arguments of a generated data set that are out of their range."""
-    for name, value in (*counts.items(), ("seed", seed)):
-        least = 0 if name == "seed" else 1
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        require(whole and value >= least, name, value, f"must be a whole number, at least {least}")
+    require_whole(**counts)
+    require_whole(0, seed=seed)
     number = isinstance(noise, int | float) and math.isfinite(noise)
     require(number and noise >= 0, "noise", noise, "must be a finite number, 0 or more")
 

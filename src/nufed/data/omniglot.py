@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nufed.data.samples import Samples
-from nufed.errors import require
+from nufed.errors import require, require_whole
 from nufed.objective import Inputs
 from nufed.seeding import stream
 
@@ -105,11 +105,9 @@ class Characters:
         newcomer_samples: int | None = None,
     ) -> Tasks:
         """The tasks of all agents; the arguments are those of :func:`omniglot14`."""
-        given = (("ways", ways, 2), ("samples", samples, 1), ("tasks", tasks, 1))
-        for name, value, least in (*given, ("newcomer_samples", newcomer_samples, 1)):
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            optional = value is None and name != "ways"
-            require(whole or optional, name, value, f"must be a whole number, at least {least}")
+        optional = {"samples": samples, "tasks": tasks, "newcomer_samples": newcomer_samples}
+        require_whole(2, ways=ways)
+        require_whole(**{name: value for name, value in optional.items() if value is not None})
         rows, labels, owners, unseen = [], [], [], []
         for number, name in enumerate(self.alphabets):
             rng = stream(seed, "omniglot", agent=number)

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 
 from nufed.data.samples import Samples
-from nufed.errors import InputError, require, shown
+from nufed.errors import InputError, require, require_whole, shown
 from nufed.registry import Registry
 from nufed.seeding import stream
 
@@ -327,8 +327,7 @@ def _subset(
     rng: np.random.Generator,
 ) -> Rows:
     """The rows to share out, in random order."""
-    whole = isinstance(min_size, int) and not isinstance(min_size, bool)
-    require(whole and min_size >= 1, "min_size", min_size, "must be a whole number, at least 1")
+    require_whole(min_size=min_size)
     used = samples if samples_per_agent is None else agents * samples_per_agent
     if used > samples:
         raise InputError(

@@ -20,7 +20,7 @@ from torch import Tensor
 from nufed.data.partition import Rows
 from nufed.data.samples import Samples
 from nufed.data.split import PARTS, Split
-from nufed.errors import InputError, require
+from nufed.errors import InputError, require, require_whole
 from nufed.seeding import stream
 
 
@@ -77,8 +77,7 @@ def permuted_labels(
         seed: of the permutations.
         groups: the number of groups.
     """
-    whole = isinstance(groups, int) and not isinstance(groups, bool)
-    require(whole and groups >= 1, "groups", groups, "must be a whole number, at least 1")
+    require_whole(groups=groups)
     if not samples.classes:
         raise InputError(
             'data.shift = "permuted_labels": this data has no classes; use data with classes, or '

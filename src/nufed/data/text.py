@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nufed.data.samples import Samples
-from nufed.errors import InputError, require, shown
+from nufed.errors import InputError, require_whole, shown
 from nufed.objective.micro_batches import IGNORED
 
 
@@ -51,9 +51,7 @@ def windows(tokens: Mapping[str, Sequence[int]], length: int = 80, least: int = 
     >>> samples.inputs.tolist(), samples.targets.tolist()
     ([[0, 1, 2, 3], [4, 5, 6, 7]], [[1, 2, 3, 4], [5, 6, 7, 8]])
     """
-    for name, value in (("length", length), ("least", least)):
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        require(whole, name, value, "must be a whole number, at least 1")
+    require_whole(length=length, least=least)
     inputs, targets, owners = [], [], []
     for owner, words in tokens.items():
         count = (len(words) - 1) // length

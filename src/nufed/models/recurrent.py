@@ -9,7 +9,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from nufed.errors import InputError, require
+from nufed.errors import InputError, require, require_whole
 
 
 def lstm(
@@ -90,8 +90,7 @@ def _recurrent(
             )
         features = shape[1] if len(shape) == 2 else 1
         return _Sequences(layer, None, features, hidden, outputs)
-    whole = isinstance(vocabulary, int) and vocabulary >= 1
-    require(whole, "vocabulary", vocabulary, "must be a whole number, at least 1")
+    require_whole(vocabulary=vocabulary)
     if next_token:
         return _Sequences(layer, vocabulary, embedding, hidden, vocabulary, every_step=True)
     return _Sequences(layer, vocabulary, embedding, hidden, outputs)

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from nufed.lab.analysis.places import bootstrap, over_samples
-from nufed.lab.runs.json_files import Count, Number, Record, Whole
+from nufed.lab.runs.json_files import Count, Number, Record, Whole, or_nan
 from nufed.theory import small_spread_gap
 
 LOCAL = "local"
@@ -132,8 +132,8 @@ class PilotRecord(Record):
     @property
     def ran(self) -> dict[str, Tried]:
         """Methods that have a score, the best first."""
-        scored = [t for t in self.tried if t.failure is None and math.isfinite(_number(t.score))]
-        scored.sort(key=lambda t: -self.sign * _number(t.score))
+        scored = [t for t in self.tried if t.failure is None and math.isfinite(or_nan(t.score))]
+        scored.sort(key=lambda t: -self.sign * or_nan(t.score))
         return {tried.method: tried for tried in scored}
 
 
@@ -300,10 +300,10 @@ def _largest_gain(pilot: PilotRecord) -> float | None:
     curvature entirely, at the step size that ν = 1 chose."""
     if not pilot.heterogeneity or "per-fedavg" not in pilot.ran:
         return None
-    at, rate = pilot.heterogeneity[-1], _number(pilot.ran["per-fedavg"].adapt_lr)
+    at, rate = pilot.heterogeneity[-1], or_nan(pilot.ran["per-fedavg"].adapt_lr)
     if not rate * max(at.curvatures) < 1:
         return None
-    terms = at.mean_curvature, _number(at.gamma_h), 1.0
+    terms = at.mean_curvature, or_nan(at.gamma_h), 1.0
     gaps = [small_spread_gap(*terms, nu=nu, steps=pilot.steps, alpha=rate) for nu in (1, 3)]
     return 1 - gaps[1] / gaps[0]
 
@@ -315,7 +315,3 @@ def _agents_needed(pilot: PilotRecord, behind: Mapping[str, Gap]) -> int | None:
         return None
     nearest = min(unsure, key=lambda each: each.noise / each.mean)
     return math.ceil(pilot.scored * (CONFIDENT * nearest.noise / nearest.mean) ** 2)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

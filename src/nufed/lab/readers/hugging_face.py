@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nufed.data.samples import Samples, as_samples
-from nufed.errors import InputError, in_short, require, shown
+from nufed.errors import InputError, in_short, require, require_whole, shown
 from nufed.lab.pretrained import tokens as padded_tokens
 from nufed.lab.readers.files import check_size, data_limit
 from nufed.lab.readers.text import read_tokenizer
@@ -252,8 +252,7 @@ def _tokens(
     texts: Sequence[str], tokenizer: str, length: int, mask: bool
 ) -> torch.Tensor | dict[str, torch.Tensor]:
     """Token identifiers, cut to ``length`` or padded with 0; or with a mask of what is padding."""
-    whole = isinstance(length, int) and not isinstance(length, bool) and length >= 1
-    require(whole, "data.args.length", length, "must be a whole number, at least 1")
+    require_whole(**{"data.args.length": length})
     if mask:
         names = ("input_ids", "attention_mask")
         encoded = padded_tokens(texts, tokenizer, length)

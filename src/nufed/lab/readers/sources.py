@@ -25,7 +25,7 @@ from nufed.data.built_in import digits, sensors, sinusoid
 from nufed.data.omniglot import Characters, omniglot14
 from nufed.data.samples import Samples
 from nufed.data.tables import as_table
-from nufed.errors import InputError, require
+from nufed.errors import InputError, require, require_whole
 from nufed.lab.files import cache_directory
 from nufed.lab.pretrained import tokens
 from nufed.lab.readers.files import own_file, read_npz
@@ -207,7 +207,8 @@ def mnist_writers(
         seed: of that draw, independent of the run's seeds.
     """
     require(part in ("train", "test", "all"), "part", part, "must be train, test or all")
-    check_whole(samples=samples)
+    if samples is not None:
+        require_whole(samples=samples)
     parts = ("train", "test") if part == "all" else (part,)
     (file,) = MNIST_WRITERS.files
     content, path = MNIST_WRITERS.read(file), data_directory() / file
@@ -241,7 +242,7 @@ def digit_tasks(
         part: of the images, as for :func:`mnist_writers`.
         seed: of these draws, independent of the run's seeds.
     """
-    check_whole(samples=samples, tasks=tasks, ways=ways)
+    require_whole(samples=samples, tasks=tasks, ways=ways)
     require(ways <= 10, "ways", ways, "must be at most 10, the number of digits")
     images = mnist_writers(part)  # type: ignore[arg-type]
     assert isinstance(images.inputs, torch.Tensor)
@@ -262,13 +263,6 @@ def digit_tasks(
         classes=tuple(map(str, range(ways))),
         owners=np.repeat([f"{task:0{width}}" for task in range(tasks)], ways * samples),
     )
-
-
-def check_whole(**numbers: int | None) -> None:
-    """Refuse what is neither None nor a whole number of at least 1."""
-    for name, value in numbers.items():
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        require(value is None or whole, name, value, "must be a whole number, at least 1")
 
 
 def check_writers(content: bytes, path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from nufed.lab.analysis.advise import Advice, Against
 from nufed.lab.report.page import note
 from nufed.lab.report.tables import Table
+from nufed.lab.runs.json_files import or_nan
 from nufed.lab.runs.records import (
     BoundsRecord,
     CurvatureName,
@@ -53,7 +53,7 @@ def bounds_notes(bounds: BoundsRecord) -> list[str]:
         notes.append("Theorem 1 assumes the uniform mean; this run aggregates updates otherwise.")
     promised = {row.method: row.promised for row in bounds.methods if row.promised}
     trivial = [
-        name for name, bound in promised.items() if _number(bound.total) > _number(bound.trivial)
+        name for name, bound in promised.items() if or_nan(bound.total) > or_nan(bound.trivial)
     ]
     if trivial:
         notes.append(
@@ -62,7 +62,7 @@ def bounds_notes(bounds: BoundsRecord) -> list[str]:
         )
     over = {name: bound for name, bound in promised.items() if not bound.admissible}
     if over:
-        names = ", ".join(f"{name} ({_number(bound.meta_lr):.2g})" for name, bound in over.items())
+        names = ", ".join(f"{name} ({or_nan(bound.meta_lr):.2g})" for name, bound in over.items())
         notes.append(
             f"meta_lr (β) is above the limit of Theorem 1, 1/(10τL_F), for {names}: the theorem "
             "does not apply there, and its terms are shown for the largest admissible β."
@@ -70,12 +70,8 @@ def bounds_notes(bounds: BoundsRecord) -> list[str]:
     return notes
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
 def _cell(value: float | None, digits: int = 3) -> str:
-    return f"{_number(value):.{digits}g}"
+    return f"{or_nan(value):.{digits}g}"
 
 
 def _constants(bounds: BoundsRecord) -> Table:

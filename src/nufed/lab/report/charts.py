@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain
-from math import nan
 from statistics import median
 from typing import Any
 
@@ -50,6 +49,7 @@ from nufed.lab.report.style import (
 )
 from nufed.lab.report.tables import all_groups, run_name
 from nufed.lab.runs import Run
+from nufed.lab.runs.json_files import or_nan
 from nufed.lab.runs.records import BoundsRecord, MetricsLine
 from nufed.lab.runs.results import Line, Trained
 from nufed.lab.runs.tuning_record import TuningRecord
@@ -190,7 +190,7 @@ def _over_training(
             curves = [getattr(m, key)[group] for m in same_round]
             reached = same_round[0].round
             at = round(np.mean([sums[reached] for sums in done if len(sums) > reached]))
-            global_scores = [nan if c.global_score is None else c.global_score for c in curves]
+            global_scores = [or_nan(c.global_score) for c in curves]
             points.append(_point(line.label, x, at, [c.score[line.steps] for c in curves]))
             dotted.append(_point(line.label, x, at, global_scores))
         shared.setdefault(line.name, dotted)
@@ -739,7 +739,7 @@ def _whole(first: int, last: int) -> Any:
 def _series(trained: Trained, field: str) -> list[tuple[int, float]]:
     """A signal with its rounds, where it was recorded (a missing one is None or NaN)."""
     values = [(m.round, getattr(m, field)) for m in trained.metrics if field in m.model_fields_set]
-    return [(round, math.nan if value is None else value) for round, value in values]
+    return [(round, or_nan(value)) for round, value in values]
 
 
 def _chart(

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import altair as alt
 
 from nufed.lab.runs import Estimate, Run
+from nufed.lab.runs.json_files import or_nan
 
 # Okabe and Ito's colour-blind-safe palette; purple instead of black, which is invisible when dark
 PALETTE = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#9467BD"]
@@ -269,8 +270,8 @@ def _means(run: Run) -> Iterator[float]:
             for each in trained.metrics:
                 for evaluated in (each.evaluation, each.evaluation_chosen):
                     for curves in evaluated.values():
-                        yield from (math.nan if v is None else v for v in curves.score)
-                        yield math.nan if curves.global_score is None else curves.global_score
+                        yield from map(or_nan, curves.score)
+                        yield or_nan(curves.global_score)
             seen = [s.score for s in trained.final if s.seen]
             yield from (math.fsum(after) / len(seen) for after in zip(*seen, strict=True))
 

@@ -27,6 +27,7 @@ from nufed.lab.report.page import Charts, Page, Section, Text, Warned, caption
 from nufed.lab.report.run_page import run_page
 from nufed.lab.report.tables import Table, number_format, results_table
 from nufed.lab.runs.frames import signals
+from nufed.lab.runs.json_files import or_nan
 from nufed.lab.runs.read_run import PartState, TrainingState, training_state, version_of
 
 
@@ -90,9 +91,9 @@ def _last_scores(state: TrainingState, part: PartState) -> Iterator[float]:
     """The scores of the global and personal model on seen agents when last evaluated."""
     evaluated = [m.evaluation["seen"] for m in part.metrics if "seen" in m.evaluation]
     shared = evaluated[-1].global_score if evaluated else nan
-    yield nan if shared is None else shared
+    yield or_nan(shared)
     personal = evaluated[-1].score[state.run.config.steps_of(part.method)[0]] if evaluated else nan
-    yield nan if personal is None else personal
+    yield or_nan(personal)
 
 
 def _groups(state: TrainingState) -> list[str]:

@@ -41,8 +41,14 @@ from nufed.lab.files import read_sealed, write_durably
 Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-# non-finite numbers are written as null
-Number = Annotated[float | None, AfterValidator(lambda value: math.nan if value is None else value)]
+
+
+def or_nan(value: float | None) -> float:
+    """A number of a JSON file, where non-finite ones are written as null."""
+    return math.nan if value is None else value
+
+
+Number = Annotated[float | None, AfterValidator(or_nan)]
 Numbers = list[Number]
 
 T = TypeVar("T")

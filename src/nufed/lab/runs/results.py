@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from nufed.evaluate import AgentScores, Fit, Guesses, Measure, StepSizes, Summary, summarise
+from nufed.lab.runs.json_files import or_nan
 from nufed.lab.runs.records import MetricsLine, WarningLine
 
 # 97.5 % quantiles of Student's t for 1 … 30 degrees of freedom
@@ -199,7 +200,7 @@ def _row(line: Line, group: str, measure: Measure, lr: float | None, majority: L
         name=line.label,
         kind=line.kind,
         group=group,
-        shared=_estimate(chosen, _global_score),
+        shared=_estimate(chosen, lambda scores: or_nan(scores.global_score)),
         personal=_estimate(chosen, at_steps),
         as_trained=_estimate(trained, at_steps),
         adapt_lr=tuple(None if lr is None else scale * lr for scale in line.scales()),
@@ -272,10 +273,6 @@ def over_samples(seeds: Sequence[Mapping[int, Deviations]]) -> float | None:
         means = [np.mean(list(by_agent.values()), axis=0) for by_agent in seeds if by_agent]
         width = float(np.mean([Z975 * np.std(mean) for mean in means])) if means else math.nan
     return width if math.isfinite(width) and len(means) == len(seeds) else None
-
-
-def _global_score(scores: AgentScores) -> float:
-    return math.nan if scores.global_score is None else scores.global_score
 
 
 def _personal_score(steps: int) -> Callable[[AgentScores], float]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from nufed.evaluate import Measure
+from nufed.lab.runs.json_files import or_nan
 from nufed.lab.runs.results import Line, Trained
 
 LISTED = 10  # agents named in a sentence
@@ -36,7 +37,7 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
     if len(evaluated) < 2 or line.steps >= len(evaluated[0].score):
         return None
     ends = (evaluated[0], evaluated[-1])
-    before, after = (_number(end.score[line.steps]) for end in ends)
+    before, after = (or_nan(end.score[line.steps]) for end in ends)
     worse = after < before if measure.higher_is_better else after > before
     last = [s.score[line.steps] for s in trained.scores if s.seen]
     with np.errstate(all="ignore"):
@@ -54,7 +55,7 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
             f"{shown}has no mean {measure.name}: {measure.name} is NaN for "
             f"{agents}{more}, whose loss is finite; a metric must give a number for every agent"
         )
-    loss_before, loss_after = (_number(end.loss[line.steps]) for end in ends)
+    loss_before, loss_after = (or_nan(end.loss[line.steps]) for end in ends)
     diverged = math.isnan(after) or not math.isfinite(loss_after)
     cause = "diverged" if diverged else "rose" if loss_after > loss_before else "fell"
     cause = cause if diverged or _differ(loss_before, loss_after) else "stayed"
@@ -67,10 +68,6 @@ def below_start(line: Line, trained: Trained, measure: Measure) -> str | None:
 
 def _differ(one: float, other: float) -> bool:
     return f"{one:.3g}" != f"{other:.3g}"
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 WINDOW = 10  # earlier values that a value is compared with
