@@ -270,7 +270,7 @@ class Preparation:
 
     @classmethod
     def read(cls, content: Any) -> Preparation:
-        """From a list of mappings, or a mapping with such ``columns``."""
+        """Read a list of mappings, or a mapping with such ``columns``."""
         if isinstance(content, cls):
             return content
         given = content.get("columns") if isinstance(content, Mapping) else content

@@ -158,7 +158,7 @@ def _check(outputs: Tensor, targets: Tensor, name: str) -> None:
 
 
 def _confusion(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """By class: how many answers are right, how many give it, and how many samples have it."""
+    """The numbers of right answers, of answers and of samples, by class."""
     classes = outputs.shape[1]
     answers, actual = (F.one_hot(x, classes).double() for x in (outputs.argmax(dim=1), targets))
     return (answers * actual).sum(dim=0), answers.sum(dim=0), actual.sum(dim=0)

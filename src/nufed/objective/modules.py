@@ -39,7 +39,7 @@ COUNTER = "num_batches_tracked"
 
 
 def cast_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """On the device of ``like``, floating-point values in its dtype, labels and ids as they are."""
+    """Move to the device of ``like``; floating-point values also take its dtype."""
     dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
     if tensor.dtype == dtype and tensor.device == like.device:  # `to` takes longer to find out
         return tensor

@@ -86,7 +86,7 @@ class Engine:
     def evaluate_scales(
         self, algorithm: Algorithm, received: State, states: States, scoring: Scoring
     ) -> list[list[AgentScores]]:
-        """As :meth:`evaluate`, for each scale of the step size of fine-tuning.
+        """Scores as by :meth:`evaluate`, for each scale of the step size of fine-tuning.
 
         Agents without samples in the part that is scored are omitted.
         """

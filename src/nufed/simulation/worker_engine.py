@@ -166,7 +166,7 @@ class WorkerEngine(Engine):
         return next(i for i, known in enumerate(self._objects) if known is thing)
 
     def _object(self, index: Any) -> Any:
-        """In a worker process: the object of an index."""
+        """The object of an index, in a worker process."""
         return self._objects[index]
 
     def _map(self, tasks: list[Any], where: str) -> list[Any]:
@@ -181,7 +181,7 @@ class WorkerEngine(Engine):
             raise
 
     def _work(self, task: Any, notify: Notify) -> Any:
-        """In a worker process: one chunk."""
+        """Process one chunk, in a worker process."""
         kind, *rest = task
         if kind == "evaluate":
             algorithm, measure, (scales, part, steps), layout, chunk, _ = rest
@@ -208,7 +208,7 @@ class WorkerEngine(Engine):
         }
 
     def _received(self, layout: Any, chunk: Mapping[int, Sequence[Any]]) -> Downlink:
-        """In a worker process: what the agents of a chunk receive."""
+        """The vectors that the agents of a chunk receive, in a worker process."""
         individual: dict[int | None, State] = {
             a: self._buffer.read(parts[0]) for a, parts in chunk.items()
         }

@@ -287,7 +287,7 @@ class Workers:
 
 
 def receive(kind: str, content: Any) -> None:
-    """In the parent: what a worker sent beside notifications and results."""
+    """Handle, in the parent, a warning, log record or error that a worker sent."""
     if kind == "warning":
         warnings.warn(content, stacklevel=3)
     elif kind == "log":
@@ -297,7 +297,7 @@ def receive(kind: str, content: Any) -> None:
 
 
 def perform(work: Callable[[Any, Notify], Any], task: Any, send: Send) -> tuple[str, Any]:
-    """In a worker: the kind of the outcome, "result" or "error", and its content.
+    """Run a task in a worker: the kind of the outcome, "result" or "error", and its content.
 
     Notifications, warnings and log records are sent meanwhile. ``send`` may return whether the
     parent stops, which ``work`` gets from its ``notify``.

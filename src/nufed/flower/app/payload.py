@@ -387,7 +387,7 @@ def scores_content(
 
 @dataclass(frozen=True)
 class ExpectedScores:
-    """What the server knows of an agent's scores before they arrive.
+    """The form of an agent's scores that the server expects.
 
     Args:
         agent, name, seen: whose they are.

@@ -214,7 +214,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a run has spent so far.
+    """The privacy that a run has spent so far.
 
     ``rounds`` counts the rounds by their sizes. ``releases`` counts every agent's noisy updates by
     the id of its site's store: a site without a store creates one with a random id, and counts in
@@ -374,7 +374,7 @@ def check_round(privacy: Privacy, ledger: Ledger, agents: int, cohort: int, acce
 
 
 def check_release(privacy: Privacy, releases: int) -> None:
-    """At a site: refuse an update after ``releases`` others that would exceed its budget."""
+    """Refuse, at a site, an update after ``releases`` others that would exceed its budget."""
     if privacy.epsilon_server is None:
         return
     epsilon = server_epsilon(privacy.server_noise, releases + 1, privacy.delta)

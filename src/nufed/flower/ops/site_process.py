@@ -49,7 +49,7 @@ _DIE_WITH_PARENT = 1  # prctl(PR_SET_PDEATHSIG)
 
 @dataclass(frozen=True)
 class Connection:
-    """What a site's process needs; paths as text.
+    """The settings of a site's process; paths as text.
 
     Without ``ca`` there is no encryption, and without ``approved``, the folder of the apps that the
     site has approved, it runs any app.

@@ -150,7 +150,7 @@ class RefusedConnection:
 
 
 def cause(message: str) -> str:
-    r"""What one of Flower's error messages says beside its frame, on one line.
+    r"""The text of one of Flower's framed error messages, on one line.
 
     >>> cause("Exit Code: 305\nFailed to initialize the connection.\n[code: 1] No such key.\n")
     '[code: 1] No such key.'

@@ -176,7 +176,7 @@ def _check_whole(given: Tensor, dtype: torch.dtype, what: str, remedy: str = "")
 
 
 class AdaptAbout(_AboutRecord):
-    """How the model is meant to be fine-tuned: ν steps of size α on batches of D samples.
+    """The fine-tuning that the model was trained for: ν steps of size α on batches of D samples.
 
     ``lr`` is one number, one for every parameter by its name (learned step sizes), or ``"stored"``:
     one for every coordinate, or these for every step, in a tensor beside the weights. If it was
@@ -196,7 +196,7 @@ class AdaptAbout(_AboutRecord):
 
 
 class PersonalAbout(_AboutRecord):
-    """Of a personal model that is more than a module: the algorithm that predicts with it.
+    """The algorithm that predicts with a personal model that is more than a module.
 
     ``algorithm`` is a name of nufed's or an import path, ``settings`` are its settings, and
     ``training_data`` says what the file holds of the agent's training data.

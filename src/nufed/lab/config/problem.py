@@ -533,7 +533,7 @@ class Problem:
         seeds: Sequence[int] | None = None,
         samples: Samples | None = None,
     ) -> Problem:
-        """From a configuration, for all its seeds or some of them.
+        """The problem of a configuration, for all its seeds or some of them.
 
         ``samples`` are its data if they are loaded already.
         """

@@ -144,7 +144,7 @@ class Session:
 
     @classmethod
     def of(cls, options: Options, **others: Any) -> Session:
-        """From the options common to these functions, and further ones of this call."""
+        """A session from the options common to these functions, and further ones of this call."""
         given: dict[str, Any] = dict(options)
         for name in given:
             if name not in Options.__annotations__:

@@ -93,7 +93,7 @@ class Setup:
 
     @classmethod
     def make(cls, problem: Problem, engines_then: Mapping[str, EngineName] | None = None) -> Setup:
-        """From a problem; ``engines_then`` are the engines of a run to resume."""
+        """The setup of a problem; ``engines_then`` are the engines of a run to resume."""
         config, workers = problem.config, worker_count(problem.config)
         # the training loop checks curvature instead, in rounds that don't depend on workers
         algorithms = {name: a.checks.without_warnings() for name, a in problem.algorithms.items()}
@@ -147,7 +147,7 @@ class Setup:
         engine_names: dict[str, EngineName],
         workers: int,
     ) -> Setup:
-        """From its parts, without checks."""
+        """The setup from its parts, without checks."""
         config, objectives = problem.config, problem.objectives
         faults = Faults(**dict(config.faults))
         federations = {seed: faults.flip_labels(f, seed) for seed, f in problem.federations.items()}

@@ -63,7 +63,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def read_npz(content: bytes, names: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:
-    """Those of the named arrays that an NPZ file holds; their sizes are checked before unpacking.
+    """The named arrays that an NPZ file holds; their sizes are checked before unpacking.
 
     Only arrays of numbers, booleans and strings are read.
     """

@@ -80,7 +80,7 @@ def draw(specs: Mapping[str, Any], *, javascript: bool = False) -> Drawn:
 
 
 def _javascript_file() -> Path:
-    """In the user's cache directory; every version of vl-convert has its own."""
+    """The cached file of this version of vl-convert, in the user's cache directory."""
     return cache_directory() / f"vega-{version('vl-convert-python')}.json"
 
 

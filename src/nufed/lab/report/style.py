@@ -38,7 +38,7 @@ class Styles:
 
     @classmethod
     def of(cls, names: Sequence[str], aliases: Mapping[str, str] | None = None) -> Styles:
-        """Of methods in their order; a name that occurs again is the same method."""
+        """The styles of methods in their order; a repeated name is the same method."""
         return cls(tuple(dict.fromkeys(names)), aliases or {})
 
     def colours(self, names: Sequence[str]) -> list[str]:
@@ -117,7 +117,7 @@ def tooltips(names: Sequence[str], scores: Sequence[str], percent: bool) -> list
 
 
 def number_format(percent: bool) -> str:
-    """Of scores in tooltips."""
+    """The format of scores in tooltips."""
     return ".1%" if percent else ".4~g"
 
 
@@ -164,7 +164,7 @@ class Look:
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Look:
-        """Of runs that are shown on one page."""
+        """The look of runs that are shown on one page."""
         lines = [line for run in runs for line in run.lines() if line.kind == "method"]
         # in charts by number of steps, a method has the style of the first of its lines
         methods = {line.name: line.label for line in reversed(lines)}

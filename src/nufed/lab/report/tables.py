@@ -310,7 +310,7 @@ def rounds_table(run: Run) -> Table | None:
 
 
 def _cell(lines: Sequence[TrafficLine]) -> str:
-    """Of all requests of a round, also of attempts that were repeated."""
+    """Seconds and bytes of all requests of a round, including repeated attempts."""
     if not lines:
         return "–"
     seconds = sum(line.seconds for line in lines)

@@ -67,7 +67,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def record(self) -> dict[str, Any]:
-        """As plain data for JSON."""
+        """The record as plain data for JSON."""
         plain: dict[str, Any] = finite(self.model_dump())
         return plain
 
@@ -114,7 +114,7 @@ class DataclassJson(Generic[T]):
         return self._adapter.validate_json(json_data)
 
     def record(self, value: T) -> dict[str, Any]:
-        """As plain data for JSON."""
+        """The record as plain data for JSON."""
         plain = dataclasses.asdict(cast(Any, value))
         return {field.name: plain[field.name] for field in self._fields}
 

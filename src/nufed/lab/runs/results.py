@@ -38,7 +38,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """From independent values, with Student's t.
+        """The mean and interval of independent values, with Student's t.
 
         >>> Estimate.of([1.0, 2.0, 3.0]).mean
         2.0
@@ -152,7 +152,7 @@ class Row:
     over_samples: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """As in results.json, where ``shared`` is ``global``, a reserved word in Python."""
+        """The row in results.json, where ``shared`` is ``global``, a reserved word in Python."""
         values = asdict(self)
         return {"global" if key == "shared" else key: value for key, value in values.items()}
 

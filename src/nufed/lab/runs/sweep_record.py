@@ -133,7 +133,7 @@ class Sweep:
     def of(
         cls, path: Path, grid: Grid, runs: Mapping[str, Run], unread: Mapping[str, str]
     ) -> Sweep:
-        """From the runs that were read, and the reasons why others were not."""
+        """A sweep from the runs that were read, and the reasons why others were not."""
         values = {point.name: point.values for point in grid.points}
         failures = [
             f"{name} ({in_words(values[name])}): {reason}"

@@ -145,7 +145,7 @@ class RungScore(Record):
 
     @property
     def work(self) -> int:
-        """Of training, in gradients."""
+        """The work of training, in gradients."""
         return self.gradients + HVP_WORK * self.hvps
 
     @property
