@@ -157,7 +157,7 @@ class Contender:
         samples: Any = None,
         protocol: Protocol = PROTOCOL,
     ) -> Contender:
-        """A contender from the tables of a problem and the settings of a method; ``samples`` if loaded."""
+        """A contender from the tables of a problem and a method; ``samples`` if loaded."""
         config = method_config(problem, name, table, protocol)
         made = Problem.make(config, Given(), samples=samples).with_step_sizes()
         return cls(Setup.make(made), name, ranges, protocol)
