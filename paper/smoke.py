@@ -1,5 +1,6 @@
 """A smoke test of `make paper`: every stage at a tiny size, in about a minute."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ def shrink(tables: Tables) -> Tables:
     return tables | short
 
 
-def run_all(folder: Path) -> Path:
-    """Run every stage into a folder and write the page there."""
+def run_all(folder: Path, stages: Iterable[str] = STAGES) -> Path:
+    """Run the stages into a folder and write the page there."""
     before, first, most = dict(vars(WHERE)), tuning.FIRST, tuning.MAX_RUNS
     tuning.FIRST, tuning.MAX_RUNS = {"adapt_lr": range(1), "meta_lr": range(1, 3)}, 2
     vars(WHERE).update(
@@ -58,7 +59,7 @@ def run_all(folder: Path) -> Path:
     )
     summary.summary.cache_clear()
     try:
-        for stage in STAGES:
+        for stage in stages:
             do_stage(stage)
         return write()
     finally:

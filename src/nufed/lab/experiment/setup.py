@@ -102,8 +102,10 @@ class Setup:
         _check_single_samples(made)
         _try_model(made)
         first = made.engines[config.seeds[0]]
-        chosen = {name: first.choose(a, config.engine) for name, a in algorithms.items()}
-        made = replace(made, engine_names={**chosen, **(engines_then or {})})
+        then = engines_then or {}
+        new = {name: a for name, a in algorithms.items() if name not in then}
+        chosen = {name: first.choose(a, config.engine) for name, a in new.items()}
+        made = replace(made, engine_names={**chosen, **then})
         if config.tune_local and not len(made.federations[config.seeds[0]].split.validation[0]):
             raise InputError(
                 "tune_local = true: agents have no validation part to choose the step size on; set "
