@@ -33,9 +33,11 @@ from nufed.data.samples import (
     named_inputs,
 )
 from nufed.errors import InputError, NumericalWarning, shown, visible
+from nufed.lab.config.describe import optional
 from nufed.lab.config.schema import LoraConfig
 from nufed.lab.pretrained import PREFIX, tokens
 from nufed.lab.runs.json_files import DataclassJson
+from nufed.lab.runs.records import zeros_of
 from nufed.objective import Inputs
 from nufed.objective.modules import RunningStats
 
@@ -90,12 +92,10 @@ class ModelAbout(_AboutRecord):
     build: str | None
     args: dict[str, Any] = {}
     running_stats: RunningStats = "refuse"
-    train: str = Field(default="all", exclude_if=lambda value: value == "all")
-    lora: LoraConfig | None = Field(default=None, exclude_if=lambda value: value is None)
-    architecture: dict[str, Any] | None = Field(
-        default=None, exclude_if=lambda value: value is None
-    )
-    base: BaseAbout | None = Field(default=None, exclude_if=lambda value: value is None)
+    train: str = optional("all")
+    lora: LoraConfig | None = optional(None)
+    architecture: dict[str, Any] | None = optional(None)
+    base: BaseAbout | None = optional(None)
 
     @field_validator("args", "architecture")
     @classmethod
@@ -220,18 +220,16 @@ class About(_AboutRecord):
     classes: list[str]
     dtype: Literal["float32", "float64"]
     # of whole numbers that are no classes, such as tokens; not written otherwise
-    target_dtype: TargetType | None = Field(default=None, exclude_if=lambda value: value is None)
+    target_dtype: TargetType | None = optional(None)
     trained: dict[str, Any] = {}
     measured: dict[str, Any] = {}
     personal: PersonalAbout | None = None
     # of raw columns, which inputs are made from
-    preparation: Annotated[Preparation, BeforeValidator(Preparation.read)] | None = Field(
-        default=None, exclude_if=lambda value: value is None
-    )
+    preparation: Annotated[Preparation, BeforeValidator(Preparation.read)] | None = optional(None)
 
     # of several inputs, in their order; numbers if the module takes them by position
-    names: list[str] = Field(default=[], exclude_if=lambda value: not value)
-    further: list[InputsAbout] = Field(default=[], exclude_if=lambda value: not value)
+    names: list[str] = optional([])
+    further: list[InputsAbout] = optional([])
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -287,14 +285,7 @@ class About(_AboutRecord):
 
     def zeros(self, rows: int) -> Inputs:
         """Inputs in the model's format, raw as users give them."""
-        formats = self.formats or {"": self.inputs}
-        every = [
-            torch.zeros(rows, *one.shape, dtype=getattr(torch, one.dtype))
-            for one in formats.values()
-        ]
-        if not self.names:
-            return every[0]
-        return tuple(every) if self.by_position else dict(zip(self.names, every, strict=True))
+        return zeros_of(self.formats or {"": self.inputs}, rows)
 
     def read_inputs(self, inputs: Any) -> Inputs:
         """The user's inputs, validated against the model's format.

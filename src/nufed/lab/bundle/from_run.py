@@ -26,7 +26,7 @@ from nufed.lab.runs import Estimate, Run
 from nufed.lab.runs.agent_states import StoredStates, personal_after
 from nufed.lab.runs.json_files import finite
 from nufed.lab.runs.part_files import read_received
-from nufed.lab.runs.records import Inputs
+from nufed.lab.runs.records import Inputs, zeros_of
 from nufed.meta.fine_tuning import Rate
 from nufed.models import MODELS
 from nufed.objective import Loss, Objective
@@ -202,18 +202,10 @@ def trained_as(run: Run, method: str, seed: int, algorithm: Algorithm) -> dict[s
 def _like(run: Run) -> Samples:
     """One sample in the run's format, for which models are built."""
     inputs = check_inputs(run)
-    zeros: Any = {
-        name: torch.zeros(1, *one.shape, dtype=getattr(torch, one.dtype))
-        for name, one in inputs.formats.items()
-    }
-    if not inputs.several:
-        (zeros,) = zeros.values()
-    elif next(iter(zeros)).isdecimal():
-        zeros = tuple(zeros.values())
     classes = tuple(inputs.classes)
     kind = getattr(torch, inputs.targets or "float32")
     targets = torch.zeros(1).long() if classes else torch.zeros(1, inputs.outputs, dtype=kind)
-    return Samples(zeros, targets, classes)
+    return Samples(zeros_of(inputs.formats), targets, classes)
 
 
 def _rate(

@@ -5,12 +5,13 @@ Also the lines of metrics that every engine records, one per round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from string import hexdigits
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
+import torch
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -35,6 +36,7 @@ from nufed.lab.runs.json_files import (
     Whole,
     require_fit,
 )
+from nufed.objective import Inputs as ModelInputs
 from nufed.server import Downlink, Progress, to_send
 from nufed.simulation.engine import EngineName
 from nufed.theory import GREEK, TheoremTerms
@@ -82,12 +84,25 @@ class Inputs(Record):
     outputs: Count
     targets: str | None = None
     range: Annotated[InputRange, AfterValidator(_check_range)] | None = None
-    several: dict[str, InputFormat] = Field(default={}, exclude_if=lambda value: not value)
+    several: dict[str, InputFormat] = optional({})
 
     @property
     def formats(self) -> dict[str, InputFormat]:
         """The format of every input, by name; of a single one without."""
         return self.several or {"": InputFormat(shape=self.shape, dtype=self.dtype)}
+
+
+def zeros_of(formats: Mapping[str, Any], rows: int = 1) -> ModelInputs:
+    """Zeros in the formats of inputs by name: a tensor, a tuple, or a mapping.
+
+    The name of a single input is empty; numbers are those of inputs without names.
+    """
+    zeros = {
+        n: torch.zeros(rows, *f.shape, dtype=getattr(torch, f.dtype)) for n, f in formats.items()
+    }
+    if "" in zeros:
+        return zeros[""]
+    return tuple(zeros.values()) if next(iter(zeros)).isdecimal() else zeros
 
 
 class RunAbout(Record):
