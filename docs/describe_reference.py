@@ -54,7 +54,7 @@ TABLES = {
 }
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
 BOUNDS = {"gt": "> {:g}", "ge": "≥ {:g}", "lt": "< {:g}", "le": "≤ {:g}"}
-HEAD = "| key | type and range | default | meaning | since |\n|---|---|---|---|---|"
+HEAD = "| key | meaning | type and range | default | since |\n|---|---|---|---|---|"
 
 
 def configuration() -> str:
@@ -85,7 +85,7 @@ def configuration() -> str:
 
 
 def row(name: str, kind: str, usual: str, about: str, key: str) -> str:
-    cells = (f"`{name}`", kind, usual, about, SINCE.get(key, FIRST))
+    cells = (f"`{name}`", about, kind, usual, SINCE.get(key, FIRST))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
