@@ -31,7 +31,7 @@ USUAL = f"""
 import nufed
 from nufed.lab import cli
 nufed.run({SMALL!r}, out="run")
-for command in ("report run", "doctor", "list", "data list", "data show"):
+for command in ("report run --no-figures", "doctor", "list", "data list", "data show"):
     sys.argv = ["nufed", *command.split()]
     try:
         cli.main()
@@ -59,7 +59,7 @@ def sockets(work, cwd):
 def test_a_run_and_commands_open_no_sockets(tmp_path):
     said, opened = sockets(USUAL, tmp_path)
     assert opened == ""
-    for command in ("report run 0", "list 0", "data list 0", "data show 0", "doctor"):
+    for command in ("report run --no-figures 0", "list 0", "data list 0", "data show 0", "doctor"):
         assert command in said
     assert json.loads((tmp_path / "run" / "results.json").read_text())["rows"]
 
