@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nufed import Exact, Federation, FirstOrder, GMeta, InputError, Objective, Samples
-from nufed.algorithms import Ditto, FedAvg, PerFedAvg, Personal, Scaffold
+from nufed.algorithms import ALGORITHMS, Ditto, FedAvg, PerFedAvg, Personal, Scaffold
 from nufed.algorithms.protocol import Checks
 from nufed.data.text import next_token_loss
 from nufed.lab.config import load_config
@@ -55,10 +55,20 @@ def test_wide_first_layers_use_gram_space_if_agents_train_often_enough():
         chosen = engines(net(data), data, visits).choose(METHOD, "auto")
         assert chosen == right
     big = wide(inputs=4000)  # two models are more than a small stack
-    assert engines(net(big), big, 1e-3).choose(METHOD, "auto") == "direct"
+    assert engines(net(big), big, 1e-3).choose(METHOD, "auto") == "closed_form"
     assert engines(net(big), big).choose(METHOD, "auto") == "gram_onednn"
-    large = engines(net(big, hidden=(220, 60)), big, 1e-3)  # 40·4000·220 > 2²⁵
+    with_norm = nn.Sequential(nn.Linear(4000, 220), nn.LayerNorm(220), nn.Linear(220, 3))
+    large = engines(with_norm, big, 1e-3)  # 40·4000·220 > 2²⁵
     assert large.choose(METHOD, "auto") == "direct_onednn"
+
+
+def test_derivatives_are_written_out_for_agents_that_cannot_be_stacked():
+    data = wide()
+    for name in ("knn_per", "fedala", "fedrod"):
+        assert engines(net(data), data).choose(ALGORITHMS[name](), "auto") == "closed_form"
+    with_norm = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    with pytest.raises(InputError, match="no fully connected network"):
+        engines(with_norm, data).choose(METHOD, "closed_form")
 
 
 def test_sequences_are_stacked_unless_the_loss_ignores_tokens():
@@ -75,12 +85,11 @@ def test_sequences_are_stacked_unless_the_loss_ignores_tokens():
         ignoring.choose(fedavg, "batched")
 
 
-def test_one_agent_is_a_stack_where_derivatives_are_in_closed_form():
+def test_networks_too_large_for_stacks_have_their_derivatives_written_out():
     data = wide(inputs=2000)
     scaffold = Scaffold(meta_lr=0.01, local_steps=4, batch_size=40)
     module = net(data)
-    assert engines(module, data).choose(scaffold, "auto") == "batched"
-    assert engines(module, data).get("batched").most == 1
+    assert engines(module, data).choose(scaffold, "auto") == "closed_form"
     softplus = nn.Sequential(*module, nn.Softplus())  # has no closed form
     assert engines(softplus, data).choose(scaffold, "auto") == "direct"
 
@@ -207,7 +216,7 @@ def test_a_trial_detects_a_mix_of_agents_states(wrong):
     these = engines(logistic((5,), 3), federation())
     (right,) = wrong.__bases__
     assert these.choose(right(**settings), "auto") == "batched"
-    assert these.choose(wrong(**settings), "auto") == "direct"
+    assert these.choose(wrong(**settings), "auto") == "closed_form"
 
 
 @pytest.mark.parametrize("sizes", [(12, 16, 24, 24, 12, 24), (12, 16, 40, 24, 20, 24)])
@@ -219,7 +228,7 @@ def test_a_trial_stacks_two_agents_of_uneven_ones(sizes):
         own = Federation(data.samples, replace(data.split, unseen=unseen), data.small_agents)
         these = engines(logistic((5,), 3), own)
         assert these.choose(FedAvg(**settings), "auto") == "batched"
-        assert these.choose(Mixing(**settings), "auto") == "direct"
+        assert these.choose(Mixing(**settings), "auto") == "closed_form"
 
 
 @dataclass(frozen=True)
@@ -238,7 +247,7 @@ class FirstSamples(FedAvg):
 def test_a_trial_stacks_agents_with_different_numbers_of_samples():
     settings = {"adapt_lr": 0.1, "meta_lr": 0.1, "local_steps": 2, "batch_size": 6}
     these = engines(logistic((5,), 3), uneven_federation((24, 24, 24, 40), unseen=0))
-    assert these.choose(FirstSamples(**settings), "auto") == "direct"
+    assert these.choose(FirstSamples(**settings), "auto") == "closed_form"
 
 
 def test_results_that_are_not_finite_on_both_engines_agree():
@@ -297,12 +306,12 @@ def test_a_shorter_algorithm_may_be_tried_in_place_of_one_with_long_rounds():
     for _ in range(2):
         assert these.choose(long, "auto", Recording(memory=5, **settings)) == "batched"
     assert {memory for _, memory in RAN} == {5}
-    assert these.choose(long, "auto", wrong) == "direct"
+    assert these.choose(long, "auto", wrong) == "closed_form"
     with pytest.raises(InputError, match="Mixing gives other results"):
         these.choose(long, "batched", wrong)
     assert 7 not in {memory for _, memory in RAN}
     # the claim is that of the algorithm itself
-    assert these.choose(Alone(1, **settings), "auto", FedAvg(**settings)) == "direct"
+    assert these.choose(Alone(1, **settings), "auto", FedAvg(**settings)) == "closed_form"
 
 
 def test_a_trial_detects_a_wrong_declaration():
@@ -311,18 +320,18 @@ def test_a_trial_detects_a_wrong_declaration():
     for wrong in (Mixing(**settings), Squinting(**settings)):
         these = engines(logistic((5,), 3), data)
         assert these.choose(FedAvg(**settings), "auto") == "batched"
-        assert these.choose(wrong, "auto") == "direct"
+        assert these.choose(wrong, "auto") == "closed_form"
         with pytest.raises(InputError, match="gives other results than the direct engine"):
             these.choose(wrong, "batched")
     with pytest.raises(InputError, match=r"does not begin|gives other"):
         engines(net(outlying()), outlying()).choose(Forgetting(**settings), "gram")
 
 
-def test_algorithms_without_combines_use_the_direct_engine():
+def test_algorithms_without_combines_are_not_stacked():
     data = federation()
     these = engines(logistic((5,), 3), data)
     steps = {"adapt_lr": 0.1, "meta_lr": 0.1, "local_steps": 1, "batch_size": 6}
-    assert these.choose(Alone(1, **steps), "auto") == "direct"
+    assert these.choose(Alone(1, **steps), "auto") == "closed_form"
     assert these.choose(GMeta(1, **steps), "auto") == "batched"
 
 
@@ -361,14 +370,14 @@ def test_gram_matrices_above_the_memory_limit_are_refused(monkeypatch):
     size = 3 * 60**2 * 4  # three agents, 60 training samples, float32
     for allowed, seeds, right in (
         (size, 1, "gram_onednn"),
-        (size - 1, 1, "direct"),
-        (size, 2, "direct"),
+        (size - 1, 1, "closed_form"),
+        (size, 2, "closed_form"),
         (2 * size, 2, "gram_onednn"),
     ):
         monkeypatch.setattr(choose_engine, "GRAM_BYTES", allowed)
         these = engines(net(data), data, seeds=seeds)
         assert these.choose(METHOD, "auto") == right
-        if right == "direct":
+        if right == "closed_form":
             with pytest.raises(InputError, match=r"matrices would take 0\.0 GiB"):
                 these.choose(METHOD, "gram")
 
@@ -547,7 +556,7 @@ def test_a_requested_engine_that_cannot_run_is_refused(wanted, method, module, m
 
 
 def test_a_requested_engine_that_can_run_is_used():
-    these = engines(Net(), outlying())
+    these = engines(net(outlying()), outlying())
     for name in ENGINES:
         assert these.choose(small(), name) == name
         assert these.get(name) is these.get(name)

@@ -19,7 +19,7 @@ from nufed.lab.config.problem import squared_error
 from nufed.models import fcnn, logistic
 from nufed.objective.fast import onednn
 from nufed.objective.fast.gram_space import first_layer
-from nufed.objective.fast.onednn import OneDNNFirstLayer, with_onednn
+from nufed.objective.fast.onednn import OneDNNFirstLayer, closed_form, with_onednn
 from nufed.simulation import BatchedEngine, DirectEngine, GramEngine, train
 from nufed.simulation.batched_engine import StackedBatches
 from nufed.simulation.gram_engine import IndexedBatches
@@ -98,11 +98,15 @@ def direct_onednn(objective, federation):
     return DirectEngine(with_onednn(objective), federation, seed=5)
 
 
+def closed(objective, federation):
+    return DirectEngine(closed_form(objective), federation, seed=5)
+
+
 def direct(objective, federation):
     return DirectEngine(objective, federation, seed=5)
 
 
-ACCELERATED = (batched, gram, gram_onednn, direct_onednn)
+ACCELERATED = (batched, gram, gram_onednn, direct_onednn, closed)
 
 
 def empty_states(federation):
@@ -149,7 +153,8 @@ def tolerance(algorithm):
 @pytest.mark.parametrize("module", MODULES)
 def test_engines_agree_with_the_direct_engine(module, method):
     algorithm, objective = METHODS[method], objective_of(MODULES[module])
-    for distance in distances(algorithm, objective, uneven_federation(), (batched, gram), 1):
+    makes = (batched, gram, closed) if closed_form(objective) else (batched, gram)
+    for distance in distances(algorithm, objective, uneven_federation(), makes, 1):
         assert distance < tolerance(algorithm)
 
 
@@ -304,7 +309,7 @@ def test_bytes_are_scaled_in_every_engine(method):
 def test_images_are_flattened_in_every_engine():
     data = with_inputs(lambda x: x[:, :4].view(-1, 2, 2).double())
     objective = objective_of(lambda: fcnn((2, 2), 3, hidden=(6,), activation="tanh"))
-    for distance in distances(METHODS["exact 2"], objective, data, (batched, gram), 2):
+    for distance in distances(METHODS["exact 2"], objective, data, (batched, gram, closed), 2):
         assert distance < ROUNDING
 
 

@@ -22,7 +22,7 @@ from nufed.evaluate import Measure
 from nufed.lab.files import read_sealed
 from nufed.models import fcnn
 from nufed.objective.fast.gram_space import FirstLayer, first_layer
-from nufed.objective.fast.onednn import OneDNNFirstLayer, with_onednn
+from nufed.objective.fast.onednn import OneDNNFirstLayer, closed_form, with_onednn
 from nufed.server import to_send
 from nufed.simulation import (
     BatchedEngine,
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(start_method() != "fork", reason="this system ca
 ALGORITHM = GMeta(
     adapt_steps=2, adapt_lr=0.2, meta_lr=0.3, local_steps=2, batch_size=12, curvature=Exact()
 )
-KINDS = ("direct", "direct_onednn", "batched", "gram", "gram_onednn")
+KINDS = ("direct", "direct_onednn", "closed_form", "batched", "gram", "gram_onednn")
 TESTS = Path(__file__).parents[1]
 
 
@@ -50,6 +50,8 @@ def make(kind, loss=F.cross_entropy, activation="tanh"):
     data = uneven_federation()
     if kind.startswith("direct"):
         return DirectEngine(with_onednn(objective) if kind != "direct" else objective, data, 5)
+    if kind == "closed_form":
+        return DirectEngine(closed_form(objective), data, 5)
     if kind == "batched":
         return BatchedEngine(objective, data, 5, most=2)
     layer = FirstLayer if kind == "gram" else OneDNNFirstLayer

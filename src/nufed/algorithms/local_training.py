@@ -157,9 +157,9 @@ class LocalTraining(Algorithm):
             if part is None:
                 w = step(w, g, batch)
                 continue
-            after = step(part.take(w), g if gradient is None else part.take(g))
-            after = objective.base.track(part.put(w, after), batch, at=w)
-            w = part.put(w, part.take(after))
+            after = part.put(w, step(part.take(w), g if gradient is None else part.take(g)))
+            tracked = objective.base.track(after, batch, at=w)
+            w = after if tracked is after else part.put(w, part.take(tracked))
         return w
 
     def step_draws(self, purpose: str = "outer", steps: int | None = None) -> list[Draw]:

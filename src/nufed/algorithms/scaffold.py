@@ -78,13 +78,13 @@ class Scaffold(LocalTraining):
     def agent_update(self, context: AgentContext, received: State, state: State) -> AgentResult:
         x, c, c_i = received["model"], received["control"], state["control"]
         state = {**state}
-        total = torch.zeros_like(x)  # the sum of ∇f_i over steps
+        total, shift = torch.zeros_like(x), c - c_i  # total: the sum of ∇f_i over steps
 
         def corrected(y: Tensor, batch: Batch) -> Tensor:
             nonlocal total
             g = context.objective.grad(y, batch)
             total = total + g
-            return g + (c - c_i)
+            return g + shift
 
         y = self.descend(context, x, corrected, memory=Memory(state))
         steps = self.steps_per_round(context)

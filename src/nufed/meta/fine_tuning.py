@@ -101,7 +101,10 @@ def proximal(gradient: Tensor, weight: float, y: Tensor, centre: Tensor) -> Tens
     >>> proximal(torch.ones(1), 0.5, torch.tensor([4.0]), torch.tensor([2.0]))
     tensor([2.])
     """
-    return gradient + weight * (y - centre)
+    away = y - centre
+    if isinstance(away, Tensor):
+        return away.mul_(weight).add_(gradient)
+    return gradient + weight * away
 
 
 def by_step(lr: Rate, w: Tensor) -> list[Rate]:

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, compress
 from typing import Any, get_args
@@ -28,6 +29,7 @@ from nufed.objective.modules import (
     MovedStatistics,
     Precision,
     RunningStats,
+    along,
     batch_counters,
     call_arguments,
     cast_like,
@@ -174,6 +176,8 @@ class Objective:
         require(not mixed or self.dtype == torch.float32, "precision", precision, allowed)
         self._in_double: InDouble | None = None
         self._fast = None if mixed else faster(self._module, self._loss_function)
+        self._closed = False  # whether it serves vectors, too, not only stacks
+        self._shift: Tensor | None = None  # of the outputs in the loss
 
     @property
     def size(self) -> int:
@@ -329,11 +333,11 @@ class Objective:
 
     def grad(self, w: Tensor, batch: AnyBatch, part: Part | None = None) -> Tensor:
         """∇f(w, batch), or the numbers of it in a part, which saves the work for the others."""
-        if w.ndim > 1:
-            gradient, _ = self.joint.grad(w, batch, wanted=self._touched(part))
-            return gradient if part is None else part.take(gradient)
         self._check_vector(w)
         wanted = self._touched(part)
+        if w.ndim > 1 or self._closed_form:
+            gradient, _ = self.joint.grad(w, batch, wanted=wanted)
+            return gradient if part is None else part.take(gradient)
         if not wanted:
             return w.new_empty(0)
         gradient = self._summed(w, batch, lambda part: self._grad(w, part, wanted))
@@ -351,8 +355,9 @@ class Objective:
         With a part v is taken as 0 outside it, which saves the work for those coordinates.
         """
         require(v.shape == w.shape, "v", tuple(v.shape), f"must have the shape of w, {w.shape}")
-        if w.ndim > 1:
-            return self.joint.hvp(w, batch, v if part is None else part.only(v))[0]
+        if w.ndim > 1 or self._closed_form:
+            v = v if part is None else part.only(v)
+            return self.joint.hvp(w, batch, v, wanted=self._touched(part))[0]
 
         def product() -> Tensor:
             return self._summed(w, batch, lambda some: self._hvp(w, some, v, part))
@@ -436,7 +441,7 @@ class Objective:
         if isinstance(self._loss_function, nn.Module):
             double._loss_function = copy.deepcopy(self._loss_function).double()
         double._fast = faster(double._module, double._loss_function)
-        return double
+        return double if self._shift is None else double.variant(shift=self._shift.double())
 
     def variant(
         self,
@@ -445,8 +450,18 @@ class Objective:
         loss: Loss | None = None,
         memory_format: MemoryFormat | None = None,
         precision: Precision | None = None,
+        shift: Tensor | None = None,
     ) -> Objective:
-        """The objective of another module, with another loss, memory format or precision."""
+        """The objective of another module, with another loss, memory format or precision.
+
+        With a ``shift``, which is added to the outputs in derivatives, it has the same loss.
+        """
+        if shift is not None:
+            shifted = copy.copy(self)
+            shifted.__dict__.pop("double", None)
+            shifted._shift, fast = shift, self._fast
+            shifted._fast = None if fast is None else replace(fast, shift=shift)
+            return shifted
         loss = self._loss_function if loss is None else loss
         memory_format = memory_format or self._memory_format
         precision = precision or self._precision
@@ -474,6 +489,11 @@ class Objective:
 
     # how it is computed
 
+    @property
+    def _closed_form(self) -> bool:
+        """Whether derivatives by one vector are written out, too, as in a stack."""
+        return self._closed and self._fast is not None and not self._micro.size
+
     def _summed(self, w: Tensor, batch: AnyBatch, compute: Callable[[Batch], Tensor]) -> Tensor:
         """What is computed of a batch, as a weighted sum over its micro-batches."""
         batch = Batch(*batch)
@@ -495,6 +515,8 @@ class Objective:
         batch = Batch(*batch)
         with self._mode(batch.seed):
             outputs = self._outputs(views, batch.inputs, stacked, twice=twice)
+            if self._shift is not None:
+                outputs = outputs + self._shift
             if not stacked:
                 return self.loss(outputs, batch.targets)
             targets = cast_like(batch.targets, self._like)
@@ -590,8 +612,10 @@ class Objective:
                 list(compress(these, used)) for these in (gradients, directions.values())
             )
             del gradients
+            moved = along(wanted, against)
+            del wanted, against
             with self._held(leaves):
-                return _joined(torch.autograd.grad(wanted, leaves, against, materialize_grads=True))
+                return _joined(torch.autograd.grad(moved, leaves, materialize_grads=True))
 
     def _graph(
         self, leaves: list[Tensor], batch: AnyBatch, wanted: Sequence[int]
@@ -702,7 +726,7 @@ class JointDerivatives:
                 into = {n: tensor for n, tensor in into.items() if names[n] in wanted}
             inputs = self._fast.gradient(
                 unflatten(w),
-                self._flat(batch.inputs),
+                self._flat(batch.inputs, w.ndim > 1),
                 cast_like(batch.targets, self._objective._like),
                 into=into,
                 by_inputs=by_inputs,
@@ -715,16 +739,27 @@ class JointDerivatives:
         return gradients[0], gradients[1] if by_inputs else None
 
     def hvp(
-        self, w: Tensor, batch: AnyBatch, v: Tensor, change: Tensor | None = None
+        self,
+        w: Tensor,
+        batch: AnyBatch,
+        v: Tensor,
+        change: Tensor | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The Hessian-vector products along v, and ``change`` of the inputs."""
+        """The Hessian-vector products along v, and ``change`` of the inputs.
+
+        ``wanted`` are the tensors in which v is not 0, if that is known.
+        """
         batch, unflatten = Batch(*batch), self._objective._unflatten
         if self._fast is not None:
-            product = torch.empty_like(w)
+            product, changes = torch.empty_like(w), unflatten(v)
+            if wanted is not None:
+                names = self._objective._names
+                changes = {n: tensor for n, tensor in changes.items() if names[n] in wanted}
             inputs = self._fast.product(
                 unflatten(w),
-                unflatten(v),
-                self._flat(batch.inputs),
+                changes,
+                self._flat(batch.inputs, w.ndim > 1),
                 change,
                 cast_like(batch.targets, self._objective._like),
                 into=unflatten(product),
@@ -739,18 +774,14 @@ class JointDerivatives:
             used = [i for i, g in enumerate(gradient) if g.requires_grad]
             if not used:
                 return torch.zeros_like(w), None if change is None else torch.zeros_like(change)
-            products = torch.autograd.grad(
-                [gradient[i] for i in used],
-                leaves,
-                [directions[i] for i in used],
-                materialize_grads=True,
-            )
+            moved = along([gradient[i] for i in used], [directions[i] for i in used])
+            products = torch.autograd.grad(moved, leaves, materialize_grads=True)
         return products[0], None if change is None else products[1]
 
-    def _flat(self, inputs: Inputs) -> Tensor:
-        """The inputs of a perceptron, (agents, samples, features)."""
+    def _flat(self, inputs: Inputs, stacked: bool) -> Tensor:
+        """The inputs of a perceptron, (agents, samples, features); of one agent without agents."""
         assert isinstance(inputs, Tensor)
-        return cast_like(inputs, self._objective._like).flatten(2)
+        return cast_like(inputs, self._objective._like).flatten(2 if stacked else 1)
 
 
 def _leaves(w: Tensor, batch: Batch, by_inputs: bool) -> tuple[list[Tensor], Batch]:
@@ -791,15 +822,16 @@ def edited_features(objective: Objective, edit: Callable[[Tensor], Tensor]) -> I
     """Inside, the head gets ``edit(z)`` in place of its inputs z; not defined for a stack.
 
     ``edit`` may also return z as it is. In :meth:`Objective.forward` z is in autograd's graph.
-    Batches stay whole (:mod:`nufed.objective.micro_batches`).
+    Batches stay whole (:mod:`nufed.objective.micro_batches`), and derivatives are autograd's.
     """
     head = objective._module.get_submodule(list(objective.layers)[-1])
     hook = head.register_forward_pre_hook(lambda _, given: (edit(given[0]), *given[1:]))
     micro, objective._micro = objective._micro, MicroBatches(0)
+    closed, objective._closed = objective._closed, False
     try:
         yield
     finally:
-        objective._micro = micro
+        objective._micro, objective._closed = micro, closed
         hook.remove()
 
 

@@ -76,6 +76,9 @@ class Part:
 
     def put(self, w: Tensor, values: Tensor) -> Tensor:
         """A copy of w with these values in this part."""
+        if isinstance(self.index, slice) and values.shape[:-1] == w.shape[:-1]:
+            before, after = w[..., : self.index.start], w[..., self.index.stop :]
+            return torch.cat([before, values, after], dim=-1)
         changed = w.clone()
         self.fill(changed, values)
         return changed

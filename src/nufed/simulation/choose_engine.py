@@ -26,7 +26,12 @@ from nufed.errors import InputError, in_short
 from nufed.evaluate import Measure
 from nufed.objective import Objective
 from nufed.objective.fast.gram_space import MOST_ROWS, FirstLayer, first_layer
-from nufed.objective.fast.onednn import OneDNNFirstLayer, has_large_products, with_onednn
+from nufed.objective.fast.onednn import (
+    OneDNNFirstLayer,
+    closed_form,
+    has_large_products,
+    with_onednn,
+)
 from nufed.objective.micro_batches import IGNORED
 from nufed.server import Downlink, initial_server, next_server, to_send
 from nufed.simulation.batched_engine import BatchedEngine
@@ -61,7 +66,16 @@ def _direct_onednn(objective: Objective, federation: Federation, seed: int, doub
     return _direct(with_onednn(objective), federation, seed, double)
 
 
-def _batched(objective: Objective, federation: Federation, seed: int, double: bool) -> Engine:
+def _closed_form(
+    objective: Objective, federation: Federation, seed: int, double: bool
+) -> Engine | None:
+    fast = closed_form(objective.double if double else objective)
+    return None if fast is None else DirectEngine(fast, federation, seed)
+
+
+def _batched(
+    objective: Objective, federation: Federation, seed: int, double: bool
+) -> BatchedEngine:
     most = max(1, min(MAX_AGENTS, STACK // objective.size))
     return BatchedEngine(objective.double if double else objective, federation, seed, most)
 
@@ -80,7 +94,9 @@ def _gram(
     most = max(1, min(GRAM_MAX_AGENTS, GRAM_STACK // layer.rest.size))
     if double:  # the rest is small, unlike the first layer
         layer, objective = replace(layer, rest=layer.rest.double), objective.double
-    return GramEngine(objective, federation, seed, layer, most)
+    stacked = _batched(objective, federation, seed, double=False)
+    small = stacked.most > GRAM_MAX_AGENTS  # more agents than would be evaluated together here
+    return GramEngine(objective, federation, seed, layer, most, stacked if small else None)
 
 
 NO_FIRST_LAYER = "this module does not begin with a linear layer on the raw inputs"
@@ -88,6 +104,12 @@ ENGINES: dict[EngineName, EngineKind] = {
     "direct": EngineKind("one agent at a time, on plain tensors", "", _direct),
     "direct_onednn": EngineKind(
         "direct, with large float32 products of linear layers by oneDNN", "", _direct_onednn
+    ),
+    "closed_form": EngineKind(
+        "one agent at a time, with the derivatives of fully connected networks written out, and "
+        "large float32 products by oneDNN",
+        "this module is no fully connected network, or the loss is not cross-entropy",
+        _closed_form,
     ),
     "batched": EngineKind(
         "several agents of a small model at once, stacked",
@@ -162,8 +184,8 @@ class Engines:
                 ("batched", self._stackable(MAX_AGENTS)),
                 ("gram_onednn", self._gram_pays(algorithm)),
                 ("batched", self._stackable(2)),
+                ("closed_form", self._closed_form_pays()),
                 ("direct_onednn", self._products_are_large(algorithm)),
-                ("batched", self._stackable(1) and self.objective.joint.closed_form),
             ]
             for name, pays in choices:
                 if pays and self.obstacle(name, algorithm, tried) is None:
@@ -183,7 +205,7 @@ class Engines:
         """
         if name in ("direct", "direct_onednn"):
             return None
-        if algorithm.combines is None:
+        if algorithm.combines is None and name != "closed_form":
             return f"{type(algorithm).__name__} does not declare that its agents may be stacked"
         samples = self.federation.samples
         if not samples.classes and bool((samples.targets == IGNORED).any()):
@@ -264,6 +286,10 @@ class Engines:
         module = self.objective.module(self.objective.initial())
         convolutions = any(parameter.ndim > 2 for parameter in module.parameters())
         return not convolutions and agents * self.objective.size <= STACK
+
+    def _closed_form_pays(self) -> bool:
+        """Whether derivatives are written out, and the model not so large that a trial is."""
+        return self.objective.joint.closed_form and self.objective.size <= GRAM_STACK
 
     def _gram_pays(self, algorithm: Algorithm) -> bool:
         """Whether the first layer costs less in Gram space, counted in samples times weights."""

@@ -14,7 +14,9 @@ from nufed.evaluate import AgentScores, Measure, Scoring, evaluate_agent, evalua
 from nufed.objective import Objective
 from nufed.server import Downlink
 
-EngineName: TypeAlias = Literal["direct", "direct_onednn", "batched", "gram", "gram_onednn"]
+EngineName: TypeAlias = Literal[
+    "direct", "direct_onednn", "closed_form", "batched", "gram", "gram_onednn"
+]
 States: TypeAlias = Mapping[int, State | None]
 """The states of agents to evaluate; None for an agent without a state (a newcomer).
 
@@ -57,6 +59,10 @@ class Engine:
         """
         raise NotImplementedError
 
+    def scored_chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
+        """The same for an evaluation."""
+        return self.chunks(algorithm, agents)
+
     def agent_updates(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
@@ -93,7 +99,7 @@ class Engine:
         federation = self.federation.scoring(scoring.part)
         agents = federation.scorable(states)
         scores: list[dict[int, AgentScores]] = [{} for _ in scoring.scales]
-        for chunk in self.chunks(algorithm, agents):
+        for chunk in self.scored_chunks(algorithm, agents):
             with work_of(chunk, "evaluation"):
                 some = {agent: states[agent] for agent in chunk}
                 scored = self._evaluate_chunk(algorithm, federation, received, some, scoring)

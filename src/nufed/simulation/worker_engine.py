@@ -51,6 +51,9 @@ class WorkerEngine(Engine):
     def chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
         return self._engine.chunks(algorithm, agents)
 
+    def scored_chunks(self, algorithm: Algorithm, agents: Sequence[int]) -> list[list[int]]:
+        return self._engine.scored_chunks(algorithm, agents)
+
     def agent_updates(
         self, algorithm: Algorithm, received: State, states: Mapping[int, State], context: Context
     ) -> dict[int, AgentResult]:
@@ -89,7 +92,7 @@ class WorkerEngine(Engine):
         how = (list(scoring.scales), scoring.part, scoring.steps)
         scores: list[dict[int, AgentScores]] = [{} for _ in scoring.scales]
         down = Downlink.of(received)
-        for chunks in self._loaded(self.chunks(algorithm, agents), states, down):
+        for chunks in self._loaded(self.scored_chunks(algorithm, agents), states, down):
             kept = [part or {} for chunk in chunks for pair in chunk.values() for part in pair]
             sizes = [aligned_bytes(down.shared), *map(aligned_bytes, kept)]
             spans = self._prepare([algorithm, measure], sizes)

@@ -46,7 +46,7 @@ def completed(tmp_path, monkeypatch):
         ("nufed run quickstart method.adapt_", ["method.adapt_lr=", "method.adapt_steps="]),
         (
             "nufed run quickstart engine=",
-            ["direct", "direct_onednn", "batched", "gram", "gram_onednn", "auto"],
+            ["direct", "direct_onednn", "closed_form", "batched", "gram", "gram_onednn", "auto"],
         ),
         ("nufed run quickstart engine=di", ["direct", "direct_onednn"]),
         ("nufed run quickstart rounds=5 tune_local=", ["true", "false"]),

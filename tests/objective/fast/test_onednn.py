@@ -11,10 +11,12 @@ from nufed.objective.fast.gram_space import first_layer
 from nufed.objective.fast.onednn import (
     OneDNNFirstLayer,
     OneDNNLinear,
+    closed_form,
     has_large_products,
     product,
     with_onednn,
 )
+from nufed.objective.objective import edited_features
 
 CLOSE = 1e-6  # of the norm; ε is 6e-8, and sums of up to 3,000 numbers add up to 2e-7
 
@@ -92,6 +94,48 @@ def test_gradients_and_hessian_vector_products(make, calls):
     assert near(fast.grad(w, batch, part), part.take(right[0]))
     calls.clear()
     assert near(fast.double.hvp(w.double(), batch, v.double()), right[1].double()) and not calls
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_written_out_derivatives_of_a_single_network(activation, calls):
+    torch.manual_seed(0)
+    objective = Objective(fcnn((12,), 3, hidden=(7, 5), activation=activation))
+    for plain, close in ((objective, CLOSE), (objective.double, 1e-13)):
+        fast = closed_form(plain)
+        w = plain.initial()
+        v, batch = random(plain.size).to(w), (random(9, 12).to(w), torch.arange(9) % 3)
+        assert near(fast.grad(w, batch), plain.grad(w, batch), close)
+        assert near(fast.hvp(w, batch, v), plain.hvp(w, batch, v), close)
+        for name in ("head", "body", "*.bias", "1.weight", "none"):
+            part = plain.part(name)
+            pair = (f.grad(w, batch, part) for f in (fast, plain))
+            assert near(*pair, close), name
+            pair = (f.hvp(w, batch, v, part) for f in (fast, plain))
+            assert near(*pair, close), name
+        assert bool(calls) == (plain is objective)
+        calls.clear()
+
+
+def test_which_derivatives_are_written_out():
+    net = fcnn((12,), 3, hidden=(7,))
+    w, batch = Objective(net).initial(), (random(9, 12), torch.arange(9) % 3)
+    fast = closed_form(Objective(net))
+    twice = fast.variant(loss=lambda outputs, y: 2 * nn.functional.cross_entropy(outputs, y))
+    assert near(twice.grad(w, batch), 2 * fast.grad(w, batch))
+    shift = random(3)
+    by_loss = Objective(net, lambda g, y: nn.functional.cross_entropy(g + shift, y))
+    for shifted in (fast.variant(shift=shift), Objective(net).variant(shift=shift)):
+        assert near(shifted.grad(w, batch), by_loss.grad(w, batch))
+        v = random(shifted.size)
+        assert near(shifted.hvp(w, batch, v), by_loss.hvp(w, batch, v))
+        doubles = (each.double.grad(w.double(), batch) for each in (shifted, by_loss))
+        assert near(*doubles)
+    with edited_features(fast, torch.zeros_like):  # the features are not those of the network
+        assert not near(fast.grad(w, batch), Objective(net).grad(w, batch), 0.1)
+    assert closed_form(Objective(net, nn.functional.mse_loss)) is None
+    assert closed_form(Objective(Tokens())) is None
+    assert closed_form(Objective(net, precision="bfloat16")) is None
+    assert closed_form(Objective(net, micro_batch=4)) is None
 
 
 def test_the_objective_itself_is_unchanged_and_shares_its_parameters(calls):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import vl_convert
@@ -22,10 +23,18 @@ def main() -> None:
     if request["javascript"]:
         # the type stub lacks the default
         _write(javascript=vl_convert.javascript_bundle())  # type: ignore[call-arg]
-    for name, spec in request["specs"].items():
-        svg = vl_convert.vegalite_to_svg(json.dumps(spec))
-        png = vl_convert.svg_to_png(svg, scale=2)
-        _write(name=name, svg=svg, png=base64.b64encode(png).decode())
+    with ThreadPoolExecutor(1) as pool:  # a chart's PNG beside the SVG of the next
+        written = [
+            pool.submit(_write_chart, name, vl_convert.vegalite_to_svg(json.dumps(spec)))
+            for name, spec in request["specs"].items()
+        ]
+    for each in written:
+        each.result()
+
+
+def _write_chart(name: str, svg: str) -> None:
+    png = vl_convert.svg_to_png(svg, scale=2)
+    _write(name=name, svg=svg, png=base64.b64encode(png).decode())
 
 
 def _write(**result: Any) -> None:

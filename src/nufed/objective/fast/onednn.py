@@ -9,6 +9,7 @@ in other dtypes, products are torch's own.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -32,11 +33,17 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     >>> product(torch.ones(1, 3), torch.ones(2, 3))
     tensor([[3., 3.]])
     """
+    large = _large(a, b.T)
+    return a @ b.T if large is None else large
+
+
+def _large(a: Tensor, b: Tensor) -> Tensor | None:
+    """a·b by oneDNN, if it is faster."""
     plain = a.dtype == b.dtype == torch.float32 and a.device.type == "cpu"
-    if AVAILABLE and plain and a.numel() * len(b) >= LARGE:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-        return result
-    return a @ b.T
+    if not (AVAILABLE and plain and a.numel() * b.shape[1] >= LARGE):
+        return None
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
+    return result
 
 
 class Product(torch.autograd.Function):
@@ -55,6 +62,8 @@ class Product(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():  # the backward pass of a first derivative
+        return product(a, b)
     return Product.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -85,6 +94,17 @@ def with_onednn(objective: Objective) -> Objective:
     same._module, same._moved = copy.deepcopy(module, shared), MovedStatistics()
     for layer in _linear_layers(same._module):
         layer.__class__ = OneDNNLinear
+    return same
+
+
+def closed_form(objective: Objective) -> Objective | None:
+    """The same objective with derivatives by single vectors written out, as those of stacks, and
+    with large products by oneDNN; None if they are written out for no such module and loss.
+    """
+    if objective._fast is None or objective._micro.size:
+        return None
+    same = with_onednn(objective) if objective.dtype == torch.float32 else copy.copy(objective)
+    same._fast, same._closed = replace(objective._fast, wide=_large), True
     return same
 
 

@@ -1,9 +1,10 @@
-"""Closed-form derivatives of stacks of fully connected networks with cross-entropy.
+"""Closed-form derivatives of fully connected networks with cross-entropy, one or a stack of them.
 
 On small networks autograd's overhead dominates. Here a network is a chain of linear layers and
 activations. The gradient is a forward pass, then a backward pass of d, the derivative with respect
 to a link's outputs. A Hessian-vector product differentiates both passes along the direction, with
-tangents ẋ of every x and ḋ of every d (Pearlmutter's R-operator). Agents are the first dimension.
+tangents ẋ of every x and ḋ of every d (Pearlmutter's R-operator). Of a stack agents are the first
+dimension.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from nufed.objective.modules import has_hooks
 
 Parameters: TypeAlias = Mapping[str, Tensor]
+Wide: TypeAlias = Callable[[Tensor, Tensor], Tensor | None]
+"""a·b of two large matrices; None of smaller ones."""
 aten = torch.ops.aten
 
 
@@ -64,17 +67,21 @@ class Perceptron:
     Args:
         links: the layers.
         flattens: whether it flattens samples first.
+        wide: computes products of a single network that are large; by torch if None.
+        shift: is added to the outputs.
     """
 
     links: tuple[Linear | Activation, ...]
     flattens: bool
+    wide: Wide | None = None
+    shift: Tensor | None = None
 
     def gradient(
         self, p: Parameters, inputs: Tensor, targets: Tensor, into: Parameters, by_inputs: bool
     ) -> Tensor | None:
         """Write the gradients of the parameters that are in ``into``; return that of the inputs."""
         xs = self._forward(p, inputs)
-        d, _ = _residual(xs[-1], targets)
+        d, _ = self._residual(xs[-1], targets)
         written = {i for i, link in enumerate(self.links) if _among(link, into)}
         first = -1 if by_inputs else min(written, default=len(self.links))
         for i, link in reversed(list(enumerate(self.links))):
@@ -84,11 +91,11 @@ class Perceptron:
                 d = link.backward(d, xs[i + 1])
                 continue
             if link.weight in into:
-                torch.bmm(d.mT, xs[i], out=into[link.weight])
+                self._times(d.mT, xs[i], into[link.weight])
             if link.bias and link.bias in into:
-                torch.sum(d, dim=1, out=into[link.bias])
+                torch.sum(d, dim=-2, out=into[link.bias])
             if i > first:
-                d = torch.bmm(d, p[link.weight])
+                d = self._times(d, p[link.weight])
         return d if by_inputs else None
 
     def product(
@@ -100,7 +107,10 @@ class Perceptron:
         targets: Tensor,
         into: Parameters,
     ) -> Tensor | None:
-        """The derivative of the gradient along v and, if given, along ``change`` of the inputs."""
+        """The derivative of the gradient along v and, if given, along ``change`` of the inputs.
+
+        Parameters that v lacks do not change.
+        """
         xs = self._forward(p, inputs)
         dots = [change]  # None: zero, as before the first linear layer unless the inputs change
         for i, link in enumerate(self.links):
@@ -108,14 +118,17 @@ class Perceptron:
             if isinstance(link, Activation):
                 dots.append(None if before is None else link.backward(before, xs[i + 1]))
                 continue
-            dot = torch.bmm(xs[i], v[link.weight].mT)
+            dot = self._times(xs[i], v[link.weight].mT) if link.weight in v else None
             if before is not None:
-                dot = torch.baddbmm(dot, before, p[link.weight].mT)
-            dots.append(dot + v[link.bias].unsqueeze(1) if link.bias else dot)
-        d, outputs = _residual(xs[-1], targets)
+                dot = self._plus(dot, before, p[link.weight].mT)
+            if link.bias and link.bias in v:
+                bias = v[link.bias].unsqueeze(-2)
+                dot = bias.expand(*xs[i].shape[:-1], -1) if dot is None else dot + bias
+            dots.append(dot)
+        d, outputs = self._residual(xs[-1], targets)
         last = torch.zeros_like(xs[-1]) if dots[-1] is None else dots[-1]
         mean = (outputs * last).sum(dim=-1, keepdim=True)
-        d_dot = outputs * (last - mean) / targets.shape[1]
+        d_dot = outputs * (last - mean) / targets.shape[-1]
         for i, link in reversed(list(enumerate(self.links))):
             before = dots[i]
             if isinstance(link, Activation):
@@ -124,15 +137,17 @@ class Perceptron:
                     d_dot = d_dot + d * link.bend(xs[i + 1]) * before
                 d = link.backward(d, xs[i + 1])
                 continue
-            torch.bmm(d_dot.mT, xs[i], out=into[link.weight])
+            of_weight = self._times(d_dot.mT, xs[i], into[link.weight])
             if before is not None:
-                into[link.weight].baddbmm_(d.mT, before)
+                self._plus(of_weight, d.mT, before, in_place=True)
             if link.bias:
-                torch.sum(d_dot, dim=1, out=into[link.bias])
+                torch.sum(d_dot, dim=-2, out=into[link.bias])
             if i or change is not None:
                 weight = p[link.weight]
-                d_dot = torch.baddbmm(torch.bmm(d_dot, weight), d, v[link.weight])
-                d = torch.bmm(d, weight)
+                d_dot = self._times(d_dot, weight)
+                if link.weight in v:
+                    d_dot = self._plus(d_dot, d, v[link.weight])
+                d = self._times(d, weight)
         return None if change is None else d_dot
 
     def _forward(self, p: Parameters, x: Tensor) -> list[Tensor]:
@@ -141,16 +156,44 @@ class Perceptron:
         for link in self.links:
             if isinstance(link, Activation):
                 x = link.apply(x)
-            elif link.bias:
-                x = torch.baddbmm(p[link.bias].unsqueeze(1), x, p[link.weight].mT)
             else:
-                x = torch.bmm(x, p[link.weight].mT)
+                bias = p[link.bias].unsqueeze(-2) if link.bias else None
+                x = self._plus(bias, x, p[link.weight].mT)
             xs.append(x)
         return xs
 
+    def _times(self, a: Tensor, b: Tensor, into: Tensor | None = None) -> Tensor:
+        """a·b, of one network or of a stack."""
+        if a.ndim == 3:
+            return torch.bmm(a, b, out=into)
+        large = self.wide and self.wide(a, b)
+        if large is None:
+            return torch.mm(a, b, out=into)
+        return large if into is None else into.copy_(large)
+
+    def _plus(self, c: Tensor | None, a: Tensor, b: Tensor, in_place: bool = False) -> Tensor:
+        """c + a·b, or only a·b without a c; ``in_place``: written into c."""
+        if c is None:
+            return self._times(a, b)
+        into = c if in_place else None
+        if a.ndim == 3:
+            return torch.baddbmm(c, a, b, out=into)
+        large = self.wide and self.wide(a, b)
+        if large is None:
+            return torch.addmm(c, a, b, out=into)
+        return torch.add(large, c, out=into)
+
+    def _residual(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of the mean cross-entropy in the outputs, and their softmax."""
+        outputs = outputs if self.shift is None else outputs + self.shift
+        softmax = torch.softmax(outputs, dim=-1)
+        ones = targets.unsqueeze(-1)
+        residual = softmax.scatter_add(-1, ones, softmax.new_full((), -1.0).expand(ones.shape))
+        return residual.div_(targets.shape[-1]), softmax
+
 
 def faster(module: nn.Module, loss: object) -> Perceptron | None:
-    """Faster derivatives of stacks for this module and loss, if there are any, else None.
+    """Faster derivatives for this module and loss, if there are any, else None.
 
     There are if the module is a chain of linear layers and activations and the loss cross-entropy.
     """
@@ -192,11 +235,3 @@ def _flattens(module: nn.Module) -> bool:
 def _among(link: Linear | Activation, names: Parameters) -> bool:
     """Whether a parameter of this link is among the names."""
     return isinstance(link, Linear) and (link.weight in names or link.bias in names)
-
-
-def _residual(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the mean cross-entropy in the outputs, and their softmax."""
-    softmax = torch.softmax(outputs, dim=-1)
-    ones = targets.unsqueeze(-1)
-    residual = softmax.scatter_add(2, ones, softmax.new_full((), -1.0).expand(ones.shape))
-    return residual.div_(targets.shape[1]), softmax
