@@ -100,7 +100,7 @@ def test_shakespeare(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["shakespeare.py", "play.txt"])
     run = nufed.run
-    monkeypatch.setattr(nufed, "run", lambda config, **given: run(config | {"rounds": 25}, **given))
+    monkeypatch.setattr(nufed, "run", lambda config, **given: run(config | {"rounds": 15}, **given))
     with without_report():
         runpy.run_path(str(EXAMPLES / "shakespeare.py"))
     printed = capsys.readouterr().out
