@@ -12,12 +12,47 @@ from board.problems import PROTOCOL
 from nufed.lab.board import method_config
 
 FOLDER = Path(__file__).parent.parent / "src/nufed/lab/config/presets/board"
-SHARED = ("seeds", "eval_steps")
+STARTERS = {  # presets of problems to start with: their first line, and their note
+    "sinusoid": (
+        "What fine-tuning is for: newcomers fit a sine wave of their own from ten samples "
+        "(Finn et al. 2017)",
+        "Every agent has a sine wave of its own and ten samples to fine-tune on, and the mean of "
+        "all waves is close to 0, so that a shared model is of little use without fine-tuning. "
+        "Outer samples of Per-FedAvg and gMeta are none of the inner ones. Settings are those of "
+        "the board: ten trials for every method with another seed, scored by validation samples of "
+        "agents in training. FedAvg with ten local steps costs as much as gMeta (a Hessian-vector "
+        "product counted as two gradients).",
+    ),
+}
+STARTED = {  # their methods, and what these are called on the board
+    "fedavg": "fedavg-1",
+    "per-fedavg": "per-fedavg",
+    "gmeta": "gmeta-3",
+    "fedavg-10-steps": "fedavg-10",
+}
 
 
 def write(measured: list[Shown], folder: Path = FOLDER) -> list[Path]:
     """A preset for every measured problem, with the methods in their order on the board."""
-    return [_write(shown, folder) for shown in measured if not shown.stage.equal_gradients]
+    measured = [shown for shown in measured if not shown.stage.equal_gradients]
+    starters = [_start(shown, folder.parent) for shown in measured if shown.name in STARTERS]
+    return [*(_write(shown, folder) for shown in measured), *starters]
+
+
+def _start(shown: Shown, folder: Path) -> Path:
+    """A preset to start with: few methods, with the settings that the board found."""
+    about, note = STARTERS[shown.name]
+    stage = shown.stage
+    tables = {key: table for key, table in stage.tables.items() if key != "tune"}
+    more = {"note": note, "seeds": [0], "eval_steps": PROTOCOL.last, "eval_every": 30}
+    methods = {}
+    for name, on_board in STARTED.items():
+        settings = {"algorithm": on_board, **stage.settings_of(on_board)}
+        methods[name] = settings | shown.methods[on_board][0]["chosen"]
+    path = folder / f"{shown.name}.toml"
+    text = tomli_w.dumps({**tables, **more, "methods": methods})
+    path.write_text(f"# {about}\n# Written by `make board` from board/results\n{text}", "utf-8")
+    return path
 
 
 def _write(shown: Shown, folder: Path) -> Path:

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from nufed.errors import InputError, RunError
 from nufed.lab import board
 from nufed.lab.analysis import places
 from nufed.lab.analysis.places import bootstrap, differences, holm, pack, unpack
-from nufed.lab.analysis.recommend import PilotRecord, Tried
+from nufed.lab.analysis.recommend import PilotRecord, Tried, board_check
 from nufed.lab.board import Contender, compare
 from nufed.lab.config import load_config
 from nufed.lab.config.load import only_methods
@@ -275,6 +276,27 @@ def test_the_records_are_small():
     assert sum(path.stat().st_size for path in MEASURED) < 3 * 2**20
 
 
+def test_presets_to_start_with_have_the_settings_of_the_board(tmp_path):
+    stage = next(stage for stage in stages() if stage.name == "sinusoid")
+    chosen_by = {
+        name: {"optimizer_lr": 0.01 * k, "meta_lr": 0.1 * k}
+        for k, name in enumerate(presets.STARTED.values(), 1)
+    }
+    methods = {name: [{"chosen": settings}] for name, settings in chosen_by.items()}
+    shown = SimpleNamespace(name="sinusoid", stage=stage, methods=methods)
+    config = load_config(presets._start(shown, tmp_path))
+    algorithms = config.algorithms()
+    assert list(algorithms) == ["fedavg", "per-fedavg", "gmeta", "fedavg-10-steps"]
+    for name, algorithm in algorithms.items():
+        right = chosen_by[presets.STARTED[name]]
+        assert algorithm.meta_lr == right["meta_lr"]
+        assert algorithm.server_optimizer.optimizer_lr == right["optimizer_lr"]
+    assert algorithms["fedavg-10-steps"].local_steps == 10
+    assert algorithms["gmeta"].adapt_steps == 3
+    assert {algorithms[n].outer_samples for n in ("gmeta", "per-fedavg")} == {"disjoint"}
+    assert stage.protocol.search_seed not in config.seeds and config.rounds == 150
+
+
 def test_the_rule_of_advise_is_checked_with_one_problem_held_out(tiny, where, monkeypatch):
     wanted = [
         replace(stage, about={**stage.about, "baselines": ["local"]})
@@ -329,4 +351,23 @@ def test_the_rule_of_advise_is_checked_with_one_problem_held_out(tiny, where, mo
     again = advice.write(wanted, said.append, **paths)  # pilots are read
     assert again == found and len(asked) == 2
     with pytest.raises(RunError, match="is a pilot of another problem"):
-        advice.write(wanted, said.append, minutes=0.3, **paths)
+        measured[0].stage.tables["rounds"] += 1
+        advice.write(wanted, said.append, **paths)
+
+
+def test_the_shipped_check_of_advise_follows_from_the_records():
+    shipped = board_check()
+    shown = {each.name: each for each in page.problems(stages())}
+    assert shipped.checked
+    for row in shipped.checked:
+        content = json.loads((advice.PILOTS / f"{row.problem}.json").read_text("utf-8"))
+        record = PilotRecord.model_validate_json(json.dumps(content["pilot"]))
+        others = {k: v for k, v in shipped.standing.items() if k != row.problem}
+        assert advice.recommend(record, others).method == row.recommended
+    row = min(shipped.checked, key=lambda each: each.of)  # the others take seconds
+    of = shown[row.problem]
+    assert of.complete and advice.ranks(of) == shipped.standing[row.problem]
+    for name, right in ((row.recommended, row.tied), ("fedavg-5", row.fedavg)):
+        assert advice._tied(of, name) == right
+    right = sum(each.tied for each in shipped.checked)
+    assert f"on {right} of {len(shipped.checked)} problems" in shipped.sentence

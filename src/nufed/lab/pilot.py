@@ -56,6 +56,7 @@ from nufed.simulation import Training
 
 MINUTES = 2.0
 TRAINED, SCORED = 60, 20  # agents at most
+EARLY = 8  # agents that α is chosen on before the last stage
 FEWEST = 12  # agents from which some stand for newcomers
 COHORT, ROUNDS = 10, 100  # at most
 SHARES = (16, 4, 1)  # of all rounds that a stage ends at: a sixteenth, …
@@ -286,10 +287,12 @@ class _Pilot:
 
     def _methods(self) -> None:
         """Stage by stage, all methods with all step sizes, then the best of these."""
-        entries = self._entries()
+        entries, began = self._entries(), self.clock.seconds
         for stage, most in self._stages().items():
             kept = self._best(entries, most) if self.stage else entries
-            if self.stage and not self._fits(kept, stage):
+            more = sum(stage - entry.progress.round for entry in kept)
+            pace = (self.clock.seconds - began) / max(1, self.done)
+            if self.stage and pace * more > self.clock.left:
                 self.left_out.append(f"trainings of {stage} rounds: they would take too long")
                 break
             for entry in kept:
@@ -322,11 +325,6 @@ class _Pilot:
             max(1, self.rounds // share): most for share, most in zip(SHARES, KEPT, strict=True)
         }
 
-    def _fits(self, kept: Sequence[_Entry], stage: int) -> bool:
-        """Whether a stage would end in time, at the pace so far."""
-        more = sum(stage - entry.progress.round for entry in kept)
-        return self.clock.seconds * more / max(1, self.done) <= self.clock.left
-
     def _best(self, entries: Sequence[_Entry], most: int) -> list[_Entry]:
         """Each method with its best step sizes so far."""
         kept: list[_Entry] = []
@@ -355,16 +353,19 @@ class _Pilot:
                 entry.progress = progress
                 if self.clock.left <= 0:
                     raise _OutOfTimeError
-            entry.by_stage[stage] = self._score(entry)
+            entry.by_stage[stage] = self._score(entry, stage == self.rounds)
         except NufedError as error:
             entry.by_stage[stage] = Tried(method=entry.method, score=None, failure=in_short(error))
 
-    def _score(self, entry: _Entry) -> Tried:
-        """Scores with the step size of fine-tuning chosen on agents in training."""
+    def _score(self, entry: _Entry, last: bool) -> Tried:
+        """Scores with the step size of fine-tuning chosen on agents in training: before the last
+        stage on few of them, in factors of 3."""
         evaluator = self._evaluator(entry.setup, entry.method)
         algorithm, steps = evaluator.algorithm, self.steps
-        validate = evaluator.scorer(entry.progress, "validation", self.validated, steps)
-        sizes = choose_step_sizes(validate, [steps], entry.setup.measure, preferred(algorithm))
+        agents = self.validated if last else self.validated[:EARLY]
+        validate = evaluator.scorer(entry.progress, "validation", agents, steps)
+        prefer = preferred(algorithm) if last else "best"
+        sizes = choose_step_sizes(validate, [steps], entry.setup.measure, prefer)
         scale = 1.0 if sizes is None else sizes.scale(steps)
         tried = self._scores(
             evaluator, entry.progress, entry.method, scale or 1.0, steps if scale else 0

@@ -114,7 +114,7 @@ def test_the_text_says_what_to_start_with_and_how_sure_that_is():
     checked = [
         Checked(
             problem=name, recommended="ifca", rank=rank, of=40, best="fedem", tied=rank < 3,
-            fedavg=False, usual=True, usual_method="anil",
+            fedavg=False, usual=True, usual_method="anil", possible=True,
         )
         for name, rank in (("a", 1), ("b", 2), ("c", 9))
     ]  # fmt: skip
@@ -122,8 +122,9 @@ def test_the_text_says_what_to_start_with_and_how_sure_that_is():
     text = sentences(record, found, check)
     assert text[0].startswith("Start with ifca:")
     assert (
-        "within noise of the best of all methods on 2 of 3 problems (median rank 2 of 40); always "
-        "FedAvg with fine-tuning: 0, always the best one on the other problems: 3." in text[2]
+        "within noise of the best of all methods on 2 of 3 problems (at best one of those tried was "
+        "on 3; median rank 2 of 40); always FedAvg with fine-tuning: 0, always the best one on the "
+        "other problems: 3." in text[2]
     )
     assert "a federation pays" in text[3]
     assert [row[0] for row in pilot_table(record, found).rows] == ["ifca", "fedavg-5", "local"]

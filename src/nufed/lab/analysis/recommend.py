@@ -141,8 +141,8 @@ class Checked(Record):
     """The rule on a problem of the board, with the ranks of the other problems.
 
     ``recommended`` has this ``rank`` among all methods of the board, ``tied``: it can't be told
-    apart from the best there; ``fedavg`` and ``usual`` say so of FedAvg with fine-tuning, and of
-    the method with the best mean rank on the other problems.
+    apart from the best there; ``possible`` says so of any of :data:`KINDS`, ``fedavg`` and ``usual``
+    of FedAvg with fine-tuning, and of the method with the best mean rank on the other problems.
     """
 
     problem: str
@@ -151,15 +151,20 @@ class Checked(Record):
     of: Count
     best: str
     tied: bool
+    possible: bool
     fedavg: bool
     usual: bool
     usual_method: str
 
 
 class BoardCheck(Record):
-    """Ranks on the board, and how often the rule was right with one problem held out at a time."""
+    """Ranks on the board, and how often the rule was right with one problem held out at a time.
+
+    ``seconds``: of the longest of the pilots, in CPU time.
+    """
 
     standing: dict[str, dict[str, float]]
+    seconds: float = 0.0
     checked: list[Checked]
 
     @property
@@ -167,16 +172,17 @@ class BoardCheck(Record):
         """What the check found, in one sentence."""
         if not self.checked:
             return "This rule has not been checked against the board yet."
-        right, fedavg, usual = (
-            sum(getattr(each, key) for each in self.checked) for key in ("tied", "fedavg", "usual")
+        right, possible, fedavg, usual = (
+            sum(getattr(each, key) for each in self.checked)
+            for key in ("tied", "possible", "fedavg", "usual")
         )
-        places = [each.rank for each in self.checked]
+        rank, of = (np.median([getattr(c, key) for c in self.checked]) for key in ("rank", "of"))
         return (
-            f"With one problem of the board held out at a time, the recommended method was within "
-            f"noise of the best of all methods on {right} of {len(self.checked)} problems (median "
-            f"rank {np.median(places):g} of {np.median([c.of for c in self.checked]):g}); always "
-            f"FedAvg with fine-tuning: {fedavg}, always the best one on the other problems: "
-            f"{usual}."
+            f"With one problem of the board held out at a time, and pilots of {self.seconds:.0f} s "
+            f"or less, the recommended method was within noise of the best of all methods on "
+            f"{right} of {len(self.checked)} problems (at best one of those tried was on "
+            f"{possible}; median rank {rank:g} of {of:g}); always FedAvg with fine-tuning: "
+            f"{fedavg}, always the best one on the other problems: {usual}."
         )
 
 
