@@ -42,10 +42,11 @@ app(["advise", "mine.toml"], standalone_mode=False)
 # - **The table** has the mean score of the agents that count, on validation samples, after the steps of fine-tuning that the configuration shows and before them.
 #   *behind* is the paired difference to the recommended method. Where a configuration holds out newcomers, a third of the sample stands for them; its own
 #   newcomers, and all test samples, stay unread.
-# - **The rule** is two comparisons. Methods within one standard error of the pilot's best are *near*; of these the one with the best mean rank on
-#   [the board](../board.md) is recommended. It is all in `lab/analysis/recommend.py`.
+# - **The rule** is a few comparisons. Methods within one standard error of the pilot's best are *near*; of these the one with the smallest sum of its rank in
+#   the pilot and its mean rank on [the board](../board.md) is recommended. Training alone takes part only if the others got a quarter of their rounds.
+#   It is all in `lab/analysis/recommend.py`.
 # - **How often it is right** was measured on the board, with one problem held out at a time: the rule gets a pilot on a problem whose results it does not
-#   know. The figure is printed with every recommendation. `make board-advice` repeats it.
+#   know. The figure is printed with every recommendation: trust the pilot's intervals more than the name. `make board-advice` repeats it.
 # - **γ_G and γ_H** tell how gradients and curvatures of agents differ; where curvatures agree, [training for ν > 1 has nothing to gain](../when_nu_pays.md).
 # - **What would help**: the recommended method is trained again with half of the agents, and with half of every agent's samples.
 #

@@ -50,9 +50,11 @@ def test_the_boards_ranks_decide_among_those_near_the_best():
     assert gap(record, "ditto", "ifca").mean == pytest.approx(0.02)
     assert gap(record, "ditto", "ifca").noise == pytest.approx(noise, rel=0.05)
     assert 0.02 < noise < 0.04
-    ranks = {"ifca": 2.0, "ditto": 1.0, "local": 1.0}
+    ranks = {"ifca": 3.0, "ditto": 1.0, "local": 1.0}
     found = recommend(record, {"a": ranks, "b": {**ranks, "ditto": 2.0}})
-    assert found.near == ("ifca", "ditto") and found.method == "ditto"
+    assert found.near == ("ifca", "ditto")
+    assert found.method == "ditto"  # of ranks 2 and 1.5; ifca has 1 and 3
+    assert recommend(record, {"a": ranks, "b": {**ranks, "ifca": 1.0}}).method == "ifca"
     assert recommend(record, {}).method == "ifca"  # without ranks the best of the pilot
     other = {"a": {"ifca": 1.0, "ditto": 2.0}}
     assert recommend(record, other).method == "ifca"
@@ -77,6 +79,17 @@ def test_few_agents_are_compared_over_their_samples():
     record = pilot(tried("ifca", 0, resampled=flat), tried("ditto", 0.01, 0.0, resampled=moved))
     found = gap(record, "ditto", "ifca")
     assert found.noise == pytest.approx(0.05 / np.sqrt(20), rel=0.05)
+
+
+def test_training_alone_is_recommended_only_if_the_others_were_trained_long_enough():
+    record = pilot(tried("local", 0), tried("fedavg-5", 0.1), tried("ditto", 0.2))
+    assert recommend(record, {}).method == "local"
+    short = record.model_copy(update={"rounds": 24})  # of 100
+    found = recommend(short, {})
+    assert found.method == "fedavg-5" and "local" not in found.near
+    assert any(
+        "24 of 100 rounds are too few" in text for text in sentences(short, found, board_check())
+    )
 
 
 def test_what_nu_gains_and_what_the_theory_allows():
@@ -122,9 +135,9 @@ def test_the_text_says_what_to_start_with_and_how_sure_that_is():
     text = sentences(record, found, check)
     assert text[0].startswith("Start with ifca:")
     assert (
-        "within noise of the best of all methods on 2 of 3 problems (at best one of those tried was "
-        "on 3; median rank 2 of 40); always FedAvg with fine-tuning: 0, always the best one on the "
-        "other problems: 3." in text[2]
+        "within noise of the best of all methods on 2 of 3 problems (at best one of those tried "
+        "was on 3; median rank 2 of 40); always FedAvg with fine-tuning: 0, always the best one on "
+        "the other problems: 3." in text[2]
     )
     assert "a federation pays" in text[3]
     assert [row[0] for row in pilot_table(record, found).rows] == ["ifca", "fedavg-5", "local"]

@@ -95,7 +95,9 @@ def _how_sure(advice: Recommendation) -> str:
     alike = ", ".join(advice.alike)
     text = f"The pilot can't tell it apart from {alike} (95 %)"
     if len(advice.near) > 1:
-        text += "; among those within one standard error the board's ranks decided"
+        text += (
+            "; among those within one standard error ranks decided, in the pilot and on the board"
+        )
     if advice.agents_needed is not None:
         text += f"; the nearest would be apart with about {advice.agents_needed} scored agents"
     return f"{text}."
@@ -112,6 +114,11 @@ def _federation(pilot: PilotRecord, advice: Recommendation) -> str:
     alone = advice.behind.get(LOCAL)
     if alone is None or not known:
         return f"{text}."
+    if LOCAL not in pilot.comparable:
+        return (
+            f"{text}, but {pilot.rounds} of {pilot.rounds_configured} rounds are too few to compare "
+            "the two: give more --minutes."
+        )
     pays = "a federation pays" if alone.sure else "whether a federation pays is not sure"
     return f"{text}: {pays}."
 
