@@ -116,8 +116,8 @@ def _federation(pilot: PilotRecord, advice: Recommendation) -> str:
         return f"{text}."
     if LOCAL not in pilot.comparable:
         return (
-            f"{text}, but {pilot.rounds} of {pilot.rounds_configured} rounds are too few to compare "
-            "the two: give more --minutes."
+            f"{text}, but {pilot.rounds} of {pilot.rounds_configured} rounds are too few to "
+            "compare the two: give more --minutes."
         )
     pays = "a federation pays" if alone.sure else "whether a federation pays is not sure"
     return f"{text}: {pays}."
