@@ -4,7 +4,9 @@
 
 Trains a network of which only the last layers are trained, with 50 agents and two workers, once
 with 100 frozen layers and once with one. Prints the increase of the peak, in sizes of the frozen
-part: 1 would be one copy for everything. Linux only (/proc).
+part: 1 would be one copy for everything. It looks at every round and evaluation and in between, so
+that a busy machine misses no process. Pages of files (libraries) are left out: their share changes
+with whatever else runs. Linux only (/proc).
 """
 
 import argparse
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,7 @@ import nufed
 INPUTS, WIDTH, AGENTS = 64, 480, 50
 LARGE, TINY = 100, 1  # frozen layers
 INTERVAL = 0.05  # seconds between two looks
+COUNTED = "Pss_Anon:", "Pss_Shmem:"  # lines of /proc/PROCESS/smaps_rollup
 
 
 class Mostly(nn.Module):
@@ -63,16 +67,18 @@ def run(layers, method):
     }
     peak, done = [0], threading.Event()
 
+    def look(event=None):  # workers that have sent their last event are still there
+        peak[0] = max(peak[0], proportional(os.getpid()))
+
     def watch():
         while not done.wait(INTERVAL):
-            peak[0] = max(peak[0], proportional(os.getpid()))
+            look()
 
     watcher = threading.Thread(target=watch, daemon=True)
     with tempfile.TemporaryDirectory() as folder:
         watcher.start()
-        nufed.run(
-            config, data=data, model=lambda: Mostly(layers), out=f"{folder}/run", figures=None
-        )
+        out, model = f"{folder}/run", partial(Mostly, layers)
+        nufed.run(config, data=data, model=model, out=out, figures=None, on_progress=look)
         done.set()
         watcher.join()
     frozen = sum(p.nbytes for p in Mostly(layers).parameters() if not p.requires_grad)
@@ -81,7 +87,7 @@ def run(layers, method):
 
 
 def proportional(process):
-    """The proportional set size of a process and its children, in bytes.
+    """The proportional set size of a process and its children without files, in bytes.
 
     0 if a process began or ended meanwhile: pages that it shares would count twice.
     """
@@ -91,7 +97,7 @@ def proportional(process):
             lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
         except OSError:  # it has ended
             return 0
-        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith(COUNTED))
     return total if processes == [process, *children(process)] else 0
 
 

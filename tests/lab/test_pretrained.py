@@ -333,7 +333,7 @@ def test_methods_train_adapters_and_files_hold_the_trained_part_alone(bert, tmp_
         ({"train": "lora", "lora": {"targets": ["nope"]}}, "linear layers called .*query"),
         ({"train": "nope*"}, "no parameter of the model is in it"),
         ({"args": {"task": "poetry"}}, "must be one of sequence, token, causal"),
-        ({"train": "none"}, "no trainable parameters"),
+        ({"train": "none"}, "model.train = 'none': names no parameter: name what is trained"),
         ({"args": {"hidden_dropout": 0.1}}, "model.args.hidden_dropout = 0.1: is no setting"),
         ({"train": "lora", "lora": {"rank": 10**6}}, "rank = 1000000: must be at most 16"),
     ],

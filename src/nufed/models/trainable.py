@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from nufed.errors import InputError
+from nufed.errors import InputError, require
 from nufed.objective.modules import norm_layers
 from nufed.objective.parts import find_part
 
@@ -32,6 +30,8 @@ def train_only(module: nn.Module, part: str) -> None:
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
     chosen = torch.zeros(len(parameters), dtype=torch.bool)
     chosen[find_part(part, places, layers, norm_layers(module)).index] = True
+    nothing = "names no parameter: name what is trained, for example head"
+    require(bool(chosen.any()), "model.train", part, nothing)
     for parameter, trained in zip(parameters.values(), chosen.tolist(), strict=True):
         parameter.requires_grad_(trained)
 
@@ -82,12 +82,8 @@ def base_digest(module: nn.Module) -> str:
 
 def share_base(module: nn.Module, other: nn.Module) -> None:
     """Let ``other`` hold the frozen parameters of ``module`` that are equal to its own."""
-    shared, freed = base_parameters(module), False
+    shared = base_parameters(module)
     for name, parameter in base_parameters(other).items():
         mine = shared.get(name)
         if mine is not None and mine.shape == parameter.shape and torch.equal(mine, parameter):
-            parameter.data, freed = mine.data, True
-    if freed and sys.platform == "linux":
-        # else glibc keeps what was freed, and each forked worker that reuses it gets pages of it
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        _ = trim and trim(0)
+            parameter.data = mine.data

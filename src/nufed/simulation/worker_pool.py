@@ -202,6 +202,7 @@ class Workers:
         self._links: dict[Connection, BaseProcess] = {}
         self._device = torch.device(device)
         self.close = weakref.finalize(self, _end, os.getpid(), self._links)
+        _release_memory()
         try:
             for _ in range(count):
                 self._start(work)
@@ -314,6 +315,13 @@ def perform(work: Callable[[Any, Notify], Any], task: Any, send: Send) -> tuple[
     for warning in caught:
         send(("warning", _sendable(warning.message)))
     return outcome
+
+
+def _release_memory() -> None:
+    """Return freed memory to the system: each forked process would get pages of it by using it."""
+    if sys.platform == "linux":  # glibc has it, others may not
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        _ = trim and trim(0)
 
 
 def _end(owner: int, links: dict[Connection, BaseProcess]) -> None:
