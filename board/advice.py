@@ -1,10 +1,10 @@
 """Checks the rule of `nufed advise CONFIG` against the board, with one problem held out at a time.
 
-Each measured problem has a pilot in board/pilots, of two CPU-minutes at most (the check has the time
-of the longest), with the seed of the search, and without a test sample. The rule gets the pilot and
-the ranks of the *other* problems; what it recommends is compared with the best of all methods by
-the board's own test. The result, and the ranks, are src/nufed/lab/analysis/board_check.json, which
-nufed ships with.
+Each measured problem has a pilot in board/pilots, of two CPU-minutes at most (the check has the
+time of the longest), with the seed of the search, and without a test sample. The rule gets the
+pilot and the ranks of the *other* problems; what it recommends is compared with the best of all
+methods by the board's own test. The result, and the ranks, are
+src/nufed/lab/analysis/board_check.json, which nufed ships with.
 """
 
 from __future__ import annotations
