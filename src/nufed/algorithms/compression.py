@@ -154,7 +154,9 @@ def decompress(
     for name, vector in before.items():
         start, wide = f"{name}/", _wide(vector)
         of_vector = {
-            key.removeprefix(start): code for key, code in codes.items() if _is_of(key, name)
+            key.removeprefix(start): code
+            for key, code in codes.items()
+            if key.rpartition("/")[0] == name
         }
         first = wide[: counted.get(name)]
         after = first + codec.decode(of_vector, first)
@@ -196,10 +198,6 @@ def _encode(codec: Codec, change: Tensor, counted: int | None) -> dict[str, Tens
     if counted is None:
         return codec.encode(change)
     return {**codec.encode(change[:counted]), STATISTICS: change[counted:].clone()}
-
-
-def _is_of(key: str, name: str) -> bool:
-    return key.rpartition("/")[0] == name
 
 
 def _wide(vector: Tensor) -> Tensor:

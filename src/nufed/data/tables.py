@@ -81,7 +81,8 @@ def _read_column(
     cells = [_cell(value, missing) for value in (given if array is None else array.tolist())]
     numbers = [cell is None or _NUMBER.fullmatch(cell) is not None for cell in cells]
     if not categorical and all(numbers):
-        return Column(name), _finite(np.array([_float(cell) for cell in cells]), name)
+        given = [math.nan if cell is None else float(cell) for cell in cells]
+        return Column(name), _finite(np.array(given), name)
     present = [cell for cell in cells if cell is not None]
     if not categorical and any(_NUMBER.fullmatch(cell) for cell in present):
         row = numbers.index(False)
@@ -110,10 +111,6 @@ def _cell(value: Any, missing: set[str]) -> str | None:
         number = float(text)
         return str(int(number)) if number.is_integer() and abs(number) < 1e15 else text
     return text
-
-
-def _float(cell: str | None) -> float:
-    return math.nan if cell is None else float(cell)
 
 
 def _finite(values: Array, name: str) -> Array:

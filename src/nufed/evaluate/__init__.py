@@ -5,7 +5,6 @@ from nufed.evaluate.examples import (
     Fit as Fit,
     Guesses as Guesses,
     can_be_drawn as can_be_drawn,
-    can_be_guessed as can_be_guessed,
 )
 from nufed.evaluate.metrics import (
     METRICS as METRICS,

@@ -17,7 +17,7 @@ from nufed.lab.cli.terminal import console, print_plain, print_table, say, table
 
 if TYPE_CHECKING:
     from nufed.data import Samples, Split
-    from nufed.lab.readers.sources import Origin, Stored
+    from nufed.lab.readers.sources import Stored
 
 data_app = typer.Typer(
     help="Get data sets, and inspect how they are split among agents.", no_args_is_help=True
@@ -30,11 +30,11 @@ OWN_FILES = ("file", "table", "text", "leaf", "hf")  # the sources of users' own
 @data_app.command("list")
 def data_list(as_json: AsJson = False) -> None:
     """Show which data sets are present, where nufed looks for them, and how to get the others."""
-    from nufed.lab.readers.sources import ORIGINS, SOURCES, STORED, data_directory
+    from nufed.lab.readers.sources import ORIGINS, SOURCES, STORED, Origin, data_directory
 
     origin = "NUFED_DATA" if os.environ.get("NUFED_DATA") else "the cache directory"
     contents = {
-        name: {**_state(STORED.get(name)), **_origin(ORIGINS.get(name))}
+        name: {**_state(STORED.get(name)), **asdict(ORIGINS.get(name, Origin("", "")))}
         for name in SOURCES
         if name not in OWN_FILES
     }
@@ -225,11 +225,6 @@ def data_prepare(
     preparation = prepare_columns(tallies, seen)
     print_plain(as_toml(preparation))
     say(f"{preparation}: add this to {config}, the same at the server and all sites", error=True)
-
-
-def _origin(origin: Origin | None) -> dict[str, str]:
-    """Whom to cite and the licence; empty for generated data."""
-    return asdict(origin) if origin else {"citation": "", "licence": ""}
 
 
 def _state(stored: Stored | None) -> dict[str, str]:

@@ -91,6 +91,7 @@ def run(
     """Train and evaluate every method of a configuration, and write a report."""
     from nufed.lab.cli.printed_results import print_files, print_results
     from nufed.lab.cli.progress import RunDisplay
+    from nufed.lab.config.load import only_methods
     from nufed.lab.experiment import resume as resume_experiment, run as run_experiment
     from nufed.lab.export import TensorBoard
 
@@ -104,7 +105,8 @@ def run(
     if methods is not None:
         if source is None or resume is not None:
             raise InputError("--methods is for a new run of a preset or a TOML file")
-        chosen = _only(source, methods)
+        names = [name.strip() for name in methods.split(",") if name.strip()]
+        chosen = only_methods(source, names)
     if tuned:
         if resume is not None or chosen is None:
             raise InputError(
@@ -138,13 +140,6 @@ def run(
         print_files(finished)
     if finished.failures:
         raise typer.Exit(1)
-
-
-def _only(source: str, methods: str) -> dict[str, Any]:
-    """The tables of a configuration with the methods of a list."""
-    from nufed.lab.config.load import only_methods
-
-    return only_methods(source, [name.strip() for name in methods.split(",") if name.strip()])
 
 
 def _settings(

@@ -361,7 +361,8 @@ class _Tables:
                     default = known
                     value = known if value is MISSING else value
                 waits = self.problem.looks and setting.setting.of_longest_step is not None
-                self.defaults[key] = AUTO if waits and base is None else _writable(default)
+                writable = default if isinstance(default, bool | int | float | str) else None
+                self.defaults[key] = AUTO if waits and base is None else writable
                 if value is not MISSING:
                     arguments[key] = self._value(setting, value)
         self._follow(cls, base, arguments)
@@ -482,7 +483,3 @@ def _belongs(key: str) -> str:
 def _may_be_open(setting: SettingField) -> bool:
     """Whether the value may be measured on the problem before training."""
     return setting.setting.of_longest_step is not None or setting.setting.follows is not None
-
-
-def _writable(default: Any) -> Any:
-    return default if isinstance(default, bool | int | float | str) else None

@@ -395,6 +395,10 @@ def find_named(key: str, name: str, known: Mapping[str, Any]) -> Any:
     return import_named(key, name)
 
 
+# the arguments that replace a key of the configuration
+GIVEN_AS = {"data.source": "data", "data.partition": "partition", "model.name": "model"}
+
+
 @dataclass(frozen=True)
 class Given:
     """Objects that the user passes in Python; None: use what the configuration names."""
@@ -461,10 +465,11 @@ class Recorded:
         }
         missing = [key for key in needed if names[key] == OWN and key not in given.keys]
         if missing:
+            what = " and ".join(GIVEN_AS.get(key, key) for key in missing)
             raise InputError(
-                f"{self.path} was given its {' and '.join(map(_word, missing))} as Python objects, "
-                "which its directory does not contain: pass them again in Python, or name them as "
-                "package.module:function in a configuration"
+                f"{self.path} was given its {what} as Python objects, which its directory does not "
+                "contain: pass them again in Python, or name them as package.module:function in a "
+                "configuration"
             )
         now = given.with_placeholders(config).methods
         for name in given.methods or {}:
@@ -670,8 +675,3 @@ def algorithms_of(
                 f"methods={{{name!r}: …}}"
             )
     return algorithms
-
-
-def _word(key: str) -> str:
-    words = {"data.source": "data", "data.partition": "partition", "model.name": "model"}
-    return words.get(key, key)

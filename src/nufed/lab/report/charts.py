@@ -388,7 +388,7 @@ def score_by_key(
         styles: colours and symbols; by default in the order of the methods.
     """
     rows = [_row(score, key) for score in scores if math.isfinite(score.mean)]
-    names = _methods(scores)
+    names = list(dict.fromkeys(s.method for s in scores if not s.baseline))
     styles = styles or Styles.of(names)
     values = [score.keys[key] for score in scores]
     axis, numeric = _key_axis(key, values), all(map(_is_number, values))
@@ -477,10 +477,6 @@ def score_by_two_keys(
         base.mark_rect().encode(color=alt.Color("mean:Q", title=title, scale=scale, legend=legend)),
         base.mark_text(fontSize=12).encode(text=alt.Text("mean:Q", format=shown), color=ink),
     ).properties(width=max(120, min(WIDTH, 90 * len(columns))), height=max(120, 40 * len(lines)))
-
-
-def _methods(scores: Sequence[KeyedScore], *, baseline: bool = False) -> list[str]:
-    return list(dict.fromkeys(s.method for s in scores if s.baseline == baseline))
 
 
 def _row(score: KeyedScore, key: str) -> dict[str, Any]:

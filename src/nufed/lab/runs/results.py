@@ -194,15 +194,15 @@ def _row(line: Line, group: str, measure: Measure, lr: float | None, majority: L
         [scores for scores in by_seed if scores]
         for by_seed in (line.scores(group), line.scores_as_trained(group))
     )
-    steps, at_steps = line.steps, _personal_score(line.steps)
+    steps = line.steps
     after = [summarise(scores, steps, measure) for scores in chosen]
     return Row(
         name=line.label,
         kind=line.kind,
         group=group,
         shared=_estimate(chosen, lambda scores: or_nan(scores.global_score)),
-        personal=_estimate(chosen, at_steps),
-        as_trained=_estimate(trained, at_steps),
+        personal=_estimate(chosen, lambda scores: scores.score[steps]),
+        as_trained=_estimate(trained, lambda scores: scores.score[steps]),
         adapt_lr=tuple(None if lr is None else scale * lr for scale in line.scales()),
         lr_scale=tuple(line.scales()),
         balanced=_over_seeds([s.balanced for s in after]),
@@ -273,10 +273,6 @@ def over_samples(seeds: Sequence[Mapping[int, Deviations]]) -> float | None:
         means = [np.mean(list(by_agent.values()), axis=0) for by_agent in seeds if by_agent]
         width = float(np.mean([Z975 * np.std(mean) for mean in means])) if means else math.nan
     return width if math.isfinite(width) and len(means) == len(seeds) else None
-
-
-def _personal_score(steps: int) -> Callable[[AgentScores], float]:
-    return lambda scores: scores.score[steps]
 
 
 def _mean(summaries: Sequence[Summary], field: str) -> float:
