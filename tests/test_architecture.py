@@ -180,7 +180,7 @@ def test_the_house_does_not_grow_unnoticed(house, capsys, monkeypatch):
     found = house["modules"]()
     core = [module for module in found if module.floor == "core"]
     assert len(found) <= 254 and len(core) <= 108
-    assert sum(module.lines for module in core) <= 12_500
+    assert sum(module.lines for module in core) <= 12_550
     assert sum(module.lines for module in found) <= 39_200  # `nufed advise` before training: 900
     assert house["members"](found, "Objective") <= 24
     assert house["members"](found, "Algorithm") <= 24
