@@ -32,9 +32,9 @@ MODULES = {
 
 
 MAY_USE = {
-    None: ["direct"],
-    "elementwise": ["direct", "batched"],
-    "linearly": ["direct", "batched", "gram"],
+    None: ["direct", "closed_form"],
+    "elementwise": ["direct", "closed_form", "batched"],
+    "linearly": ["direct", "closed_form", "batched", "gram"],
 }
 """The engines that must run an algorithm, by what it declares."""
 BELONGS = {"configuration": "a", "data": "b", "split": "c"}

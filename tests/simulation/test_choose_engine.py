@@ -11,6 +11,7 @@ from nufed import Exact, Federation, FirstOrder, GMeta, InputError, Objective, S
 from nufed.algorithms import ALGORITHMS, Ditto, FedAvg, PerFedAvg, Personal, Scaffold
 from nufed.algorithms.protocol import Checks
 from nufed.data.text import next_token_loss
+from nufed.evaluate import Measure
 from nufed.lab.config import load_config
 from nufed.lab.config.problem import build_federation, build_samples
 from nufed.models import cnn_groupnorm, fcnn, gru, logistic
@@ -92,6 +93,24 @@ def test_networks_too_large_for_stacks_have_their_derivatives_written_out():
     assert engines(module, data).choose(scaffold, "auto") == "closed_form"
     softplus = nn.Sequential(*module, nn.Softplus())  # has no closed form
     assert engines(softplus, data).choose(scaffold, "auto") == "direct"
+
+
+def test_small_models_in_gram_space_are_evaluated_in_stacks():
+    data = federation(12, 60)
+    these, states = engines(net(data, hidden=(8,)), data), {agent: {} for agent in range(12)}
+    gram, direct = these.get("gram"), these.get("direct")
+    assert [len(chunk) for chunk in gram.chunks(METHOD, list(states))] == [4, 4, 4]
+    assert [len(chunk) for chunk in gram.scored_chunks(METHOD, list(states))] == [12]
+    server, how = (
+        {"model": these.objective.initial()},
+        {"steps": 2, "measure": Measure("loss", None)},
+    )
+    for got, right in zip(
+        *(engine.evaluate(METHOD, server, states, **how) for engine in (gram, direct)), strict=True
+    ):
+        assert got.loss == pytest.approx(right.loss, rel=1e-4)
+    large = engines(net(wide()), wide()).get("gram")
+    assert large.scored_chunks(METHOD, [0, 1, 2]) == large.chunks(METHOD, [0, 1, 2]) == [[0, 1, 2]]
 
 
 def test_no_gram_matrix_for_agents_with_many_samples_and_few_batches():
