@@ -339,7 +339,8 @@ def nu_counts(every: Sequence[Shown]) -> list[str]:
                 if titles
             ]
             told = ", ".join(where) or "neither better nor worse on any"
-            sentences.append(f"{a} against {b}, {number_of} problems: {told}.")
+            asked = f"{number_of} problem{'s' * (number_of > 1)}"
+            sentences.append(f"{a} against {b}, {asked}: {told}.")
     return sentences
 
 
@@ -388,7 +389,11 @@ def _gain(shown: Shown, steps: int) -> str:
     resampled = shown.resampled if column == shown.column else places.NOT_RESAMPLED
     place = places.differences(both, NU[0][1], resampled)[NU[0][0]]
     better = "more" if shown.higher else "less"
-    return f"{interval(place, shown.percent)} on {shown.title}, k = {steps} ({better} is better)"
+    gained, reference = both.values()
+    by_seed = [gained[seed].mean() - reference[seed].mean() for seed in gained if seed in reference]
+    low, high = (signed(float(each), shown.percent) for each in (min(by_seed), max(by_seed)))
+    notes = f"{better} is better; by seed {low} … {high}"
+    return f"{interval(place, shown.percent)} on {shown.title}, k = {steps} ({notes})"
 
 
 def write(of: Sequence[Stage] | None = None) -> list[Shown]:
