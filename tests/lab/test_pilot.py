@@ -95,6 +95,7 @@ def test_methods_are_compared_after_the_last_stage_that_all_completed(monkeypatc
     longer = {**CONFIG, "rounds": 8}
     short = pilot(longer, now=steady, on_progress=_interrupt_at("8 rounds"))
     assert short.rounds == 4 and set(short.ran) == set(KINDS)
+    assert short.left_out == ["the rest: it was interrupted"]
     early = pilot(longer, now=steady, on_progress=_interrupt_at("per-fedavg, 1 rounds"))
     assert set(early.ran) == {"local", "fedavg-5"} and "some step sizes" in early.left_out[0]
 

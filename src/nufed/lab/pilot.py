@@ -245,6 +245,9 @@ class _Pilot:
                 )
             with clock.limited():
                 self._halve(record, standing)
+        if clock.left <= 0:
+            why = "it was interrupted" if clock.stopped else "the time was over"
+            self.left_out.append(f"the rest: {why}")
         update = {"halved": self.halved, "left_out": self.left_out}
         return record.model_copy(update={**update, "seconds": round(clock.seconds, 1)})
 
