@@ -690,7 +690,7 @@ def test_what_is_kept_changes_rounds_of_agents_that_took_part_before():
 
 
 def test_optimizers_that_remember_nothing_or_of_parts_are_refused():
-    with pytest.raises(InputError, match="remembers nothing; set momentum"):
+    with pytest.raises(InputError, match="no state to keep; set momentum"):
         SGD(optimizer_state="kept")
     with pytest.raises(InputError, match="agents of FedRep can't keep it"):
         ALGORITHMS["fedrep"](optimizer=KEPT[0])
