@@ -1,5 +1,6 @@
 """The site: every page builds without a warning, and what is generated or recorded is current."""
 
+import json
 import re
 import runpy
 import subprocess
@@ -163,6 +164,21 @@ def test_public_names_and_the_version():
     assert f"\nversion: {nufed.__version__}\n" in cited
 
 
+def test_readme_shows_the_numbers_of_the_recorded_first_run():
+    script = runpy.run_path(str(DOCS / "record_first_run.py"))
+    recorded = json.loads(script["RECORD"].read_text("utf-8"))
+    assert recorded["preset"] == script["digest_of_preset"](), "run docs/record_first_run.py"
+    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    gain, half = recorded["per_round"]
+    assert f"ν = 3 (gMeta) gains {gain:.1f} ± {half:.1f} points over ν = 1" in text
+    gain, half = recorded["per_gradient"]
+    cost = f"It costs {recorded['work']:.3g} times the gradients: at equal gradients the difference"
+    assert f"{cost} is {gain:.1f} ± {half:.1f} points." in text
+    reached, centroid = recorded["personal"]["gmeta"], recorded["personal"]["centroid"]
+    assert f"gMeta reaches {reached:.0f} %, as much as the nearest class mean" in text
+    assert abs(reached - centroid) < 1
+
+
 def test_numbers_that_stand_on_several_pages_agree_with_their_source():
     """Each pattern finds a number on a page; all numbers of one fact are that of its source."""
     facts = {
@@ -178,6 +194,13 @@ def test_numbers_that_stand_on_several_pages_agree_with_their_source():
         "distance of δ = 10⁻³ from exact": [
             ("docs/results.md", r"^\| δ = 1e-3 \| ([\d.]+) \|"),
             ("docs/paper.md", r"the model ends ([\d.]+) of the way"),
+        ],
+        "CPU-seconds of a short run": [
+            ("docs/performance.md", r"^\| `nufed run quickstart rounds=3`, five.*\| ([\d.]+) \|"),
+            (
+                "docs/performance.md",
+                r"^\| `nufed run quickstart rounds=3` \|.*\| ([\d.]+) \| [\d.]+ \| ",
+            ),
         ],
         "kills": [
             ("docs/reliability.md", r"with 2 \| (\d+) of 200 end with equal hashes"),
