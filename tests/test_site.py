@@ -195,6 +195,10 @@ def test_numbers_that_stand_on_several_pages_agree_with_their_source():
             ("docs/results.md", r"^\| δ = 1e-3 \| ([\d.]+) \|"),
             ("docs/paper.md", r"the model ends ([\d.]+) of the way"),
         ],
+        "Per-FedAvg (HF) in the paper's protocol": [
+            ("docs/results.md", r"^\| Per-FedAvg \(HF\), D = 40 \| 3 \| [\d.]+ % \| ([\d.]+)"),
+            ("docs/results.md", r"per-fedavg-hf: D = 40, 3 steps against D = 120.*? \| ([\d.]+) %"),
+        ],
         "CPU-seconds of a short run": [
             ("docs/performance.md", r"^\| `nufed run quickstart rounds=3`, five.*\| ([\d.]+) \|"),
             (
