@@ -52,7 +52,13 @@ def main():
             "train": "lora",
             "lora": {"rank": 8, "alpha": 16, "targets": ["query", "value"]},
         },
-        "method": {"batch_size": 10, "local_steps": 4, "meta_lr": 0.1, "adapt_lr": 0.1},
+        "method": {
+            "batch_size": 10,
+            "local_steps": 4,
+            "optimizer": "adamw",  # with plain steps adapters learn little in so few rounds
+            "meta_lr": 0.005,
+            "adapt_lr": 1.0,
+        },
         "methods": {
             "fedavg": {},
             "fedrep": {},

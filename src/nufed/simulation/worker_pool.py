@@ -10,6 +10,7 @@ through shared memory. ``multiprocessing.set_start_method("spawn")`` spawns on L
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import mmap
 import multiprocessing
@@ -203,6 +204,7 @@ class Workers:
         self._device = torch.device(device)
         self.close = weakref.finalize(self, _end, os.getpid(), self._links)
         _release_memory()
+        gc.freeze()  # or a collection would write to the pages of all objects, and so copy them
         try:
             for _ in range(count):
                 self._start(work)
@@ -327,6 +329,7 @@ def _release_memory() -> None:
 def _end(owner: int, links: dict[Connection, BaseProcess]) -> None:
     if os.getpid() != owner:  # in a child that inherited the object
         return
+    gc.unfreeze()
     for link in links:
         link.close()
     for process in links.values():
