@@ -375,7 +375,11 @@ def _difference(shown: Shown, a: str, b: str) -> Place | None:
 def evidence(measured: Sequence[Shown]) -> dict[str, str]:
     """Sentences for docs/when_nu_pays.md: scores with ν = 3 minus those with ν = 1."""
     by_name = {shown.name: shown for shown in measured}
-    return {
+    equal = {
+        name: " ".join(nu_counts([s for s in measured if s.stage.equal_gradients == gradients]))
+        for name, gradients in (("at equal rounds", False), ("at equal gradients", True))
+    }
+    return {name: text for name, text in equal.items() if text} | {
         line: f"[the board](board.md), ν = 3 minus ν = 1: {'; '.join(texts)}"
         for line, asked in EVIDENCE.items()
         if (texts := [_gain(by_name[name], steps) for name, steps in asked if name in by_name])

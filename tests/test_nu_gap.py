@@ -57,4 +57,4 @@ def test_what_the_board_has_not_measured_is_not_printed(tmp_path, monkeypatch):
         "not measured yet",
     ]
     asked = re.findall(r'board\("([^"]+)"\)', nu_gap.TEMPLATE.read_text("utf-8"))
-    assert len(asked) == len(set(asked)) == 7
+    assert len(asked) == len(set(asked)) == 9
