@@ -8,6 +8,7 @@ converted by each operation that uses it: at any time only those of one operatio
 from __future__ import annotations
 
 import copy
+import ctypes
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -38,6 +39,13 @@ def doubled(module: nn.Module, replaced: Mapping[int, Any]) -> nn.Module:
             if id(parameter) in originals:
                 setattr(layer, name, originals[id(parameter)])
     return wide
+
+
+def release_memory() -> None:
+    """Return freed memory to the system, of which malloc keeps much."""
+    if sys.platform == "linux":  # glibc has it, others may not
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        _ = trim and trim(0)
 
 
 LARGE = 2**16  # numbers of a parameter, from which the memory of its copy is used again
@@ -89,7 +97,9 @@ class InDouble(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._memory = _Memory(0)
+        used, self._memory = len(self._memory.numbers), _Memory(0)
+        if used:
+            release_memory()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _double(self, x: Tensor) -> Tensor:

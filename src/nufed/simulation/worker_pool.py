@@ -36,6 +36,7 @@ from torch import Tensor
 
 from nufed.algorithms.protocol import State
 from nufed.errors import NufedError, RunError, TrainingError, UpdateError
+from nufed.objective.frozen import release_memory
 
 Layout: TypeAlias = list[tuple[str, int, torch.Size, torch.dtype]]
 """The layout of a state in a buffer: name, byte offset, shape and dtype of each vector."""
@@ -203,7 +204,7 @@ class Workers:
         self._links: dict[Connection, BaseProcess] = {}
         self._device = torch.device(device)
         self.close = weakref.finalize(self, _end, os.getpid(), self._links)
-        _release_memory()
+        release_memory()  # each forked process would get pages of it by using it
         gc.freeze()  # or a collection would write to the pages of all objects, and so copy them
         try:
             for _ in range(count):
@@ -317,13 +318,6 @@ def perform(work: Callable[[Any, Notify], Any], task: Any, send: Send) -> tuple[
     for warning in caught:
         send(("warning", _sendable(warning.message)))
     return outcome
-
-
-def _release_memory() -> None:
-    """Return freed memory to the system: each forked process would get pages of it by using it."""
-    if sys.platform == "linux":  # glibc has it, others may not
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        _ = trim and trim(0)
 
 
 def _end(owner: int, links: dict[Connection, BaseProcess]) -> None:
