@@ -82,7 +82,7 @@ def paper_job(sizes, cores):
     for job, (what, *arguments) in jobs.items():
         works = {n: partial(getattr(c, what), *arguments) for n, c in contenders.items()}
         times = interleaved(works, sizes.repeats)
-        plains = [n for n in times if n.startswith("plain")]
+        plains = [n for n in times if n.startswith("PyTorch")]
         best = min(plains, key=lambda n: median(times[n]))
         extra = start_up / ROUNDS
         fast = times[f"gram, {cores} workers"]
@@ -147,7 +147,7 @@ def cnn_job(sizes, cores):
     contenders = cnn_contenders(sizes, cores)
     works = {n: partial(c.round, range(4), 1, "first_order") for n, c in contenders.items()}
     times = interleaved(works, min(sizes.repeats, 5))
-    plains = [n for n in times if n.startswith("plain")]
+    plains = [n for n in times if n.startswith("PyTorch")]
     best = min(plains, key=lambda n: median(times[n]))
     side = sizes.cnn_side
     print(f"\nGroupNorm CNN on {side} x {side} x 3, FO nu = 1, tau = 2, 4 agents a round")

@@ -377,7 +377,7 @@ def test_a_bundle_fine_tunes_the_part_that_was_trained(tmp_path, part):
     run = nufed.run(config, **made, out=tmp_path / "run", figures=None)
     place = run.path / "bundles/gmeta.nufed"
     bundle = nufed.load_bundle(place, **({} if part == "head" else {"module": Lines()}))
-    samples = nufed.data.built_in()
+    samples = nufed.data.digits()
     adapted = bundle.adapt(samples.inputs[:40], samples.targets[:40], steps=3, anyway=True)
     before, after = bundle.module.state_dict(), adapted.module.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}

@@ -39,6 +39,7 @@ class Mean:
     added as they arrive, and the server's memory does not grow with their number. Weights by
     samples need all updates.
 
+    >>> from nufed.algorithms.protocol import AgentUpdate
     >>> updates = [AgentUpdate(i, 0, n, {"model": torch.tensor([x])})
     ...            for i, n, x in [(0, 1, 0.0), (1, 3, 4.0)]]
     >>> [Mean(how).combine(updates, "model", torch.zeros(1)) for how in ("uniform", "samples")]

@@ -289,7 +289,7 @@ def test_the_architecture_holds_no_path_of_this_machine(bert):
 
 @pytest.mark.parametrize("part", ["head", "none, *.bias"])
 def test_a_frozen_part_of_any_module_is_carried(tmp_path, part):
-    samples = nufed.data.built_in()
+    samples = nufed.data.digits()
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10))
     config = {
         "rounds": 1,
