@@ -40,8 +40,9 @@ def gains_and_costs(run: Run) -> list[str]:
         return []
     many, one = gain.many, gain.one
     return [
-        f"Per round, {many} gains: {_change(run, gain.per_round)} over {one} after {gain.rounds} "
-        f"rounds, on agents {gain.group} in training.",
+        f"Per round, with the step sizes of training, the mean {run.measure.name} of {many} minus "
+        f"that of {one} is {_change(run, gain.per_round)} after {gain.rounds} rounds, on agents "
+        f"{gain.group} in training.",
         f"It costs {gain.work:.3g} times the gradients: at equal gradients ({gain.equal_round} "
         f"rounds of {many}), {_change(run, gain.per_gradient)}.",
     ]
